@@ -1,0 +1,58 @@
+# make demo      the whole road on data it makes itself: train on 2 processes, evaluate, export, predict
+# make test      what CI runs (minutes); make test-all also runs what takes long
+# make check     ruff and mypy;  make bench  measured speed;  make docs  regenerate generated files
+VENV ?= .venv
+PY := $(VENV)/bin/python
+FLEETRUN := $(VENV)/bin/fleetrun
+STAMP := $(VENV)/.ppdist-installed
+DEMO := output/demo
+DEMO_CONFIG := configs/examples/demo.yml
+
+.PHONY: demo test test-all check bench docs install clean
+
+install: $(STAMP)
+
+# A Paddle that is already in the environment (a paddlepaddle-gpu of yours) is left alone.
+$(STAMP): setup.py
+	test -x $(PY) || python3 -m venv $(VENV)
+	if $(PY) -c "import paddle" 2>/dev/null; then extras=dev; else extras=cpu,dev; fi; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -e ".[$$extras]"
+	touch $@
+
+demo: install
+	$(PY) tools/data.py synthetic --out $(DEMO)_data --train 320 --val 80
+	$(FLEETRUN) --nproc_per_node 2 tools/train.py -c $(DEMO_CONFIG) --eval
+	$(FLEETRUN) --nproc_per_node 2 tools/eval.py -c $(DEMO_CONFIG) -w $(DEMO)/checkpoints/best \
+	  --json $(DEMO)/eval.json --at-least mAP50=0.8
+	$(PY) tools/export.py -c $(DEMO_CONFIG) -w $(DEMO)/checkpoints/best --out $(DEMO)/export
+	$(PY) tools/infer.py --model $(DEMO)/export \
+	  --source $(DEMO)_data/images/val --out $(DEMO)/predictions
+	@echo
+	@echo "Done. Look at:"
+	@echo "  $(DEMO)/predictions    validation images with predicted boxes"
+	@echo "  $(DEMO)/metrics.jsonl  losses, rates and mAP, one JSON object a line"
+	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"
+	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
+
+test: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow"
+
+test-all: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest
+
+check: install
+	$(PY) -m ruff check ppdist tools tests
+	$(PY) -m ruff format --check ppdist tools tests
+	$(PY) -m mypy
+
+bench: install
+	$(PY) tools/benchmark.py train -c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml --synthetic \
+	  --vs train.cpu_convolutions=plain -o model.image_size=[320,320] \
+	  train.batch_size_per_card=4 train.multi_scale=[] data.workers=0
+
+docs: install
+	$(PY) tools/config.py docs
+	$(PY) tools/config.py schema
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

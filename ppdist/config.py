@@ -1,0 +1,121 @@
+"""YAML -> a frozen, typed, closed configuration, with errors that name file, line and key.
+
+    base files (`_BASE_`) <- file <- -o overrides        mappings merge, everything else replaces
+    -> checked as one tree against a Section             every problem is reported, each on a line
+
+A `Section` stands beside the part that it configures; `ppdist.engine.experiment.ExperimentConfig`
+is the tree of all of them.  docs/config.md and configs/schema.json are generated from the same
+classes (config_schema.py).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ppdist.config_messages import numbers_for_text, problems_of
+from ppdist.config_yaml import Node, Place, Problem, Reader, dump, merge, problems_error
+
+if TYPE_CHECKING:
+    from ppdist.engine.experiment import ExperimentConfig
+
+
+class Section(BaseModel):
+    """Base of every part of the configuration: immutable, and closed to undeclared keys.
+
+    Give every field `Field(description=...)` with its unit: it becomes the documentation.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> "ExperimentConfig":
+    """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
+            They apply in order, so the last one wins.
+
+    Raises:
+        ConfigError: everything that is wrong, one line for each problem:
+            `file:line:column: key.path: what was found, what was expected; did you mean ...`.
+    """
+    # The one import that points up: the tree of all sections has to be known by whoever reads it.
+    from ppdist.engine.experiment import ExperimentConfig
+
+    defaults = {"output_dir": f"output/{Path(path).stem}"}
+    return parse_config(path, overrides, ExperimentConfig, defaults)
+
+
+def parse_config(
+    path: str | Path,
+    overrides: Sequence[str],
+    schema: type[SectionT],
+    defaults: Mapping[str, str] | None = None,
+) -> SectionT:
+    """As load_config, for any Section; `defaults` are top-level values that depend on the path."""
+    reader = Reader()
+    tree = reader.read_file(str(path))
+    for item in overrides:
+        node = reader.read_override(item)
+        if node is not None:
+            tree = merge(tree, node)
+    place = Place(str(path), 1, 1)
+    given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
+    return _check(merge(Node(given, place, place), tree), schema, reader.problems)
+
+
+def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:
+    try:
+        config = _validate(tree, schema)
+    except ValidationError as error:
+        for path in numbers_for_text(error, tree):
+            tree = _as_text(tree, path)
+        try:
+            config = _validate(tree, schema)
+        except ValidationError as remaining:
+            reported = {problem.place for problem in problems}
+            wrong = problems_of(remaining, tree, schema)
+            wrong = [problem for problem in wrong if problem.place not in reported]
+            raise problems_error([*problems, *wrong]) from None
+    if problems:
+        raise problems_error(problems)
+    return config
+
+
+def _validate(tree: Node, schema: type[SectionT]) -> SectionT:
+    # Strict JSON rules are the ones YAML users expect: a list fills a tuple and 1 is a float, but
+    # "3" is not a number, 1.5 not an integer, and 0 not false.
+    return schema.model_validate_json(json.dumps(tree.plain()), strict=True)
+
+
+def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
+    """Replaces a number by what was typed: `-o output_dir=2024` needs no quotes."""
+    if not path:
+        return replace(tree, value=tree.text)
+    head, *rest = path
+    if isinstance(tree.value, dict) and isinstance(head, str):
+        return replace(tree, value={**tree.value, head: _as_text(tree.value[head], rest)})
+    if isinstance(tree.value, list) and isinstance(head, int):
+        items = [*tree.value]
+        items[head] = _as_text(items[head], rest)
+        return replace(tree, value=items)
+    raise AssertionError(f"no value at {path}")
+
+
+def dump_yaml(config: Section) -> str:
+    """YAML text with every key, defaults included; reading it gives the same configuration."""
+    return dump(config.model_dump(mode="json"))

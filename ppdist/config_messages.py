@@ -1,0 +1,184 @@
+"""Turns what pydantic found wrong into lines a user can act on.
+
+configs/a.yml:12:3: train.epoch: unknown key; did you mean train.epochs?
+configs/a.yml:13:11: train.epochs: found "ten" (text), expected whole number >= 1
+-o data.rot=../x: data.rot: unknown key; did you mean data.root?
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ppdist.config_schema import (
+    SectionType,
+    all_keys,
+    choices,
+    field_at,
+    fitting,
+    owners,
+    sections_in,
+    type_in_words,
+)
+from ppdist.config_yaml import Node, Place, Problem, found
+
+Path = tuple[str | int, ...]
+
+
+def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list[Problem]:
+    """One problem for each key that is wrong."""
+    details = error.errors(include_url=False)
+    paths = [_path(detail, tree) for detail in details]
+    problems: dict[Path, Problem] = {}
+    for detail, path in zip(details, paths):
+        # A union complains once for each member; what is wrong deeper inside one says more.
+        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+        is_a_type = detail["type"].endswith("_type")
+        if path not in problems and not (deeper and is_a_type):
+            problems[path] = Problem(
+                _place(detail, path, tree), _message(detail, path, tree, schema)
+            )
+    return list(problems.values())
+
+
+def numbers_for_text(error: ValidationError, tree: Node) -> Iterator[Path]:
+    """Where -o gave a number and text was wanted."""
+    for detail in error.errors(include_url=False):
+        path = _path(detail, tree)
+        node = _nearest(tree, path)
+        is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        if detail["type"] == "string_type" and is_number and node.place.line == 0:
+            yield path
+
+
+def _path(detail: Any, tree: Node) -> Path:
+    """Pydantic's location without the union members that it names on the way."""
+    path: list[str | int] = []
+    node: Node | None = tree
+    location = detail["loc"]
+    for position, part in enumerate(location):
+        child = node.child(part) if node is not None else None
+        if child is not None:
+            path.append(part)
+            node = child
+        elif position == len(location) - 1 and _is_absent(detail):
+            path.append(part)
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path.append(detail["ctx"]["discriminator"].strip("'"))
+    return tuple(path)
+
+
+def _is_absent(detail: Any) -> bool:
+    """Whether a key is missing; an item missing from a list is a list of the wrong length."""
+    return detail["type"] == "missing" and isinstance(detail["loc"][-1], str)
+
+
+def _nearest(tree: Node, path: Path) -> Node:
+    """The node at a path, or where it is absent the closest one that holds it."""
+    for part in path:
+        child = tree.child(part)
+        if child is None:
+            break
+        tree = child
+    return tree
+
+
+def _place(detail: Any, path: Path, tree: Node) -> Place:
+    node = _nearest(tree, path)
+    at_key = detail["type"] in ("extra_forbidden", "union_tag_not_found") or _is_absent(detail)
+    return node.key_place if at_key or isinstance(node.value, dict) else node.place
+
+
+def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
+    kind = detail["type"]
+    name = _dotted(path)
+    node = _nearest(tree, path)
+    if kind == "extra_forbidden":
+        return f"{name}: unknown key; {_suggest_key(path, tree, schema)}"
+    if kind in ("value_error", "assertion_error"):
+        return f"{name}: {detail['ctx']['error']}" if name else str(detail["ctx"]["error"])
+    field = field_at(schema, path, tree)
+    if kind == "union_tag_not_found":
+        tags = [tag for s in owners(schema, path, tree) for tag in _tag_values(s, path[-1])]
+        return f"{name}: missing, expected one of {', '.join(tags)}"
+    if field is None:
+        return f"{name}: found {found(node)}: {detail['msg']}"
+    if kind == "union_tag_invalid":
+        allowed = [tag.strip(" '") for tag in detail["ctx"]["expected_tags"].split(",")]
+        hint = _close(str(node.value), allowed)
+        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{hint}"
+    expected = _expected(field, path, tree)
+    if _is_absent(detail):
+        about = (field.description or "").split(". ")[0].rstrip(".")
+        return f"{name}: missing, expected {expected}" + (f" ({about})" if about else "")
+    return f"{name}: found {found(node)}, expected {expected}{_hint(node, field.annotation)}"
+
+
+def _dotted(path: Path) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
+    """The type in words; for an item of a list, of the whole list; for a section, its keys."""
+    sections = fitting(sections_in(field.annotation), _nearest(tree, path))
+    if sections and not isinstance(path[-1], int):
+        return "a mapping with keys such as " + ", ".join(list(sections[0].model_fields)[:5])
+    words = type_in_words(field.annotation, field.metadata)
+    if not isinstance(path[-1], int):
+        return words
+    while isinstance(path[-1], int):
+        path = path[:-1]
+    return f"{words} for {_dotted(path)}"
+
+
+def _tag_values(section: SectionType, key: Any) -> list[str]:
+    field = section.model_fields.get(key)
+    return choices(field.annotation) if field is not None else []
+
+
+def _hint(node: Node, annotation: Any) -> str:
+    """What the user probably meant, as `; did you mean ...`, or nothing."""
+    value, words = node.value, type_in_words(annotation)
+    if isinstance(value, str):
+        close = _close(value, choices(annotation))
+        if close:
+            return close
+        if value in ("None", "none") and "null" in words:
+            return "; did you mean null?"
+        if value.lower() in ("yes", "on", "no", "off") and "true or false" in words:
+            return f"; did you mean {'true' if value.lower() in ('yes', 'on') else 'false'}?"
+        if node.quoted and "number" in words:
+            return "; remove the quotes"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float) and value.is_integer() and "whole number" in words:
+        return f"; did you mean {int(value)}?"
+    if "text" in words and (is_number or isinstance(value, bool)):
+        return f'; did you mean "{node.text}" with quotes?'
+    return ""
+
+
+def _close(text: str, candidates: Sequence[str]) -> str:
+    match = difflib.get_close_matches(text.lower(), candidates, 1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
+    """The key that was probably meant: near this one, or of this name in another section."""
+    key = str(path[-1])
+    siblings = list(dict.fromkeys(k for s in owners(schema, path, tree) for k in s.model_fields))
+    elsewhere: dict[str, str] = {}  # the last part of each key path -> the whole of the first
+    for known in all_keys(schema):
+        elsewhere.setdefault(known[-1], ".".join(known))
+    here = _dotted(path[:-1])
+    for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
+        for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
+            if names is siblings or match in siblings:
+                return f"did you mean {here + '.' if here else ''}{match}?"
+            if match in elsewhere and elsewhere[match] != _dotted(path):
+                return f"did you mean {elsewhere[match]}?"
+    return f"{here or 'the top level'} knows {', '.join(siblings)}"

@@ -1,0 +1,329 @@
+"""YAML files and -o items as trees of nodes that remember where each value was written.
+
+Scalars follow the core schema of YAML 1.2, plus the exponent form everybody writes: `1e-3` is a
+number, `010` is ten, and `yes`, `no`, `on`, `2024-01-01` are text.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from ppdist.errors import ConfigError
+
+BASE_KEY = "_BASE_"
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
+    r"|\.(?:nan|NaN|NAN))$"
+)
+
+Scalar = str | int | float | bool | None
+
+
+class Place(NamedTuple):
+    """Where something was written: a spot in a file, or a whole -o item (line 0)."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+    def order(self) -> tuple[bool, str, int, int]:
+        """Sort key: files before -o items, then by line."""
+        return (self.line == 0, self.source, self.line, self.column)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value: a scalar, a list of nodes, or a mapping of text to nodes."""
+
+    value: "Scalar | list[Node] | dict[str, Node]"
+    place: Place  # of the value
+    key_place: Place  # of its key, or of the value where there is no key
+    text: str = ""  # a scalar as it was typed
+    quoted: bool = False
+
+    def child(self, part: str | int) -> "Node | None":
+        if isinstance(self.value, dict) and isinstance(part, str):
+            return self.value.get(part)
+        if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
+            return self.value[part]
+        return None
+
+    def plain(self) -> object:
+        """The value without its places: what json.dumps takes."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+
+class Problem(NamedTuple):
+    """One line of a ConfigError: the place, and `key.path: what is wrong; what to do`."""
+
+    place: Place
+    message: str
+
+
+def problems_error(problems: Sequence[Problem]) -> ConfigError:
+    """All problems as one error, in the order of the files, each on a line of its own."""
+    ordered = sorted(set(problems), key=lambda problem: problem.place.order())
+    lines = [f"{problem.place}: {problem.message}" for problem in ordered]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError("\n  ".join([f"{len(lines)} problems in the configuration:", *lines]))
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML declares it so)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that _Loader, or a YAML 1.1 reader, would take for something else."""
+
+
+_Loader.add_implicit_resolver(
+    _TAG + "null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
+)
+_Loader.add_implicit_resolver(
+    _TAG + "bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
+_Loader.add_implicit_resolver(_TAG + "merge", re.compile(r"^<<$"), ["<"])
+_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+0123456789."))
+_Dumper.add_representer(
+    list,
+    lambda dumper, data: dumper.represent_sequence(
+        _TAG + "seq", data, flow_style=not any(isinstance(item, dict) for item in data)
+    ),
+)
+
+
+def dump(value: object) -> str:
+    """YAML text of plain data: keys in their order, lists of scalars on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def merge(base: Node, over: Node) -> Node:
+    """Mappings merge key by key; anything else of `over` replaces what `base` has there."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    value = dict(base.value)
+    for key, child in over.value.items():
+        value[key] = merge(value[key], child) if key in value else child
+    # A mapping that a file opened stays the file's, also when -o adds a key to it.
+    return replace(base if over.place.line == 0 else over, value=value)
+
+
+class Reader:
+    """Reads files and -o items; collects every problem that does not stop the reading.
+
+    Files whose structure cannot be known (missing, not YAML) raise ConfigError at once, because
+    whatever a later check said about them would be wrong.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def read_file(
+        self, path: str, opened: tuple[str, ...] = (), place: Place | None = None
+    ) -> Node:
+        """The tree of a file with its `_BASE_` files merged underneath.
+
+        Args:
+            path: as the user or the including file names it; used in messages as it is.
+            opened: real paths of the files being read, outermost first (finds cycles).
+            place: where `path` was written, None for the command line.
+        """
+        where = f"{place}: {BASE_KEY}: " if place else ""
+        real = os.path.realpath(path)
+        if real in opened:
+            chain = " -> ".join(os.path.relpath(item) for item in [*opened, real])
+            raise ConfigError(f"{where}the files include each other: {chain}")
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except FileNotFoundError:
+            raise ConfigError(f"{where}{path}: no such file (looked in {Path.cwd()})") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}{path}: not UTF-8 text: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{where}{path}: cannot be read: {error.strerror}") from None
+        start = Place(path, 1, 1)
+        root = self._compose(text, path)
+        if root is None:
+            return Node({}, start, start)
+        tree = _Converter(self.problems, path, start).convert(root, ())
+        if not isinstance(tree.value, dict):
+            raise ConfigError(f"{tree.place}: expected `key: value` lines, found {found(tree)}")
+        keys = dict(tree.value)
+        bases = keys.pop(BASE_KEY, None)
+        tree = replace(tree, value=keys, place=start, key_place=start)
+        merged = Node({}, start, start)
+        for base in self._base_names(bases):
+            base_path = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
+            merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))
+        return merge(merged, tree)
+
+    def _base_names(self, bases: Node | None) -> Iterator[Node]:
+        if bases is None:
+            return
+        for base in bases.value if isinstance(bases.value, list) else [bases]:
+            if isinstance(base.value, str):
+                yield base
+            else:
+                message = f"{BASE_KEY}: found {found(base)}, expected a file name or a list of them"
+                self.problems.append(Problem(base.place, message))
+
+    def read_override(self, item: str) -> Node | None:
+        """The tree of one `a.b=value`, or None (and a problem) where it is not one."""
+        place = Place(f"-o {item}" if len(item) <= 80 else f"-o {item[:77]}...")
+        dotted, equals, text = item.partition("=")
+        keys = [key.strip() for key in dotted.split(".")]
+        if not equals or not all(keys):
+            self.problems.append(
+                Problem(place, "expected key.path=value, as in -o train.epochs=10")
+            )
+            return None
+        if keys[0] == BASE_KEY:
+            self.problems.append(Problem(place, f"{BASE_KEY} belongs in the file, not in -o"))
+            return None
+        try:
+            root = self._compose(text, place.source)
+        except ConfigError:
+            message = (
+                f"{dotted}: {text!r} is not a YAML value; to give it as text, quote it twice: "
+            )
+            self.problems.append(Problem(place, message + f"-o '{dotted}=\"...\"'"))
+            return None
+        # An empty value (`-o model.pretrained=`) means null, as it does in a file.
+        converter = _Converter(self.problems, None, place)
+        node = Node(None, place, place) if root is None else converter.convert(root, tuple(keys))
+        for key in reversed(keys):
+            node = Node({key: replace(node, key_place=place)}, place, place)
+        return node
+
+    def _compose(self, text: str, source: str) -> yaml.Node | None:
+        try:
+            return yaml.compose(text, Loader=_Loader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+            reason = ", ".join(filter(None, [error.context, error.problem]))
+            if "'\\t'" in reason:
+                reason = "a tab; indent with spaces"
+            raise ConfigError(f"{source}:{line}:{column}: not YAML: {reason}") from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+            code = error.character if isinstance(error.character, int) else ord(error.character)
+            reason = f"character U+{code:04X} is not allowed"
+            raise ConfigError(f"{source}:{line}:{column}: not YAML: {reason}") from None
+
+
+class _Converter:
+    """Turns PyYAML nodes into ours, for one file, or for one -o item where `file` is None."""
+
+    def __init__(self, problems: list[Problem], file: str | None, place: Place) -> None:
+        self.problems = problems
+        self.file = file
+        self.item_place = place
+        self.open: set[int] = set()  # ids of the collections being converted (finds alias loops)
+
+    def place(self, node: yaml.Node) -> Place:
+        if self.file is None:
+            return self.item_place
+        return Place(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
+
+    def convert(self, node: yaml.Node, path: tuple[str, ...], key: yaml.Node | None = None) -> Node:
+        """path: the keys above, for messages."""
+        place = self.place(node)
+        key_place = place if key is None else self.place(key)
+        if isinstance(node, yaml.ScalarNode):
+            quoted = node.style in ("'", '"')
+            return Node(self.scalar(node, path), place, key_place, node.value, quoted)
+        if id(node) in self.open:
+            raise ConfigError(f"{place}: {'.'.join(path)}: the alias contains itself")
+        self.open.add(id(node))
+        if not node.tag.startswith(_TAG):
+            self.bad_tag(node, path)
+        value: list[Node] | dict[str, Node]
+        if isinstance(node, yaml.SequenceNode):
+            value = [self.convert(item, path) for item in node.value]
+        else:
+            assert isinstance(node, yaml.MappingNode)  # the only other kind
+            value = self.mapping(node, path)
+        self.open.discard(id(node))
+        return Node(value, place, key_place)
+
+    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
+        own: dict[str, Node] = {}
+        below: dict[str, Node] = {}
+        for key, item in node.value:
+            if key.tag == _TAG + "merge":
+                for part in item.value if isinstance(item, yaml.SequenceNode) else [item]:
+                    below = {**below, **self.merged(part, path)}
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                message = f"{'.'.join(path) or 'a key'}: a key must be text, not a list or mapping"
+                self.problems.append(Problem(self.place(key), message))
+                continue
+            here = (*path, key.value)
+            if key.value in own:
+                message = f"{'.'.join(here)}: given twice; the first is at "
+                first = own[key.value].key_place
+                self.problems.append(Problem(self.place(key), f"{message}{first}; remove one"))
+            own[key.value] = self.convert(item, here, key)
+        return {**below, **own}
+
+    def merged(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Node]:
+        converted = self.convert(node, path)
+        if isinstance(converted.value, dict):
+            return converted.value
+        message = f"{'.'.join((*path, '<<'))}: found {found(converted)}, expected a mapping"
+        self.problems.append(Problem(converted.place, message))
+        return {}
+
+    def scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
+        text, kind = node.value, node.tag.removeprefix(_TAG)
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        if kind == "int" and _INT.match(text):
+            return int(text, 16) if text.startswith("0x") else int(text)
+        if kind in ("int", "float") and _FLOAT.match(text):
+            special = text.lower().lstrip("+-") in (".inf", ".nan")
+            return float(text.replace(".", "") if special else text)
+        if kind not in ("str", "merge"):
+            self.bad_tag(node, path)
+        return text
+
+    def bad_tag(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+        tag = node.tag.replace(_TAG, "!!")
+        message = f"{'.'.join(path)}: the tag {tag} has no meaning here; write a plain value"
+        self.problems.append(Problem(self.place(node), message))
+
+
+def found(node: Node) -> str:
+    """What a value is, in words."""
+    value = node.value
+    if isinstance(value, dict):
+        return "a mapping with the keys " + ", ".join(value) if value else "an empty mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, str):
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        return f'"{shown}" (text)'
+    return node.text or str(value)

@@ -1,0 +1,55 @@
+"""Class names and lists of images, for the formats whose annotation files do not hold them."""
+
+from pathlib import Path
+
+import yaml
+
+from ppdist.data.annotations import read_text
+from ppdist.errors import DataError
+
+_FILES = ("label_list.txt", "classes.txt")
+
+
+def class_names(root: Path, configured: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in the order of their numbers, or () when nobody gives them.
+
+    From data.class_names, else label_list.txt or classes.txt in root (a name a line), else the
+    `names` of the one YAML file in root that has them (ultralytics' data file).
+
+    Raises: DataError: a name is listed twice, or a file is malformed.
+    """
+    names, source = configured, "data.class_names"
+    for file in (root / name for name in _FILES):
+        if not names and file.is_file():
+            lines = read_text(file).splitlines()
+            names, source = tuple(line.strip() for line in lines if line.strip()), str(file)
+    if not names:
+        named = {file: _yaml_names(file) for file in sorted(root.glob("*.y*ml"))}
+        named = {file: found for file, found in named.items() if found}
+        if len(set(named.values())) > 1:
+            files = ", ".join(map(str, named))
+            raise DataError(f"{files}: give different class names; set data.class_names")
+        for file, found in named.items():
+            names, source = found, str(file)
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise DataError(f"{source}: class {twice[0]!r} is listed twice")
+    return names
+
+
+def _yaml_names(file: Path) -> tuple[str, ...]:
+    try:
+        content = yaml.safe_load(read_text(file))
+    except yaml.YAMLError:
+        return ()  # some other file that happens to lie here
+    names = content.get("names") if isinstance(content, dict) else None
+    if isinstance(names, dict):
+        if sorted(names) != list(range(len(names))):
+            raise DataError(f"{file}: names: expected the numbers 0 to {len(names) - 1} as keys")
+        names = [names[number] for number in range(len(names))]
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def read_list(path: Path) -> list[str]:
+    """The lines that are not empty, without surrounding blanks."""
+    return [line.strip() for line in read_text(path).splitlines() if line.strip()]

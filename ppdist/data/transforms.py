@@ -1,0 +1,303 @@
+"""Images from disk, and what augmentation does to them and their boxes.
+
+    random window (expand, crop) -> Placement -> one resize of one part -> colours -> mirror
+
+Where an image ends up in the input is settled on its boxes, before any pixel is touched, so that
+expanding and cropping cost one resize together.  Randomness comes from the generator handed in,
+keyed by (seed, epoch, index): a sample looks the same whichever rank or worker makes it.
+
+Sources: the augmentation of SSD (Liu et al. 2016, arXiv:1512.02325, section 2.2 and its code) in
+the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from pydantic import Field
+
+from ppdist.config import Section
+from ppdist.errors import DataError
+
+FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
+_INTERPOLATIONS = (
+    cv2.INTER_NEAREST,
+    cv2.INTER_LINEAR,
+    cv2.INTER_CUBIC,
+    cv2.INTER_AREA,
+    cv2.INTER_LANCZOS4,
+)
+_CROP_OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # None: no crop
+_CROP_TRIES = 50
+_SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
+
+
+class AugmentConfig(Section):
+    """Random changes of training images, each with its probability; 0 switches it off."""
+
+    distort: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Chance of each of brightness (+-32), contrast (x 0.5-1.5), saturation "
+        "(x 0.5-1.5) and hue (+-18 degrees).",
+    )
+    expand: float = Field(
+        default=0.5, ge=0, le=1, description="Chance to place the image on a larger canvas."
+    )
+    expand_most: float = Field(
+        default=4.0, ge=1, description="expand: largest side of the canvas / side of the image."
+    )
+    crop: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Chance to try a crop around objects; one try in seven leaves the image whole.",
+    )
+    crop_least: float = Field(
+        default=0.3, gt=0, le=1, description="crop: smallest geometric mean of the sides that stay."
+    )
+    flip: float = Field(default=0.5, ge=0, le=1, description="Chance to mirror left to right.")
+    flip_vertical: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to mirror top to bottom, for images without an up (microscopy).",
+    )
+    random_interpolation: bool = Field(
+        default=True,
+        description="Resize by nearest, linear, cubic, area or Lanczos at random; false: linear.",
+    )
+
+
+class Placement(NamedTuple):
+    """Which part of the original fills which part of the input, both in whole pixels x1 y1 x2 y2.
+
+    What the part does not fill is FILL.  mirror_x, mirror_y: the input is mirrored at last.
+    """
+
+    source: tuple[int, int, int, int]
+    target: tuple[int, int, int, int]
+    height: int
+    width: int
+    mirror_x: bool = False
+    mirror_y: bool = False
+
+
+def read_image(path: str | Path, size: tuple[int, int] | None = None) -> np.ndarray:
+    """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
+
+    Args:
+        size: the (height, width) it must have; an image that has it without being turned stays.
+    Raises: DataError: absent, unreadable, damaged, cut short, or of another size.
+    """
+    try:
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    if not content.size:
+        raise DataError(f"{path}: the file is empty")
+    if _is_cut_short(content.tobytes()):
+        raise DataError(f"{path}: the JPEG data end early (incomplete file)")
+    image_HW3 = _decode(path, content, cv2.IMREAD_COLOR)
+    if size is not None and image_HW3.shape[:2] != size:
+        image_HW3 = _decode(path, content, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    if size is not None and image_HW3.shape[:2] != size:
+        height, width = image_HW3.shape[:2]
+        raise DataError(
+            f"{path}: the image is {width}x{height} but its annotation says {size[1]}x{size[0]}"
+        )
+    return cv2.cvtColor(image_HW3, cv2.COLOR_BGR2RGB)
+
+
+def _decode(path: str | Path, content: np.ndarray, flags: int) -> np.ndarray:
+    try:
+        image_HW3 = cv2.imdecode(content, flags)
+    except cv2.error as error:
+        raise DataError(f"{path}: OpenCV cannot decode it: {error.err}") from error
+    if image_HW3 is None:
+        raise DataError(f"{path}: not an image, or damaged")
+    return image_HW3
+
+
+def _is_cut_short(content: bytes) -> bool:
+    """Whether a JPEG lacks its end; OpenCV would silently paint the missing part grey.
+
+    Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
+    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
+    """
+    if not content.startswith(b"\xff\xd8"):
+        return False
+    position = 2
+    while content[position : position + 1] == b"\xff" and content[position + 1 :][:1] != b"\xda":
+        if content[position + 1] in (0xFF, 0x01, *range(0xD0, 0xD9)):  # no length follows
+            position += 1 if content[position + 1] == 0xFF else 2
+        else:
+            position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
+    return content.find(b"\xff\xd9", position) < 0
+
+
+def whole(width: int, height: int, size: tuple[int, int]) -> Placement:
+    """The whole image stretched to the input `size` (height, width), as PP-YOLOE evaluates."""
+    return Placement((0, 0, width, height), (0, 0, size[1], size[0]), *size)
+
+
+def random_placement(
+    boxes_M4: np.ndarray,
+    width: int,
+    height: int,
+    size: tuple[int, int],
+    config: AugmentConfig,
+    rng: np.random.Generator,
+) -> Placement:
+    """Expand, crop and mirror: where a training image goes in the input `size` (height, width)."""
+    window = np.array([0.0, 0.0, width, height])
+    if rng.random() < config.expand:
+        window = expanded(window, config.expand_most, rng)
+    if rng.random() < config.crop and len(boxes_M4):
+        window = cropped(window, boxes_M4, config.crop_least, rng)
+    placement = place(window, width, height, size)
+    mirror_x, mirror_y = rng.random() < config.flip, rng.random() < config.flip_vertical
+    return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+
+
+def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.ndarray:
+    """A window (x1, y1, x2, y2) of 1 to `most` times each side that holds the given one."""
+    sides = window[2:] - window[:2]
+    room = sides * (rng.uniform(1.0, most) - 1.0)
+    corner = window[:2] - rng.random(2) * room
+    return np.concatenate([corner, corner + sides + room])
+
+
+def cropped(
+    window: np.ndarray, boxes_M4: np.ndarray, least: float, rng: np.random.Generator
+) -> np.ndarray:
+    """A part of a window whose IoU with some box reaches a random threshold.
+
+    Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
+    holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
+    """
+    sides = window[2:] - window[:2]
+    centres_M2 = (boxes_M4[:, :2] + boxes_M4[:, 2:]) / 2
+    for choice in rng.permutation(len(_CROP_OVERLAPS)):
+        overlap = _CROP_OVERLAPS[choice]
+        if overlap is None:
+            return window
+        scale_T = rng.uniform(least, 1.0, _CROP_TRIES)
+        aspect_T = rng.uniform(np.maximum(0.5, scale_T**2), np.minimum(2.0, scale_T**-2))
+        part_T2 = np.stack([scale_T * np.sqrt(aspect_T), scale_T / np.sqrt(aspect_T)], 1) * sides
+        corner_T2 = window[:2] + rng.random((_CROP_TRIES, 2)) * (sides - part_T2)
+        parts_T4 = np.concatenate([corner_T2, corner_T2 + part_T2], 1)
+        inside_TM = (
+            (centres_M2 > parts_T4[:, None, :2]) & (centres_M2 < parts_T4[:, None, 2:])
+        ).all(2)
+        good_T = inside_TM.any(1) & (_iou(parts_T4, boxes_M4).max(1) >= overlap)
+        if good_T.any():
+            return parts_T4[good_T.argmax()]
+    return window
+
+
+def _iou(a_T4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
+    low_TM2 = np.maximum(a_T4[:, None, :2], b_M4[:, :2])
+    high_TM2 = np.minimum(a_T4[:, None, 2:], b_M4[:, 2:])
+    inter_TM = (high_TM2 - low_TM2).clip(0).prod(2)
+    area_T = (a_T4[:, 2:] - a_T4[:, :2]).prod(1)
+    area_M = (b_M4[:, 2:] - b_M4[:, :2]).prod(1)
+    return inter_TM / (area_T[:, None] + area_M - inter_TM)
+
+
+def place(window: np.ndarray, width: int, height: int, size: tuple[int, int]) -> Placement:
+    """Rounds a window (x1, y1, x2, y2; original pixels, may reach beyond the image) to pixels.
+
+    Boxes mapped by the result lie exactly where `render` puts their pixels.
+    """
+    limit = np.array([width, height])
+    low, high = np.floor(window[:2]).clip(0, limit - 1), np.ceil(window[2:]).clip(1, limit)
+    high = np.maximum(high, low + 1)
+    scale = np.array([size[1], size[0]]) / (window[2:] - window[:2])
+    target_low = np.rint((low - window[:2]) * scale).clip(0, [size[1] - 1, size[0] - 1])
+    target_high = np.rint((high - window[:2]) * scale).clip(target_low + 1, [size[1], size[0]])
+    x1, y1, x2, y2 = (int(value) for value in (*low, *high))
+    left, top, right, bottom = (int(value) for value in (*target_low, *target_high))
+    return Placement((x1, y1, x2, y2), (left, top, right, bottom), *size)
+
+
+def map_boxes(boxes_M4: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes in input pixels, cut to what is seen, and keep_M: which are still objects.
+
+    An object stays when its centre is seen and both sides have a pixel at least.
+    """
+    source, target = np.array(placement.source, np.float64), np.array(placement.target, np.float64)
+    scale = (target[2:] - target[:2]) / (source[2:] - source[:2])
+    mapped_M22 = (boxes_M4.reshape(-1, 2, 2) - source[:2]) * scale + target[:2]
+    centre_M2 = mapped_M22.mean(1)
+    cut_M22 = mapped_M22.clip(target[:2], target[2:])
+    seen_M = ((centre_M2 > target[:2]) & (centre_M2 < target[2:])).all(1)
+    keep_M = seen_M & (cut_M22[:, 1] - cut_M22[:, 0] >= _SMALLEST_SIDE).all(1)
+    if placement.mirror_x:
+        cut_M22[:, :, 0] = placement.width - cut_M22[:, ::-1, 0]
+    if placement.mirror_y:
+        cut_M22[:, :, 1] = placement.height - cut_M22[:, ::-1, 1]
+    return cut_M22.reshape(-1, 4).astype(np.float32), keep_M
+
+
+def render(
+    image_HW3: np.ndarray,
+    placement: Placement,
+    interpolation: int,
+    colours_34: np.ndarray | None = None,
+) -> np.ndarray:
+    """The input image, uint8 RGB [placement.height, placement.width, 3].
+
+    Args:
+        interpolation: one of OpenCV's.
+        colours_34: what `random_colours` gave; applied to the image, not to FILL beside it.
+    """
+    x1, y1, x2, y2 = placement.source
+    left, top, right, bottom = placement.target
+    part = image_HW3[y1:y2, x1:x2]
+    if part.shape[:2] != (bottom - top, right - left):
+        part = cv2.resize(part, (right - left, bottom - top), interpolation=interpolation)
+    if colours_34 is not None:
+        part = cv2.transform(part, colours_34)
+    if part.shape[:2] != (placement.height, placement.width):
+        below, beside = placement.height - bottom, placement.width - right
+        part = cv2.copyMakeBorder(part, top, below, left, beside, cv2.BORDER_CONSTANT, value=FILL)
+    if placement.mirror_x or placement.mirror_y:
+        both = placement.mirror_x and placement.mirror_y
+        part = cv2.flip(part, -1 if both else int(placement.mirror_x))
+    return part
+
+
+def random_interpolation(rng: np.random.Generator) -> int:
+    return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))]
+
+
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
+
+
+def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
+    """Brightness, contrast, saturation and hue as one matrix [3, 4] on (R, G, B, 1); None: none.
+
+    Saturation scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one
+    rounding suffices; they commute with the resize and run on the smaller image.
+    """
+    brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
+    shift = rng.uniform(-32, 32) * brightness_on
+    gain = 1 + rng.uniform(-0.5, 0.5) * contrast_on
+    saturation = 1 + rng.uniform(-0.5, 0.5) * saturation_on
+    angle = np.deg2rad(rng.uniform(-18, 18) * hue_on)
+    if not (brightness_on or contrast_on or saturation_on or hue_on):
+        return None
+    turn = np.eye(3)
+    turn[1:, 1:] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turn[1:, 1:] *= saturation
+    rgb_33 = gain * np.linalg.inv(_YIQ) @ turn @ _YIQ
+    return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
+
+
+def resize_for_evaluation(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The whole image stretched to (height, width), cubic: what evaluation and inference see."""
+    height, width = image_HW3.shape[:2]
+    return render(image_HW3, whole(width, height, size), cv2.INTER_CUBIC)

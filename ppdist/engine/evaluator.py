@@ -1,0 +1,211 @@
+"""Detection quality of a model over a whole set, sharded over the ranks."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import paddle
+from pydantic import Field
+
+from ppdist import dist
+from ppdist.config import Section
+from ppdist.data.sample import Batch, DetectionSet
+from ppdist.drawing import draw_boxes, side_by_side
+from ppdist.log import duration
+from ppdist.metrics.coco import evaluate_boxes
+from ppdist.models.detector import Detector
+from ppdist.postprocess import NMSConfig, multiclass_nms
+
+_LOGGER = logging.getLogger("ppdist")
+_REPORT_SECONDS = 30.0
+_DRAWN_SCORE = 0.3
+
+
+class EvaluateConfig(Section):
+    """When and how the validation set is evaluated during training."""
+
+    every_epochs: int = Field(
+        default=1,
+        ge=1,
+        description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
+    )
+    batch_size_per_card: int = Field(
+        default=8,
+        ge=1,
+        description="Images per rank in one forward pass of an evaluation.",
+    )
+
+
+class Evaluator:
+    """Runs a detector over a set; every image is seen once, by one rank.
+
+    The result does not depend on the number of ranks.  The loop holds no collective, so ranks may
+    have different numbers of batches; they meet once, at its end, and wait there as long as
+    `distributed.timeout_seconds` allows.
+
+    Attributes:
+        pictures: after an evaluation, the first images of this rank's share with true and
+            predicted boxes, for `RunLog.images`.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        loader: Iterable[Batch],
+        nms: NMSConfig,
+        *,
+        max_pictures: int = 0,
+    ) -> None:
+        """
+        Args:
+            dataset: the whole set, the same on every rank.
+            loader: gives this rank's share of it anew at each iteration; `image_index_B` is the
+                position in `dataset.records`, or -1 for padding.
+            nms: bounds the time of an untrained model too: `candidates` and `keep` boxes at most.
+            max_pictures: how many images to draw.
+        """
+        self.pictures: list[np.ndarray] = []
+        self._dataset = dataset
+        self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
+        self._loader = loader
+        self._nms = nms
+        self._max_pictures = max_pictures
+
+    def evaluate(self, model: Detector) -> dict[str, float]:
+        """COCO metrics of the model; every rank calls it and every rank gets the same result.
+
+        Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
+        as before when it returns.
+
+        Args:
+            model: the detector itself, not its data-parallel wrapper.
+        Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `eval_seconds` (rank 0's wall time).
+        """
+        began = time.monotonic()
+        detections_R7 = self.detect(model)
+
+        def measure() -> dict[str, float]:
+            metrics = evaluate_boxes(self._dataset, detections_R7)
+            return {**metrics, "eval_seconds": time.monotonic() - began}
+
+        return dist.on_main(measure)
+
+    def detect(self, model: Detector) -> np.ndarray:
+        """Detections of the whole set; every rank calls it and every rank gets all rows.
+
+        Returns: float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
+            pixels of the original image, ordered by position.
+        Raises: RuntimeError: an image was seen twice or not at all.
+        """
+        rows_R7, seen_S = self._detect_share(model)
+        self._check_each_once(dist.all_gather_rows(seen_S[:, None])[:, 0])
+        gathered_R7 = dist.all_gather_rows(rows_R7)
+        return gathered_R7[np.argsort(gathered_R7[:, 0], kind="stable")]
+
+    def _detect_share(self, model: Detector) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [R, 7] of this rank's images, and their positions int64 [S]."""
+        rows = [np.zeros((0, 7), np.float32)]
+        seen = [np.zeros(0, np.int64)]
+        self.pictures = []
+        share = len(self._dataset.records) / dist.world_size()
+        began = reported = time.monotonic()
+        with in_eval_mode(model):
+            for batch in self._loader:
+                rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
+                rows.append(self._in_original_pixels(batch, rows_R6, count_B))
+                indices_B = batch.image_index_B.numpy()
+                seen.append(indices_B[indices_B >= 0])
+                wanted = self._max_pictures - len(self.pictures)
+                names = self._dataset.class_names
+                self.pictures += draw_batch(batch, rows_R6, count_B, names, wanted)
+                now = time.monotonic()
+                if now - reported > _REPORT_SECONDS:
+                    reported = now
+                    done = sum(map(len, seen))
+                    left = (now - began) / max(1, done) * max(0.0, share - done)
+                    _LOGGER.info(f"evaluated {done}/{share:.0f} images, ETA {duration(left)}")
+        return np.concatenate(rows), np.concatenate(seen)
+
+    def _in_original_pixels(
+        self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
+    ) -> np.ndarray:
+        """Rows [R, 7] with the image's position in front; those of padding images are dropped."""
+        position_R = np.repeat(np.arange(len(count_B)), count_B)
+        index_R = batch.image_index_B.numpy()[position_R]
+        scale_yx_R2 = batch.scale_B2.numpy()[position_R]
+        boxes_R4 = rows_R6[:, 2:] / scale_yx_R2[:, [1, 0, 1, 0]]
+        boxes_R4 = np.clip(boxes_R4, 0, np.tile(self._sizes_wh_N2[index_R], 2))
+        rows_R7 = np.concatenate([index_R[:, None], rows_R6[:, :2], boxes_R4], axis=1)
+        return rows_R7[index_R >= 0].astype(np.float32)  # positions below 2**24 stay exact
+
+    def _check_each_once(self, seen_N: np.ndarray) -> None:
+        counts_N = np.bincount(seen_N, minlength=len(self._dataset.records))
+        wrong = np.flatnonzero(counts_N != 1)
+        if wrong.size:
+            first = self._dataset.records[wrong[0]].path
+            raise RuntimeError(
+                f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
+                f"not, first {first} ({counts_N[wrong[0]]} times)"
+            )
+
+
+def detect(
+    model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Detections of one batch; the caller has set the model's mode.
+
+    Args:
+        images_B3HW: uint8 RGB.
+    Returns: float32 [R, 6] rows (class, score, x1, y1, x2, y2) in input pixels, image after image,
+        and int64 [B], how many rows each image has.
+    """
+    with paddle.no_grad():
+        scores_BNC, boxes_BN4 = model.decode(model(model.normalize(images_B3HW)))
+        rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, nms)
+    return rows_R6.numpy(), count_B.numpy().astype(np.int64)
+
+
+@contextmanager
+def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards each is again in the mode it was in."""
+    modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training
+
+
+def draw_batch(
+    batch: Batch,
+    rows_R6: np.ndarray,
+    count_B: np.ndarray,
+    class_names: tuple[str, ...],
+    limit: int,
+) -> list[np.ndarray]:
+    """Pictures of a batch: the true boxes on the left, the predicted ones on the right.
+
+    Args:
+        rows_R6, count_B: what `detect` returned for the batch; predictions whose score is below
+            0.3 are not drawn.
+        limit: how many images at most; padding is left out.
+    Returns: uint8 RGB [H, 2W + 4, 3] each, at input size.
+    """
+    pictures: list[np.ndarray] = []
+    rows_by_image = np.split(rows_R6, np.cumsum(count_B)[:-1])
+    for position, index in enumerate(batch.image_index_B.numpy()):
+        if index < 0 or len(pictures) >= limit:
+            continue
+        image_HW3 = batch.images_B3HW[position].numpy().transpose(1, 2, 0)
+        true_M = batch.mask_BM[position].numpy() > 0
+        true_boxes_M4 = batch.boxes_BM4[position].numpy()[true_M]
+        true_labels_M = batch.labels_BM[position].numpy()[true_M]
+        rows_P6 = rows_by_image[position]
+        sure_P6 = rows_P6[rows_P6[:, 1] >= _DRAWN_SCORE]
+        truth = draw_boxes(image_HW3, true_boxes_M4, true_labels_M, class_names)
+        found = draw_boxes(image_HW3, sure_P6[:, 2:], sure_P6[:, 0], class_names, sure_P6[:, 1])
+        pictures.append(side_by_side(truth, found))
+    return pictures

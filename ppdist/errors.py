@@ -1,0 +1,104 @@
+"""The errors a user can act on, and the exit codes of every tool.
+
+Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
+(traceback); 75 stopped by a signal after a clean checkpoint.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
+# Warnings of Paddle's about itself that no user of a tool can act on.
+_PADDLE_NOISE = (
+    "No ccache found",
+    "When training, we now always track global mean",
+    r"\s*Non compatible API",  # 3.2: paddle.split is not torch.split
+)
+
+
+class UserError(ValueError):
+    """Something the user can put right: where, what was found, what was expected, what to do."""
+
+
+class ConfigError(UserError):
+    """The configuration or the command line is wrong."""
+
+
+class DataError(UserError):
+    """The images or annotations are wrong."""
+
+
+class WeightsError(UserError):
+    """A weight file is missing, unreadable, unsafe, or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, torn, or belongs to another run."""
+
+
+class ExportError(UserError):
+    """A model cannot be exported, or its export does not compute what the model computes."""
+
+
+class LaunchError(UserError):
+    """The processes of a run cannot be started as asked."""
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a tool's main and turns how it ended into the documented exit code.
+
+    Under our launcher every rank ends here; each leaves `rank-N.json` in $PPDIST_EXIT_DIR and the
+    launcher prints one message for the whole job instead of one per rank.
+    """
+    for noise in _PADDLE_NOISE:
+        warnings.filterwarnings("ignore", message=noise)
+    code, message = 0, ""
+    try:
+        code = main() or 0
+    except UserError as error:
+        code, message = 2, str(error)
+    except ModuleNotFoundError as error:
+        if error.name != "paddle":
+            code, message = 1, traceback.format_exc()
+        else:
+            code, message = (
+                2,
+                (
+                    "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine "
+                    "the paddlepaddle-gpu build for your CUDA (see README.md)"
+                ),
+            )
+    except SystemExit as error:  # argparse and clean stops
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        code, message = 1, traceback.format_exc()
+    launched = _report_to_launcher(code, message)
+    if message and code == 2 and not launched:
+        print(f"ppdist: error: {message}", file=sys.stderr, flush=True)
+    if message and code == 1:
+        print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _report_to_launcher(code: int, message: str) -> bool:
+    folder = os.environ.get(EXIT_DIR_VARIABLE)
+    if not folder or not Path(folder).is_dir():
+        return False
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    report = Path(folder) / f"rank-{rank}.json"
+    draft = report.with_suffix(".tmp")
+    try:
+        said = json.dumps({"rank": rank, "code": code, "message": message})
+        draft.write_text(said, encoding="utf-8")
+        draft.replace(report)
+    except OSError:  # a full disk: it must not hide why the run ended
+        return False
+    return True

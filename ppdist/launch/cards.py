@@ -1,0 +1,168 @@
+"""Which GPUs this machine has, which of them are visible, and which were asked for.
+
+A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
+ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppdist.errors import LaunchError
+
+_SMI_SECONDS = 60.0  # the first call after boot wakes every card
+
+
+@dataclass(frozen=True)
+class Card:
+    """One physical GPU."""
+
+    index: int
+    name: str = "GPU"
+    uuid: str = ""
+
+
+def machine_cards() -> list[Card]:
+    """The NVIDIA cards of this machine, visible to CUDA or not; [] where there is none."""
+    return _cards_of_nvidia_smi() or _cards_of_driver()
+
+
+def _cards_of_nvidia_smi() -> list[Card]:
+    program = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
+    if program is None:
+        return []
+    try:
+        listed = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_nvidia_smi(listed.stdout) if listed.returncode == 0 else []
+
+
+def parse_nvidia_smi(listing: str) -> list[Card]:
+    """Reads the lines of `nvidia-smi -L`; those of MIG slices are indented and left out."""
+    pattern = re.compile(r"^GPU (\d+): (.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
+    return [Card(int(index), name, uuid or "") for index, name, uuid in pattern.findall(listing)]
+
+
+def _cards_of_driver() -> list[Card]:
+    """For containers without nvidia-smi: the driver's count, or else the device files."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return []
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return [Card(index) for index in range(len(files))]
+    # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set the files may say more.
+    if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        return [Card(index) for index in range(max(count.value, len(files)))]
+    return []
+
+
+def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
+    """The cards a process would see, by physical id, in the order CUDA gives them.
+
+    Args:
+        variable: the value of CUDA_VISIBLE_DEVICES, or None when it is not set.
+    Returns: ids as text; a UUID that no card has (a MIG slice) stays as it is.
+    Raises: LaunchError: the variable names a card that the machine does not have.
+    """
+    if variable is None or variable.strip() == "all":
+        return [str(card.index) for card in cards]
+    if not cards:
+        return []
+    labels = []
+    for label in (part.strip() for part in variable.split(",")):
+        if label in ("", "-1", "NoDevFiles"):
+            break  # CUDA reads the list up to the first entry that names nothing
+        if label.isdigit() and int(label) not in [card.index for card in cards]:
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
+                f"{_ids(card.index for card in cards)}; correct or unset the variable"
+            )
+        named = [card for card in cards if card.uuid and card.uuid.startswith(label)]
+        labels.append(str(named[0].index) if len(named) == 1 and not label.isdigit() else label)
+    return labels
+
+
+def expand_ids(text: str) -> list[str]:
+    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.  Spaces and quotes do not matter.
+
+    Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
+    """
+    bare = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
+    ids: list[str] = []
+    for part in re.split(r"[,\s]+", bare.strip(" ,")):
+        span = re.fullmatch(r"(\d+)-(\d+)", part)
+        if span:
+            first, last = int(span[1]), int(span[2])
+            if first > last or last - first > 1023:
+                raise LaunchError(f"cards {text!r}: {part} is not a range from low to high")
+            ids += [str(index) for index in range(first, last + 1)]
+        elif part.isdigit():
+            ids.append(str(int(part)))
+        elif part.startswith(("GPU-", "MIG-")):
+            ids.append(part)
+        else:
+            raise LaunchError(
+                f"cards {text!r}: {part!r} is no card id; expected a list such as 0,1 or 0-3,6"
+            )
+    double = sorted({index for index in ids if ids.count(index) > 1})
+    if double:
+        raise LaunchError(f"cards {text!r}: {', '.join(double)} stands there twice")
+    return ids
+
+
+def choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) -> list[str]:
+    """The cards asked for, when all of them are visible.
+
+    Args:
+        wanted: ids from `expand_ids`.
+        visible: labels from `visible_labels`; not empty.
+        variable: the value of CUDA_VISIBLE_DEVICES, or None.
+    Raises: LaunchError: one of them is not visible.
+    """
+    absent = [label for label in wanted if label not in visible]
+    if not absent:
+        return list(wanted)
+    if variable is None:
+        raise LaunchError(
+            f"there is no card {', '.join(absent)}: this machine has {_ids(visible)}; "
+            f"choose among these"
+        )
+    raise LaunchError(
+        f"card {', '.join(absent)} is hidden by CUDA_VISIBLE_DEVICES={variable}: the ids are those "
+        f"nvidia-smi shows, here {_ids(visible)}; choose among these, or unset CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _ids(labels) -> str:
+    texts = [str(label) for label in labels]
+    return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"
+
+
+def paddle_build() -> str:
+    """Which Paddle is installed, read from package metadata: `gpu`, `cpu`, `other` or `none`."""
+    if importlib.util.find_spec("paddle") is None:
+        return "none"
+    installed = [name for name in ("paddlepaddle-gpu", "paddlepaddle") if _is_installed(name)]
+    if not installed:
+        return "other"  # built by the user, or for another accelerator
+    return "gpu" if "paddlepaddle-gpu" in installed else "cpu"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Which host of the run this machine is, through which interface, and on which ports."""
+
+import fcntl
+import random
+import re
+import socket
+import struct
+from collections.abc import Sequence
+
+from ppdist.errors import LaunchError
+
+SEVERAL_HOSTS_PORT = 6070  # Paddle's own; every host must use the same
+_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
+_SIOCGIFADDR = 0x8915
+
+
+class Network:
+    """What this machine's network answers; tests put a made-up one in its place."""
+
+    def resolve(self, name: str) -> str | None:
+        """The IPv4 address of a host name or address, or None."""
+        try:
+            return socket.gethostbyname(name)
+        except (OSError, UnicodeError):
+            return None
+
+    def is_local(self, address: str) -> bool:
+        """True when this machine holds the address: only then can a socket be bound to it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                return False
+        return True
+
+    def is_free(self, port: int) -> bool:
+        """True when nothing listens on the port."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                return False
+        return True
+
+    def interfaces(self) -> dict[str, str]:
+        """Interface -> its first IPv4 address.  Further addresses of an interface are not found."""
+        found = {}
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                except OSError:
+                    continue  # it has no IPv4 address
+                found[name] = socket.inet_ntoa(answer[20:24])
+        return found
+
+    def towards(self, address: str) -> str | None:
+        """This machine's address as the other one sees it; nothing is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))
+            except OSError:
+                return None
+            return probe.getsockname()[0]
+
+
+def resolve_hosts(ips: str, network: Network) -> list[str]:
+    """The addresses behind the value of --ips, in its order.
+
+    Raises: LaunchError: a name does not resolve, or stands there twice, or is one that other hosts
+        cannot reach.
+    """
+    names = [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
+    if not names:
+        raise LaunchError(
+            "--ips is empty; expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2"
+        )
+    addresses = []
+    for name in names:
+        if ":" in name:
+            raise LaunchError(
+                f"--ips: {name}: expected an IPv4 address or a host name, without a port "
+                f"(--start_port P sets the ports)"
+            )
+        address = network.resolve(name)
+        if address is None:
+            raise LaunchError(
+                f"--ips: the name {name} is not known on this machine; give its IPv4 address, or "
+                f"add it to /etc/hosts on every host"
+            )
+        addresses.append(address)
+    for place, address in enumerate(addresses):
+        same = [names[other] for other in range(place) if addresses[other] == address]
+        if same:
+            raise LaunchError(
+                f"--ips: {names[place]} and {same[0]} are both {address}; each host stands there "
+                f"once (processes per host: --nproc_per_node)"
+            )
+    _refuse_loopback_among_hosts(names, addresses)
+    return addresses
+
+
+def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str]) -> None:
+    if len(addresses) == 1:
+        return
+    loopback = [address.startswith("127.") for address in addresses]
+    for name, address, loops in zip(names, addresses, loopback):
+        if loops and (not all(loopback) or address == "127.0.0.1"):
+            shown = name if name == address else f"{name} (here {address})"
+            raise LaunchError(
+                f"--ips: {shown} means every machine to itself, so the others cannot reach it; "
+                f"give the address that they see (ip -br addr shows it)"
+            )
+
+
+def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
+    """Which of the hosts this machine is.
+
+    Args:
+        addresses: from `resolve_hosts`.
+        host: the value of --host, or None to find out.
+    Raises: LaunchError: none of them, or several.
+    """
+    listed = ", ".join(addresses)
+    if host is not None:
+        address = network.resolve(host)
+        if address is None or address not in addresses:
+            raise LaunchError(f"--host {host} is not among --ips {listed}")
+        return address
+    local = [address for address in addresses if network.is_local(address)]
+    if len(local) == 1:
+        return local[0]
+    mine = ", ".join(sorted(set(network.interfaces().values()))) or "none"
+    if local:
+        raise LaunchError(
+            f"--ips: {', '.join(local)} are all this machine's; say which one this launch is: "
+            f"--host {local[0]}"
+        )
+    raise LaunchError(
+        f"none of --ips {listed} is this machine (its addresses: {mine}); start fleetrun on each "
+        f"of the hosts, or correct --ips"
+    )
+
+
+def socket_variables(address: str, network: Network) -> dict[str, str]:
+    """Makes gloo and NCCL use the interface that holds the address.
+
+    By itself gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
+    address that is not an interface's first.
+    """
+    for name, held in network.interfaces().items():
+        if held == address:
+            # `=` makes NCCL compare the whole name: eth1 alone would match eth10 as well.
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {}
+
+
+def choose_port(wanted: int | None, count: int, hosts: int, first: bool, network: Network) -> int:
+    """The first of `count` consecutive ports.
+
+    One host takes any free ones, so that two runs on a machine do not collide; several hosts must
+    agree without talking, so they take the same fixed ones.
+
+    Args:
+        wanted: the port asked for, or None.
+        first: whether this host is the one with rank 0: it alone listens there.
+    Raises: LaunchError: a port is taken, or there is no free range.
+    """
+    if wanted is None and hosts == 1:
+        for start in random.sample(range(*_ONE_HOST_PORTS), 200):
+            if all(network.is_free(port) for port in range(start, start + count)):
+                return start
+        raise LaunchError(f"found no {count} free ports in a row; give one: --start_port P")
+    start = SEVERAL_HOSTS_PORT if wanted is None else wanted
+    if start + count - 1 > 65535:
+        raise LaunchError(f"--start_port {start}: {count} processes need ports up to 65535")
+    taken = [port for port in range(start, start + count) if first and not network.is_free(port)]
+    if taken:
+        others = " (the same on every host)" if hosts > 1 else ""
+        raise LaunchError(
+            f"port {taken[0]} is in use on this machine, by another run or one that did not end; "
+            f"choose another with --start_port P{others}; `ss -ltnp` shows who has it"
+        )
+    return start

@@ -1,0 +1,254 @@
+"""The command line of fleetrun: its own options and those of Paddle's launcher, all with values.
+
+Paddle's parser takes the value of an option that it does not know for the training script, so
+everything before the script is checked here and nothing unknown reaches it.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ppdist.errors import LaunchError
+
+USAGE = """\
+usage: fleetrun [options] script.py [arguments of the script]
+
+Starts one process of the script per card (or per --nproc_per_node on a CPU) on this host; with
+--ips, type the same command on every host.  Exit codes: 0 done; 2 the input is wrong (one message);
+75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
+"""
+
+# Paddle's launcher gives these to its workers.  Left over in the environment from another launch
+# they override the command line: two hosts become rank 0, or the ranks wait for a dead master.
+STALE_VARIABLES = (
+    "PADDLE_MASTER",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "DISTRIBUTED_TRAINER_ENDPOINTS",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_TRAINER_ID",
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_RANK",
+    "PADDLE_NNODES",
+    "PADDLE_GLOBAL_RANK",
+    "PADDLE_GLOBAL_SIZE",
+    "PADDLE_LOCAL_RANK",
+    "PADDLE_LOCAL_SIZE",
+    "PADDLE_RANK_IN_NODE",
+    "FLAGS_selected_gpus",
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option; it always takes a value, as `--name value` or `--name=value`."""
+
+    names: tuple[str, ...]
+    metavar: str
+    help: str = ""
+    variables: tuple[str, ...] = ()  # environment variables that stand in for it, first wins
+
+    @property
+    def key(self) -> str:
+        return self.names[0].lstrip("-")
+
+
+CARDS = Option(
+    ("--devices", "--selected_gpus", "--selected_gpu", "--gpus"),
+    "0-3,6",
+    "cards to use, one process each: a list with ranges of their physical ids",
+    ("PADDLE_DEVICES",),
+)
+IPS = Option(("--ips",), "A,B", "all hosts of the run, rank 0's first", ("PADDLE_IPS",))
+OURS = (
+    CARDS,
+    IPS,
+    Option(
+        ("--nproc_per_node",),
+        "N",
+        "processes on each host; with cards, the first N of them",
+        ("PADDLE_NPROC_PER_NODE",),
+    ),
+    Option(
+        ("--max_restart",),
+        "K",
+        "start again up to K times after a failure (one host; default 0)",
+        ("PADDLE_MAX_RESTART",),
+    ),
+    Option(
+        ("--host",),
+        "A",
+        "which of --ips this machine is, where that cannot be found out",
+        ("POD_IP",),
+    ),
+    Option(
+        ("--start_port",),
+        "P",
+        "first port of each host (default: 6070 with several hosts, else any free one)",
+        ("FLAGS_START_PORT", "PADDLE_START_PORT"),
+    ),
+    Option(("--log_dir",), "DIR", "where workerlog.N goes (default: log)", ("PADDLE_LOG_DIR",)),
+    Option(
+        ("--log_overwrite",),
+        "BOOL",
+        "start workerlog.N afresh instead of appending",
+        ("PADDLE_LOG_OVERWRITE",),
+    ),
+    Option(("--master",), "IP:PORT", "Paddle's rendezvous server, instead of --ips"),
+)
+PADDLES = (
+    Option(("--nnodes",), "N", "hosts of the run; with --master"),
+    Option(("--rank",), "N", "number of this host; with --master"),
+    Option(("--sort_ip",), "BOOL", variables=("PADDLE_SORT_IP",)),
+    Option(("--job_id",), "NAME", variables=("PADDLE_JOB_ID",)),
+    Option(("--log_level",), "LEVEL", variables=("PADDLE_LOG_LEVEL",)),
+    Option(("--enable_gpu_log",), "BOOL"),
+    Option(("--run_mode",), "MODE", variables=("PADDLE_RUN_MODE",)),
+    Option(("--elastic_level",), "N", variables=("PADDLE_ELASTIC_LEVEL",)),
+    Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
+    Option(("--auto_parallel_config",), "FILE", variables=("PADDLE_AUTO_PARALLEL_CONFIG",)),
+    Option(("--auto_cluster_config",), "BOOL", variables=("PADDLE_AUTO_CLUSTER",)),
+    Option(("--auto_tuner_json",), "FILE"),
+    Option(("--servers",), "LIST", variables=("PADDLE_SERVERS_ENDPOINTS",)),
+    Option(("--trainers",), "LIST", variables=("PADDLE_TRAINERS_ENDPOINTS",)),
+    Option(("--server_num",), "N", variables=("PADDLE_SERVER_NUM",)),
+    Option(("--trainer_num",), "N", variables=("PADDLE_TRAINER_NUM",)),
+    Option(("--gloo_port",), "P", variables=("PADDLE_GLOO_PORT",)),
+    Option(("--with_gloo",), "0|1", variables=("PADDLE_WITH_GLOO",)),
+)
+BY_NAME = {name: option for option in OURS + PADDLES for name in option.names}
+# Taken from the environment by the options above, so Paddle's launcher must not see them again:
+# it would let them override the command line.
+OPTION_VARIABLES = tuple(name for option in OURS + PADDLES for name in option.variables)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, not yet compared with the machine."""
+
+    script: str
+    script_arguments: tuple[str, ...]
+    typed: tuple[str, ...]  # everything before the script, for messages that suggest a command
+    cards: str | None = None
+    ips: str | None = None
+    processes: int | None = None
+    host: str | None = None
+    start_port: int | None = None
+    master: str | None = None
+    max_restart: int = 0
+    log_dir: str = "log"
+    log_overwrite: bool = False
+    passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
+
+
+def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
+    """Reads the command line; variables of the environment stand in for options not typed.
+
+    Args:
+        arguments: what follows the program's name.
+    Raises: LaunchError: an unknown or incomplete option, no script, or a stale environment.
+    """
+    values, rest = _split(arguments)
+    refuse_stale_environment(environment)
+    if not rest:
+        raise LaunchError(f"which script is to be started? None was given.\n{USAGE}")
+    for option in OURS + PADDLES:
+        for variable in option.variables:
+            if environment.get(variable):
+                values.setdefault(option.key, environment[variable])
+    taken = {option.key for option in OURS}
+    return Options(
+        script=rest[0],
+        script_arguments=tuple(rest[1:]),
+        typed=tuple(arguments[: len(arguments) - len(rest)]),
+        cards=values.get(CARDS.key),
+        ips=values.get(IPS.key),
+        processes=_integer(values, "nproc_per_node", 1, 4096),
+        host=values.get("host"),
+        start_port=_integer(values, "start_port", 1024, 65535),
+        master=values.get("master"),
+        max_restart=_integer(values, "max_restart", 0, 1_000_000) or 0,
+        log_dir=values.get("log_dir", "log"),
+        log_overwrite=_boolean(values, "log_overwrite"),
+        passed={key: value for key, value in values.items() if key not in taken},
+    )
+
+
+def help_text() -> str:
+    """What `fleetrun --help` prints."""
+    lines = [USAGE, "options:"]
+    for option in OURS:
+        lines.append(f"  {', '.join(option.names)} {option.metavar}\n      {option.help}")
+    names = ", ".join(name for option in PADDLES for name in option.names)
+    lines.append(f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}")
+    return "\n".join(lines)
+
+
+def refuse_stale_environment(environment: Mapping[str, str]) -> None:
+    """Raises: LaunchError: variables of an earlier launch would override this one."""
+    stale = [name for name in STALE_VARIABLES if name in environment]
+    if stale:
+        remove = " ".join(f"-u {name}" for name in stale)
+        raise LaunchError(
+            f"the environment holds {', '.join(f'{name}={environment[name]!r}' for name in stale)} "
+            f"from another launch, and Paddle's launcher would follow that instead of the command "
+            f"line; start with: env {remove} fleetrun ..."
+        )
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The options by key, and the rest: the script and all that follows it."""
+    values: dict[str, str] = {}
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).partition("=")
+        option = BY_NAME.get(name)
+        if option is None:
+            raise LaunchError(_unknown(name))
+        if not equals:
+            if not rest or rest[0] in BY_NAME:
+                raise LaunchError(f"{name} needs a value, e.g. {name} {option.metavar}")
+            value = rest.pop(0)
+        if option in (CARDS, IPS):  # `0, 1` without quotes is three words to us and one to a reader
+            while len(rest) > 1 and not rest[0].endswith(".py"):
+                if not value.endswith(",") and not rest[0].startswith(","):
+                    break
+                value += rest.pop(0)
+        value = value.strip().strip("'\"").strip()
+        if option.key in values:
+            raise LaunchError(
+                f"{name} {value}: {' / '.join(option.names)} was given before, as "
+                f"{values[option.key]!r}; give it once"
+            )
+        values[option.key] = value
+    return values, rest
+
+
+def _unknown(name: str) -> str:
+    if name == "--legacy":
+        return (
+            "--legacy starts Paddle's old launcher, which leaves its processes running when it is "
+            "stopped; leave the option out"
+        )
+    close = difflib.get_close_matches(name, BY_NAME, n=1)
+    hint = f"did you mean {close[0]}? Otherwise: " if close else ""
+    return (
+        f"unknown option {name} before the script; {hint}options of the script go after it, and "
+        f"fleetrun --help lists those that go before"
+    )
+
+
+def _integer(values: Mapping[str, str], key: str, least: int, most: int) -> int | None:
+    text = values.get(key)
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
+        raise LaunchError(f"--{key} {text}: expected a whole number from {least} to {most}")
+    return int(text)
+
+
+def _boolean(values: Mapping[str, str], key: str) -> bool:
+    text = values.get(key, "0").lower()
+    if text not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+        raise LaunchError(f"--{key} {text}: expected 1 or 0")
+    return text in ("1", "true", "yes", "on")

@@ -1,0 +1,201 @@
+"""The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
+
+from typing import NamedTuple
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from pydantic import Field
+
+from ppdist.boxes import aligned_giou
+from ppdist.config import Section
+from ppdist.losses import LossOutput
+from ppdist.losses.assign import (
+    Assignment,
+    atss_slots,
+    flat_index,
+    score_by_iou,
+    take_boxes,
+    task_aligned_slots,
+)
+from ppdist.losses.dfl import distribution_focal_loss
+from ppdist.losses.varifocal import varifocal_loss
+from ppdist.models.ppyoloe import BINS, STRIDES, PPYOLOEOutputs, anchor_points, decode_boxes
+
+
+class PPYOLOELossConfig(Section):
+    """Assignment and gains."""
+
+    static_assigner_epochs: float = Field(
+        default=30.0,
+        ge=0,
+        description="epochs with ATSS before TAL takes over (published: 30 of 80, 100 of 300)",
+    )
+    class_gain: float = Field(default=1.0, ge=0, description="weight of the varifocal loss")
+    box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
+    dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
+    atss_topk: int = Field(default=9, ge=1, description="ATSS: cells named per object and level")
+    tal_topk: int = Field(default=13, ge=1, description="TAL: predictions named per object")
+    tal_alpha: float = Field(default=1.0, gt=0, description="TAL: exponent of the class score")
+    tal_beta: float = Field(default=6.0, gt=0, description="TAL: exponent of the IoU")
+
+
+class Truth(NamedTuple):
+    """Padded ground truth of a micro-batch: xyxy input pixels, int64 labels, 1 for a real box."""
+
+    boxes_BM4: Tensor
+    labels_BM: Tensor
+    mask_BM: Tensor
+
+
+class Predictions(NamedTuple):
+    """Raw outputs of all levels side by side, float32, and where their cells are (pixels)."""
+
+    logits_BCN: Tensor
+    sides_BNX: Tensor  # X = 4 * BINS
+    points_N2: Tensor
+    stride_N1: Tensor
+    sizes: list[tuple[int, int]]  # of the levels, (height, width) in cells
+
+
+class PPYOLOELoss(nn.Layer):
+    """Scores raw outputs against padded ground truth.
+
+    Computed in float32 whatever the outputs are.  No collective, no host synchronisation, and a
+    gradient for every output even where no image has an object.
+    """
+
+    def __init__(self, config: PPYOLOELossConfig, *, num_classes: int, static_steps: int) -> None:
+        """
+        Args:
+            num_classes: C; labels are in [0, C).
+            static_steps: optimizer steps with ATSS; from this step on TAL assigns.
+        """
+        super().__init__()
+        self.config = config
+        self.num_classes = num_classes
+        self.static_steps = static_steps
+
+    def forward(
+        self,
+        outputs: PPYOLOEOutputs,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+    ) -> LossOutput:
+        """The loss of one micro-batch.
+
+            total = class_gain * VFL + sum of q * (box_gain * (1 - GIoU) + dfl_gain * DFL)
+
+        q is the soft label of a prediction that learns an object, GIoU is of boxes, DFL the mean
+        over four sides.
+
+        Args:
+            boxes_BM4: xyxy input pixels, zero padded, M >= 1.
+            labels_BM: int64 in [0, C); anything where padded.
+            mask_BM: 1 for a real box, 0 for padding.
+            step: optimizer step, counted from 0; the same on every rank.
+
+        Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`; the normalizer is the sum of q.
+        """
+        with paddle.amp.auto_cast(enable=False):
+            predictions = _side_by_side(outputs)
+            truth = _prepared(boxes_BM4, labels_BM, mask_BM)
+            slots = self._assign(predictions, truth, step)
+            return self._score(predictions, truth, slots)
+
+    @paddle.no_grad()
+    def assign(
+        self,
+        outputs: PPYOLOEOutputs,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+    ) -> Assignment:
+        """The assignment that `forward` uses, for tests and pictures; same arguments."""
+        truth = _prepared(boxes_BM4, labels_BM, mask_BM)
+        return self._assign(_side_by_side(outputs), truth, step)
+
+    @paddle.no_grad()
+    def _assign(self, predictions: Predictions, truth: Truth, step: int) -> Assignment:
+        logits_BCN, sides_BNX, points_N2, stride_N1, sizes = predictions
+        if step < self.static_steps:
+            slots = atss_slots(
+                truth.boxes_BM4,
+                truth.mask_BM,
+                sizes,
+                STRIDES,
+                points_N2,
+                stride_N1,
+                topk=self.config.atss_topk,
+            )
+            _, _, _, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
+            return score_by_iou(slots, take_boxes(truth.boxes_BM4, slots.box_BS), pred_BS4)
+        batch, count, _ = sides_BNX.shape
+        sides_BN4R = sides_BNX.reshape([batch, count, 4, BINS])
+        return task_aligned_slots(
+            F.sigmoid(logits_BCN),
+            decode_boxes(sides_BN4R, points_N2, stride_N1),
+            points_N2,
+            *truth,
+            topk=self.config.tal_topk,
+            alpha=self.config.tal_alpha,
+            beta=self.config.tal_beta,
+        )
+
+    def _score(self, predictions: Predictions, truth: Truth, slots: Assignment) -> LossOutput:
+        label_BS = paddle.take_along_axis(truth.labels_BM, slots.box_BS, axis=1)
+        positive_BS = flat_index(label_BS, slots.anchor_BS, predictions.logits_BCN.shape)
+        loss_cls = varifocal_loss(
+            predictions.logits_BCN, positive_BS, slots.score_BS, slots.taken_BS
+        )
+        points_BS2, stride_BS1, sides_BS4R, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
+        target_BS4 = take_boxes(truth.boxes_BM4, slots.box_BS)
+        giou_BS = aligned_giou(pred_BS4 / stride_BS1, target_BS4 / stride_BS1)
+        loss_iou = ((1.0 - giou_BS) * slots.score_BS).sum()
+        outward_BS4 = paddle.concat(
+            [points_BS2 - target_BS4[..., :2], target_BS4[..., 2:] - points_BS2], axis=-1
+        )
+        dfl_BS = distribution_focal_loss(sides_BS4R, outward_BS4 / stride_BS1)
+        loss_dfl = (dfl_BS * slots.score_BS).sum()
+        gains = self.config
+        parts = {"loss_cls": loss_cls, "loss_iou": loss_iou, "loss_dfl": loss_dfl}
+        return LossOutput(
+            total=gains.class_gain * loss_cls
+            + gains.box_gain * loss_iou
+            + gains.dfl_gain * loss_dfl,
+            normalizer=slots.score_BS.sum(),
+            parts={name: part.detach() for name, part in parts.items()},
+        )
+
+
+def _side_by_side(outputs: PPYOLOEOutputs) -> Predictions:
+    levels = [
+        paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32") for maps in outputs
+    ]
+    points_N2, stride_N1 = anchor_points(outputs.class_logits, STRIDES)
+    sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
+    return Predictions(levels[0], levels[1].transpose([0, 2, 1]), points_N2, stride_N1, sizes)
+
+
+def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:
+    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")  # padding: a valid index too
+    return Truth(boxes_BM4.astype("float32"), labels_BM, mask_BM.astype("float32"))
+
+
+def _decode_slots(
+    predictions: Predictions, anchor_BS: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """points_BS2, stride_BS1, sides_BS4R and boxes_BS4 of the slots; the gradient flows."""
+    batch, count, width = predictions.sides_BNX.shape
+    first_B1 = paddle.arange(batch, dtype="int64").unsqueeze(1) * count
+    rows = (first_B1 + anchor_BS).flatten()
+    sides = paddle.gather(predictions.sides_BNX.reshape([batch * count, width]), rows)
+    sides_BS4R = sides.reshape([batch, -1, 4, BINS])
+    cells = anchor_BS.flatten()
+    points_BS2 = paddle.gather(predictions.points_N2, cells).reshape([batch, -1, 2])
+    stride_BS1 = paddle.gather(predictions.stride_N1, cells).reshape([batch, -1, 1])
+    boxes_BS4 = decode_boxes(sides_BS4R, points_BS2, stride_BS1)
+    return points_BS2, stride_BS1, sides_BS4R, boxes_BS4

@@ -1,0 +1,385 @@
+"""The oneDNN library inside Paddle's CPU wheel, called directly (ctypes over its C interface).
+
+Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s; the
+same wheel carries oneDNN (libdnnl), whose kernels do 5-8 times that on one core and use several.
+Dygraph has no way to them, so this module is one: descriptors, layouts ("reorders") and the four
+primitives a convolutional detector needs.  `cpu_conv.py` builds layers from them.
+
+A *buffer* here is a flat float32 Paddle tensor holding an activation in whatever layout its
+descriptor says (oneDNN likes channels in blocks of 16, zero padded); Paddle's allocator owns it.
+Kernels use OMP_NUM_THREADS threads, and one where it is unset (Paddle sees to that; fleetrun sets
+cores / processes).  Nothing is loaded before `Library()` is made; `OSError` there means: no such
+library, stay eager.
+
+Constants and signatures: oneDNN 3.x C interface, https://uxlfoundation.github.io/oneDNN (stable
+through 3.x by its versioning policy; another major version is refused).
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import paddle
+from paddle import Tensor
+
+_MAX_DIMS = 12
+_CPU, _IN_ORDER, _F32, _ANY = 1, 1, 3, 1
+_FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
+_CONVOLUTION_DIRECT, _SWISH = 0x1, 0x2C
+_GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
+# What a primitive descriptor is asked for.
+_Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST = range(129, 135)
+# Execution arguments.
+_SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = 1, 17, 33, 41, 49, 50, 51, 52
+_D_SRC, _D_DST, _D_WEIGHTS, _D_BIAS, _D_SCALE, _D_SHIFT = 129, 145, 161, 169, 255, 256
+
+
+class OneDNNError(RuntimeError):
+    """A oneDNN call failed (unsupported shape, no memory); callers fall back to eager."""
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [("index", c_int), ("memory", c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [("major", c_int), ("minor", c_int), ("patch", c_int)]
+
+
+class Library:
+    """libdnnl, its CPU engine and an in-order stream; one per process, from `library()`.
+
+    Raises: OSError: not there or not loadable; OneDNNError: not oneDNN 3.
+    """
+
+    def __init__(self) -> None:
+        folder = Path(paddle.__file__).parent / "libs"
+        files = sorted(folder.glob("libdnnl.so*"))
+        if not files:
+            raise OSError(f"no libdnnl.so in {folder}")
+        self.c = ctypes.CDLL(str(files[0]))
+        self.c.dnnl_version.restype = ctypes.POINTER(_Version)
+        self.version = self.c.dnnl_version().contents
+        if self.version.major != 3:
+            raise OneDNNError(f"oneDNN {self.version.major}.{self.version.minor}, wanted 3.x")
+        self.c.dnnl_primitive_desc_query_md.restype = c_void_p
+        self.c.dnnl_primitive_desc_query_md.argtypes = [c_void_p, c_int, c_int]
+        self.c.dnnl_memory_desc_get_size.restype = c_size_t
+        self.c.dnnl_memory_desc_get_size.argtypes = [c_void_p]
+        self.c.dnnl_memory_desc_equal.argtypes = [c_void_p, c_void_p]
+        self.c.dnnl_memory_set_data_handle.argtypes = [c_void_p, c_void_p]
+        self.c.dnnl_primitive_execute.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
+        self.engine = c_void_p()
+        self.check(self.c.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)), "engine")
+        self.stream = c_void_p()
+        self.check(self.c.dnnl_stream_create(byref(self.stream), self.engine, _IN_ORDER), "stream")
+        _let_threads_sleep(folder)
+
+    def check(self, status: int, what: str) -> None:
+        if status != 0:
+            raise OneDNNError(f"oneDNN {what}: status {status}")
+
+
+def _let_threads_sleep(folder: Path) -> None:
+    """Lets OpenMP's threads sleep after each kernel instead of spinning for 200 ms on a core that
+    a data loader or another rank could use.
+
+    Paddle's wheel loads libiomp5, which then serves libdnnl's calls though that names libgomp.
+    """
+    for file in folder.glob("libiomp5.so*"):
+        ctypes.CDLL(str(file)).kmp_set_blocktime(c_int(0))
+
+
+@cache
+def library() -> Library:
+    return Library()
+
+
+class Descriptor:
+    """Shape and layout of a float32 tensor.  Kept for the life of the process."""
+
+    def __init__(self, handle: c_void_p, shape: Sequence[int]) -> None:
+        self.handle = handle
+        self.shape = list(shape)
+        self.count = library().c.dnnl_memory_desc_get_size(handle) // 4
+
+    def equals(self, other: "Descriptor") -> bool:
+        return bool(library().c.dnnl_memory_desc_equal(self.handle, other.handle))
+
+    def empty(self) -> Tensor:
+        """A new uninitialised buffer of this layout."""
+        return paddle.empty([self.count], dtype="float32")
+
+
+def _dims(values: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * _MAX_DIMS)(*values)
+
+
+def plain(shape: Sequence[int]) -> Descriptor:
+    """Row-major: the layout of every contiguous Paddle tensor."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    lib, handle = library(), c_void_p()
+    status = lib.c.dnnl_memory_desc_create_with_strides(
+        byref(handle), len(shape), _dims(shape), _F32, _dims(strides)
+    )
+    lib.check(status, f"descriptor {list(shape)}")
+    return Descriptor(handle, shape)
+
+
+def _any(shape: Sequence[int]) -> c_void_p:
+    """A descriptor that lets the primitive choose the layout."""
+    lib, handle = library(), c_void_p()
+    status = lib.c.dnnl_memory_desc_create_with_tag(
+        byref(handle), len(shape), _dims(shape), _F32, _ANY
+    )
+    lib.check(status, f"descriptor {list(shape)}")
+    return handle
+
+
+class _Primitive:
+    """A compiled kernel with its arguments in a fixed order; `run` takes their tensors."""
+
+    def __init__(self, description: c_void_p, arguments: Sequence[tuple[int, Descriptor]]) -> None:
+        lib = library()
+        self.description = description
+        self.handle = c_void_p()
+        status = lib.c.dnnl_primitive_create(byref(self.handle), description)
+        lib.check(status, "primitive")
+        self.arguments = (_Argument * len(arguments))()
+        self.memories = []
+        for slot, (index, descriptor) in zip(self.arguments, arguments, strict=True):
+            memory = c_void_p()
+            status = lib.c.dnnl_memory_create(
+                byref(memory), descriptor.handle, lib.engine, c_void_p(0)
+            )
+            lib.check(status, "memory")
+            self.memories.append(memory)
+            slot.index, slot.memory = index, memory.value
+
+    def run(self, *tensors: Tensor) -> None:
+        lib = library()
+        for memory, tensor in zip(self.memories, tensors, strict=True):
+            lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
+        status = lib.c.dnnl_primitive_execute(
+            self.handle, lib.stream, len(self.arguments), self.arguments
+        )
+        lib.check(status, "execute")
+
+
+def _layout(description: c_void_p, what: int, shape: Sequence[int]) -> Descriptor:
+    handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
+    return Descriptor(c_void_p(handle), shape)
+
+
+class Reorder:
+    """Copies between two layouts of one shape; no copy at all where they are equal."""
+
+    def __init__(self, source: Descriptor, target: Descriptor) -> None:
+        self.target = target
+        self.primitive: _Primitive | None = None
+        if source.equals(target):
+            return
+        lib, description = library(), c_void_p()
+        status = lib.c.dnnl_reorder_primitive_desc_create(
+            byref(description), source.handle, lib.engine, target.handle, lib.engine, None
+        )
+        lib.check(status, "reorder")
+        self.primitive = _Primitive(description, [(_SRC, source), (_DST, target)])
+
+    def __call__(self, buffer: Tensor) -> Tensor:
+        """`buffer` in the target layout (itself, if nothing is to be done)."""
+        return buffer if self.primitive is None else self._copy(buffer, self.target.empty())
+
+    def to_tensor(self, buffer: Tensor) -> Tensor:
+        """The same as a tensor with its shape (for a plain target)."""
+        if self.primitive is None:
+            return buffer.reshape(self.target.shape)
+        return self._copy(buffer, paddle.empty(self.target.shape, dtype="float32"))
+
+    def _copy(self, buffer: Tensor, out: Tensor) -> Tensor:
+        assert self.primitive is not None
+        self.primitive.run(buffer, out)
+        return out
+
+
+def _output_shape(
+    x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int],
+) -> list[int]:  # fmt: skip
+    batch, _, *size = x_shape
+    out_size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(size, padding, dilation, w_shape[2:], stride, strict=True)
+    ]
+    return [batch, w_shape[0], *out_size]
+
+
+class Convolution:
+    """The three kernels of a 2-D convolution of one shape; plain tensors are reordered around them.
+
+    Args: x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
+    Raises: OneDNNError: oneDNN has no kernel for it.
+    """
+
+    def __init__(
+        self, x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
+        padding: Sequence[int], dilation: Sequence[int], groups: int, has_bias: bool,
+    ) -> None:  # fmt: skip
+        y_shape = _output_shape(x_shape, w_shape, stride, padding, dilation)
+        grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
+        self.w_shape, self.has_bias = list(w_shape), has_bias
+        bias = plain([w_shape[0]])
+        x_any, w_any, y_any = _any(x_shape), _any(grouped), _any(y_shape)
+        bias_handle = bias.handle if has_bias else None
+        pads = _dims(padding)
+        window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
+        lib = library()
+        forward, to_data, to_weight = c_void_p(), c_void_p(), c_void_p()
+        status = lib.c.dnnl_convolution_forward_primitive_desc_create(
+            byref(forward), lib.engine, _FORWARD_TRAINING, _CONVOLUTION_DIRECT,
+            x_any, w_any, bias_handle, y_any, *window, None,
+        )  # fmt: skip
+        lib.check(status, "convolution")
+        status = lib.c.dnnl_convolution_backward_data_primitive_desc_create(
+            byref(to_data), lib.engine, _CONVOLUTION_DIRECT,
+            x_any, w_any, y_any, *window, forward, None,
+        )  # fmt: skip
+        lib.check(status, "convolution, gradient of data")
+        status = lib.c.dnnl_convolution_backward_weights_primitive_desc_create(
+            byref(to_weight), lib.engine, _CONVOLUTION_DIRECT,
+            x_any, w_any, bias_handle, y_any, *window, forward, None,
+        )  # fmt: skip
+        lib.check(status, "convolution, gradient of weights")
+
+        self.x, self.y = _layout(forward, _Q_SRC, x_shape), _layout(forward, _Q_DST, y_shape)
+        w_forward = _layout(forward, _Q_WEIGHTS, grouped)
+        self._forward = _Primitive(
+            forward,
+            [(_SRC, self.x), (_WEIGHTS, w_forward), (_DST, self.y)] + [(_BIAS, bias)] * has_bias,
+        )
+        w_data, dx = _layout(to_data, _Q_WEIGHTS, grouped), _layout(to_data, _Q_DIFF_SRC, x_shape)
+        dy_data = _layout(to_data, _Q_DIFF_DST, y_shape)
+        self._data = _Primitive(to_data, [(_D_DST, dy_data), (_WEIGHTS, w_data), (_D_SRC, dx)])
+        x_weight = _layout(to_weight, _Q_SRC, x_shape)
+        dy_weight = _layout(to_weight, _Q_DIFF_DST, y_shape)
+        dw = _layout(to_weight, _Q_DIFF_WEIGHTS, grouped)
+        self._weight = _Primitive(
+            to_weight,
+            [(_SRC, x_weight), (_D_DST, dy_weight), (_D_WEIGHTS, dw)]
+            + [(_D_BIAS, bias)] * has_bias,
+        )
+        self._bias, self._dw = bias, dw
+        x_plain, w_plain, y_plain = plain(x_shape), plain(grouped), plain(y_shape)
+        self.x_in, self.x_out = Reorder(x_plain, self.x), Reorder(self.x, x_plain)
+        self.y_in, self.y_out = Reorder(y_plain, self.y), Reorder(self.y, y_plain)
+        self._w_in, self._w_data_in = Reorder(w_plain, w_forward), Reorder(w_plain, w_data)
+        self._dw_out = Reorder(dw, w_plain)
+        self._x_to_weight, self._dx_to_x = Reorder(self.x, x_weight), Reorder(dx, self.x)
+        self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
+        self._dx = dx
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Buffer in layout `self.y` from a buffer in layout `self.x` and plain parameters."""
+        y = self.y.empty()
+        extra = [bias] if self.has_bias else []
+        self._forward.run(x, self._w_in(weight), y, *extra)
+        return y
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Plain gradients of weight and bias from buffers in the layouts `self.x`, `self.y`."""
+        dw = self._dw.empty()
+        d_bias = [self._bias.empty()] if self.has_bias else []
+        self._weight.run(self._x_to_weight(x), self._y_to_weight(dy), dw, *d_bias)
+        return self._dw_out.to_tensor(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
+
+    def data_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Buffer in layout `self.x`."""
+        dx = self._dx.empty()
+        self._data.run(self._y_to_data(dy), self._w_data_in(weight), dx)
+        return self._dx_to_x(dx)
+
+
+class BatchNorm:
+    """Batch normalisation of buffers in a given layout, with its own or with given statistics."""
+
+    def __init__(self, layout: Descriptor, epsilon: float) -> None:
+        self.layout = layout
+        self.channels = plain([layout.shape[1]])
+        lib, c = library(), self.channels
+        train, infer, back = c_void_p(), c_void_p(), c_void_p()
+        for handle, kind, flags in (
+            (train, _FORWARD_TRAINING, _SCALE | _SHIFT),
+            (infer, _FORWARD_INFERENCE, _SCALE | _SHIFT | _GLOBAL_STATS),
+        ):
+            status = lib.c.dnnl_batch_normalization_forward_primitive_desc_create(
+                byref(handle), lib.engine, kind, layout.handle, layout.handle,
+                c_float(epsilon), flags, None,
+            )  # fmt: skip
+            lib.check(status, "batch norm")
+        status = lib.c.dnnl_batch_normalization_backward_primitive_desc_create(
+            byref(back), lib.engine, _BACKWARD, layout.handle, layout.handle, layout.handle,
+            c_float(epsilon), _SCALE | _SHIFT, train, None,
+        )  # fmt: skip
+        lib.check(status, "batch norm, gradient")
+        common = [(_SRC, layout), (_A_SCALE, c), (_MEAN, c), (_VARIANCE, c)]
+        self._train = _Primitive(train, [*common, (_A_SHIFT, c), (_DST, layout)])
+        self._infer = _Primitive(infer, [*common, (_A_SHIFT, c), (_DST, layout)])
+        self._back = _Primitive(
+            back, [*common, (_D_DST, layout), (_D_SRC, layout), (_D_SCALE, c), (_D_SHIFT, c)]
+        )
+
+    def train(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(y, mean_C, biased variance_C) of this batch."""
+        y, mean, variance = self.layout.empty(), self.channels.empty(), self.channels.empty()
+        self._train.run(x, scale, mean, variance, shift, y)
+        return y, mean, variance
+
+    def infer(
+        self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
+    ) -> Tensor:
+        y = self.layout.empty()
+        self._infer.run(x, scale, mean, variance, shift, y)
+        return y
+
+    def gradient(
+        self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dscale_C, dshift_C) of `train`."""
+        dx, dscale, dshift = self.layout.empty(), self.channels.empty(), self.channels.empty()
+        self._back.run(x, scale, mean, variance, dy, dx, dscale, dshift)
+        return dx, dscale, dshift
+
+
+class Swish:
+    """x * sigmoid(x) of buffers in a given layout."""
+
+    def __init__(self, layout: Descriptor) -> None:
+        self.layout = layout
+        lib, forward, back = library(), c_void_p(), c_void_p()
+        one, zero = c_float(1.0), c_float(0.0)
+        status = lib.c.dnnl_eltwise_forward_primitive_desc_create(
+            byref(forward), lib.engine, _FORWARD_TRAINING, _SWISH, layout.handle, layout.handle,
+            one, zero, None,
+        )  # fmt: skip
+        lib.check(status, "swish")
+        status = lib.c.dnnl_eltwise_backward_primitive_desc_create(
+            byref(back), lib.engine, _SWISH, layout.handle, layout.handle, layout.handle,
+            one, zero, forward, None,
+        )  # fmt: skip
+        lib.check(status, "swish, gradient")
+        self._forward = _Primitive(forward, [(_SRC, layout), (_DST, layout)])
+        self._back = _Primitive(back, [(_SRC, layout), (_D_DST, layout), (_D_SRC, layout)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layout.empty()
+        self._forward.run(x, y)
+        return y
+
+    def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        dx = self.layout.empty()
+        self._back.run(x, dy, dx)
+        return dx

@@ -1,0 +1,159 @@
+"""Optimizers, and their state keyed by the model's own parameter names."""
+
+import re
+from typing import Literal
+
+import numpy as np
+import paddle
+from paddle import nn
+from pydantic import Field
+
+from ppdist.config import Section
+from ppdist.errors import CheckpointError
+
+_MASTER = re.compile(r"fp32_master_\d+")
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+
+
+class OptimizerConfig(Section):
+    """How gradients become weights."""
+
+    name: Literal["momentum", "adamw"] = Field(
+        default="momentum", description="momentum: SGD with momentum; adamw: decoupled decay."
+    )
+    lr: float = Field(default=0.01, gt=0, description="Peak learning rate at reference_batch_size.")
+    reference_batch_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Total batch (cards x batch per card x accumulation) that lr was tuned for; "
+        "null: whatever the run has, so nothing is scaled.",
+    )
+    lr_scaling: Literal["linear", "sqrt", "none"] = Field(
+        default="linear", description="How lr follows total batch / reference batch."
+    )
+    weight_decay: float = Field(
+        default=5e-4,
+        ge=0,
+        description="L2 coefficient (momentum) or decoupled decay (adamw); "
+        "normalisation layers are exempt.",
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum: its coefficient.")
+    nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="adamw: decay of the first and second moments."
+    )
+
+
+def build_optimizer(
+    model: nn.Layer, config: OptimizerConfig, lr: float, master_weights: bool
+) -> paddle.optimizer.Optimizer:
+    """Optimizer over the trainable parameters of a model; two groups, with and without decay.
+
+    Weight decay skips scales and shifts of normalisation layers (PP-YOLOE's recipe; biases of
+    convolutions do decay).
+
+    Args:
+        lr: the scaled peak; the trainer sets the rate of each step.
+        master_weights: keep float32 copies of parameters held in a lower precision (AMP O2).
+    """
+    exempt = {
+        id(parameter)
+        for layer in model.sublayers()
+        if isinstance(layer, _NORMS)
+        for parameter in layer.parameters(include_sublayers=False)
+    }
+    trainable = [p for p in model.parameters() if not p.stop_gradient]
+    decayed = [p for p in trainable if id(p) not in exempt]
+    plain = [p for p in trainable if id(p) in exempt]
+    groups: list[dict] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "momentum":
+        return paddle.optimizer.Momentum(
+            learning_rate=lr,
+            momentum=config.momentum,
+            parameters=groups,
+            use_nesterov=config.nesterov,
+            multi_precision=master_weights,
+        )
+    return paddle.optimizer.AdamW(
+        learning_rate=lr,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        parameters=groups,
+        weight_decay=config.weight_decay,
+        multi_precision=master_weights,
+    )
+
+
+def optimizer_arrays(
+    optimizer: paddle.optimizer.Optimizer, model: nn.Layer
+) -> dict[str, np.ndarray]:
+    """Optimizer state as `<parameter key>/<accumulator>` -> array.
+
+    Paddle names accumulators after generated parameter names (`conv2d_3.w_0_velocity_0`), which
+    change when another layer is built first; a checkpoint must not depend on that.  Float32
+    masters (AMP O2) are `<parameter key>/fp32_master_0`, and their accumulators
+    `<parameter key>/fp32_master_0_velocity_0`.
+    """
+    arrays = {}
+    state = dict(optimizer.state_dict())
+    masters = state.pop("master_weights", {})
+    names = _longest_first(model)
+    tensors = [(name, value) for name, value in state.items() if isinstance(value, paddle.Tensor)]
+    tensors += [(value.name, value) for value in masters.values()]
+    for name, value in tensors:
+        key, rest = _split(name, names)
+        arrays[f"{key}/{rest}"] = value.numpy()
+    return arrays
+
+
+def load_optimizer_arrays(
+    optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
+) -> None:
+    """Restores what `optimizer_arrays` gave.
+
+    Raises: CheckpointError: an entry belongs to no parameter of this model, or to an optimizer of
+        another kind.
+    """
+    kind = "velocity" if isinstance(optimizer, paddle.optimizer.Momentum) else "moment1"
+    if arrays and not any(kind in entry.rpartition("/")[2] for entry in arrays):
+        raise CheckpointError(
+            "the checkpoint holds the state of another optimizer than optimizer.name; "
+            "resume with the configuration the run was started with"
+        )
+    generated = {key: name for name, key in _longest_first(model).items()}
+    state: dict = {}
+    masters: dict = {}
+    for entry, array in arrays.items():
+        key, _, rest = entry.rpartition("/")
+        if key not in generated:
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state of {key!r}, which this model does not have; "
+                f"resume with the configuration the run was started with"
+            )
+        tensor = paddle.to_tensor(array)
+        if _MASTER.fullmatch(rest):
+            tensor.name = f"{generated[key]}_{rest}"  # Paddle names accumulators after it
+            masters[generated[key]] = tensor
+        else:
+            state[f"{generated[key]}_{rest}"] = tensor
+    if masters:
+        state["master_weights"] = masters
+    if state:
+        optimizer.set_state_dict(state)
+
+
+def _longest_first(model: nn.Layer) -> dict[str, str]:
+    """Generated name -> structured key, longest names first so that prefixes do not collide."""
+    names = {p.name: key for key, p in model.named_parameters()}
+    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
+
+
+def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
+    for generated, key in names.items():
+        if name.startswith(f"{generated}_"):
+            return key, name[len(generated) + 1 :]
+    raise CheckpointError(f"optimizer state {name!r} belongs to no parameter of the model")

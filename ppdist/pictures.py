@@ -1,0 +1,127 @@
+"""Images and videos as they come from disk and go back to it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import cv2
+import numpy as np
+
+from ppdist.data.transforms import read_image
+from ppdist.errors import DataError
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg"})
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture to look at."""
+
+    name: str  # path relative to the source; the frames of a video share its name
+    index: int | None  # frame number in a video from 0, None for an image
+    image_HW3: np.ndarray  # uint8 RGB
+
+
+def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
+    """The images and videos a path stands for: itself, or all below it, in name order.
+
+    Args:
+        leave_out: a folder whose files do not count (where results are written).
+    Raises: DataError: the path does not exist, or there is nothing to look at.
+    """
+    known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+    if source.is_file():
+        if source.suffix.lower() not in known:
+            raise DataError(f"{source}: neither an image nor a video ({_listed(known)})")
+        return [source]
+    if not source.is_dir():
+        raise DataError(f"{source}: no such image, folder or video")
+    excluded = leave_out.resolve() if leave_out else None
+    found = [
+        file
+        for file in sorted(source.rglob("*"))
+        if file.suffix.lower() in known
+        and file.is_file()
+        and (excluded is None or excluded not in file.resolve().parents)
+    ]
+    if not found:
+        raise DataError(f"{source}: no image or video in this folder ({_listed(known)})")
+    return found
+
+
+def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[Frame]:
+    """The picture of an image file, or each frame of a video; what cannot be read is reported."""
+    if file.suffix.lower() in IMAGE_SUFFIXES:
+        try:
+            image_HW3 = read_image(file)
+        except DataError as error:
+            report(str(error))
+        else:
+            yield Frame(name, None, image_HW3)
+        return
+    capture = cv2.VideoCapture(str(file))
+    index = 0
+    try:
+        while True:
+            there, frame_bgr = capture.read()
+            if not there:
+                break
+            yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB))
+            index += 1
+    finally:
+        capture.release()
+    if index == 0:
+        report(f"{file}: no frame of this video can be read")
+
+
+class PictureWriter:
+    """Writes what was drawn for one source file: one image, or all frames as one .mp4.
+
+    Nothing is created when nothing is written.  Raises: DataError: the disk or OpenCV refused.
+    """
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = source
+        self._is_video = source.suffix.lower() in VIDEO_SUFFIXES
+        self._target = target.with_suffix(".mp4") if self._is_video else target
+        self._video: cv2.VideoWriter | None = None
+
+    def __enter__(self) -> "PictureWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._video is not None:
+            self._video.release()
+
+    def write(self, image_HW3: np.ndarray) -> None:
+        """Args: uint8 RGB; all frames of a video have one size."""
+        image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        if self._is_video:
+            if self._video is None:
+                self._video = self._open_video(image_HW3)
+            self._video.write(image_bgr)
+        elif not cv2.imwrite(str(self._target), image_bgr):
+            raise DataError(f"{self._target}: cannot write this image")
+
+    def _open_video(self, first_HW3: np.ndarray) -> cv2.VideoWriter:
+        height, width = first_HW3.shape[:2]
+        capture = cv2.VideoCapture(str(self._source))
+        rate = capture.get(cv2.CAP_PROP_FPS) or 25.0
+        capture.release()
+        codec = cv2.VideoWriter.fourcc(*"mp4v")
+        video = cv2.VideoWriter(str(self._target), codec, rate, (width, height))
+        if not video.isOpened():
+            raise DataError(f"{self._target}: this OpenCV cannot write videos")
+        return video
+
+
+def _listed(suffixes: frozenset[str]) -> str:
+    return " ".join(sorted(suffixes))

@@ -1,0 +1,159 @@
+"""A VisualDL record file, written directly and in the calling thread.
+
+VisualDL's own LogWriter is not used, for four reasons seen in release 2.5.3: its writer thread
+prints a write error and loses the points without telling the caller; it cannot drop the points
+that a resumed run will compute again; importing it makes folders in the user's home and takes
+0.3 s; and VisualDL shows only the newest file of a folder, so a second file would hide the first.
+
+A record file is a row of `uint64 little-endian length, protobuf message Record`.  Of VisualDL's
+record.proto only this is needed (tests read the files back with VisualDL itself):
+
+    Record { repeated Value values = 1; }
+    Value  { int64 id = 1 (the step); string tag = 2; int64 timestamp = 3 (ms);
+             oneof { float value = 4; Image image = 5; MetaData meta_data = 10; } }
+    Image    { bytes encoded_image_string = 4; }
+    MetaData { string display_name = 1; }
+
+Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py, reader/record_reader.
+"""
+
+import io
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+_VARINT, _BYTES, _FLOAT32 = 0, 2, 5  # protobuf wire types
+_LENGTH = struct.Struct("<Q")
+_FILE_NAME = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
+
+
+class VisualDLFile:
+    """Appends scalars and images to the one record file of a folder.
+
+    Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
+    the file as it was before that call, so it stays readable.
+    """
+
+    def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
+        """Opens the file, and first cuts it back to what a resumed run has not yet to repeat.
+
+        Args:
+            folder: made when it is missing.
+            run_name: what the page calls this run.
+            keep_until_step: points after this step are dropped; None drops every earlier point.
+        Raises: OSError: the folder cannot be made or written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / _FILE_NAME
+        kept = []
+        if keep_until_step is not None and self._path.exists():
+            kept = [r for r in _records(self._path.read_bytes()) if _step_of(r) <= keep_until_step]
+        if not kept:
+            kept = [_record(0, "meta_data_tag", _field(10, _field(1, run_name.encode())))]
+        draft = self._path.with_suffix(".tmp")
+        draft.write_bytes(b"".join(_framed(record) for record in kept))
+        draft.replace(self._path)
+        self._file = io.FileIO(self._path, "ab")
+
+    def add_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
+        self._append(
+            _record(step, tag, _key(4, _FLOAT32) + struct.pack("<f", value))
+            for tag, value in values.items()
+        )
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        self._append(
+            _record(step, f"{tag}/{index}", _field(5, _field(4, _jpeg(image_HW3))))
+            for index, image_HW3 in enumerate(images_HW3)
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, records: Iterator[bytes]) -> None:
+        append_whole(self._file, b"".join(_framed(record) for record in records))
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Appends all of `data` to an unbuffered file, or, when that fails, nothing.
+
+    Raises: OSError: the disk is full or gone.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while data:  # an unbuffered write may take only a part
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def _jpeg(image_HW3: np.ndarray) -> bytes:
+    done, encoded = cv2.imencode(".jpg", image_HW3[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+    if not done:
+        raise ValueError(f"an image of shape {image_HW3.shape} cannot be encoded as JPEG")
+    return encoded.tobytes()
+
+
+def _record(step: int, tag: str, payload: bytes) -> bytes:
+    milliseconds = round(time.time() * 1000)
+    value = _key(1, _VARINT) + _varint(step) + _field(2, tag.encode())
+    return _field(1, value + _key(3, _VARINT) + _varint(milliseconds) + payload)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _key(number, _BYTES) + _varint(len(content)) + content
+
+
+def _key(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, lowest first; the high bit says that more follow."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = data[position]
+        number |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return number, position
+
+
+def _framed(record: bytes) -> bytes:
+    return _LENGTH.pack(len(record)) + record
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a file; a last one cut short by a crash is left out."""
+    position = 0
+    while position + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        if position + length > len(data):
+            return
+        yield data[position : position + length]
+        position += length
+
+
+def _step_of(record: bytes) -> int:
+    """The step of a record that this module wrote; protobuf leaves out a zero, we never do."""
+    _, position = _read_varint(record, 1)  # over the length of the one Value
+    step, _ = _read_varint(record, position + 1)
+    return step

@@ -1,0 +1,44 @@
+"""Package metadata.  Tool settings (ruff, mypy, pytest) live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# Paddle is not in install_requires: a user's paddlepaddle-gpu has another distribution name, and
+# naming the CPU wheel here would install it over theirs.  `pip install ppdist[cpu]` brings the CPU
+# wheel; without any Paddle every tool stops with one line that says what to install.
+setup(
+    name="ppdist",
+    version="0.1.0",
+    description="Distributed object-detector training on PaddlePaddle fleet",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["ppdist", "ppdist.*"]),
+    install_requires=[
+        "numpy>=1.26",
+        "pillow>=10",
+        "opencv-python-headless>=4.8",
+        "pyyaml>=6.0",
+        "pydantic>=2.6",
+        "faster-coco-eval>=1.8",
+        "safetensors>=0.6",
+        "rich>=13",
+        "visualdl>=2.5.3",
+        "protobuf<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
+    ],
+    extras_require={
+        "cpu": ["paddlepaddle>=3.2.2,<3.4"],
+        "onnx": ["paddle2onnx==2.1.0", "onnxruntime>=1.17"],
+        "dev": ["pycocotools>=2.0.8", "pytest>=8", "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+    ],
+)

@@ -1,0 +1,66 @@
+"""Small sets on disk for the tests of this folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ppdist.data.dataset import DataConfig, SplitConfig
+
+NAMES = ("RBC", "WBC", "Platelets")
+
+
+def write_images(folder: Path, count: int, size: tuple[int, int] = (64, 48)) -> list[str]:
+    """JPEGs of noise, each with its own mean; size is (width, height)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{index:03d}.jpg" for index in range(count)]
+    for index, name in enumerate(names):
+        rng = np.random.RandomState(index)
+        shade = rng.randint(0, 60, (size[1], size[0], 3)) + (index * 12) % 190
+        Image.fromarray(shade.astype(np.uint8)).save(folder / name, quality=95)
+    return names
+
+
+def coco_content(names: list[str], size: tuple[int, int] = (64, 48), boxes: int = 2) -> dict:
+    """COCO JSON with `boxes` boxes an image (image i has i % (boxes + 1))."""
+    rng = np.random.RandomState(0)
+    annotations = []
+    for index in range(len(names)):
+        for _ in range(index % (boxes + 1)):
+            x, y = rng.randint(0, 30, 2).tolist()
+            box = [x, y, *rng.randint(8, 17, 2).tolist()]
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": index + 1,
+                    "category_id": len(annotations) % 3 + 1,
+                    "bbox": box,
+                }
+            )
+    return {
+        "images": [
+            {"id": index + 1, "file_name": name, "width": size[0], "height": size[1]}
+            for index, name in enumerate(names)
+        ],
+        "annotations": annotations,
+        "categories": [{"id": n, "name": name} for n, name in enumerate(NAMES, 1)],
+    }
+
+
+def write_coco(root: Path, count: int = 4, **changes: object) -> DataConfig:
+    """A set whose train and val splits are the same; `changes` replace parts of the JSON."""
+    content = coco_content(write_images(root / "images", count)) | changes
+    write_json(root, content)
+    return coco_config(root)
+
+
+def write_json(root: Path, content: object) -> Path:
+    file = root / "set.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return file
+
+
+def coco_config(root: Path, **changes: object) -> DataConfig:
+    split = SplitConfig(annotations="set.json")
+    return DataConfig(root=str(root), train=split, val=split, **changes)

@@ -1,0 +1,242 @@
+"""A whole run on real files: what it leaves, resuming, stopping, numbers that are not finite."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ppdist import dist
+from ppdist.data.synthetic import make_shapes
+from ppdist.engine.experiment import build_training
+from ppdist.errors import CheckpointError, ConfigError
+from tests.distributed import run_on_ranks
+from tests.engine.tiny import tiny_config
+
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
+    "checkpoint.every_steps=3", "optimizer.reference_batch_size=8", "data.bad_images=error",
+)  # fmt: skip
+# ten images in batches of four: three steps an epoch, the last one smaller
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    make_shapes(folder, train=10, val=5, size=64, seed=0)
+    return folder
+
+
+def run(shapes, output_dir, *overrides, resume=False, evaluate=False, before=lambda trainer: None):
+    dist.init("cpu", dist.DistributedConfig())
+    config = tiny_config(shapes, [*OVERRIDES, *overrides])
+    experiment = build_training(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=output_dir if resume else None,
+        command=["test"],
+    )
+    with experiment.log:
+        before(experiment.trainer)
+        return experiment.trainer.fit()
+
+
+def weights(output_dir, link="last", group="model"):
+    return load_file(output_dir / "checkpoints" / link / f"{group}.safetensors")
+
+
+def records(output_dir):
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
+    assert run(shapes, tmp_path, "train.epochs=2", evaluate=True) == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"config.yml", "environment.json", "train.log", "metrics.jsonl", "checkpoints"}
+    links = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert links >= {"last", "best", "step-00000006"}
+    steps = [record["step"] for record in records(tmp_path) if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    needed = {"step", "epoch", "loss", "lr", "images_per_second", "data_seconds", "step_seconds"}
+    assert all(needed <= set(record) for record in records(tmp_path) if "loss" in record)
+    assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [3, 6]
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["ranks"] == 1
+    assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
+
+
+def assert_same_run(first, second):
+    for group in ("model", "ema", "optimizer"):
+        a, b = weights(first, group=group), weights(second, group=group)
+        assert set(a) == set(b)
+        for key in a:
+            assert np.array_equal(a[key], b[key]), (group, key)
+    losses = [[r["loss"] for r in records(folder) if "loss" in r] for folder in (first, second)]
+    assert losses[0] == losses[1]
+
+
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(shapes, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(shapes, whole)
+    run(shapes, parts, "train.max_steps=7")  # in the middle of an epoch
+    run(shapes, parts, resume=True)
+    assert_same_run(whole, parts)
+
+
+def two_ranks(argument):
+    folder = Path(argument["output"])
+    shapes = Path(argument["shapes"])
+    run(shapes, folder, *argument["overrides"], resume=argument["resume"], evaluate=True)
+    return None
+
+
+def test_two_resumed_ranks_end_bit_for_bit_like_uninterrupted_ones(shapes, tmp_path):
+    def launch(name, overrides, resume):
+        argument = {"output": str(tmp_path / name), "shapes": str(shapes), "resume": resume}
+        argument["overrides"] = ["train.batch_size_per_card=3", *overrides]
+        run_on_ranks(2, "tests.engine.test_training:two_ranks", argument)
+
+    launch("whole", [], False)
+    launch("parts", ["train.max_steps=5"], False)
+    launch("parts", [], True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
+    def interrupt(trainer):
+        original = trainer.train_step.__call__
+
+        def step(batches, count, step, lr, stop, clock):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(batches, count, step, lr, stop, clock)
+
+        trainer.train_step = SimpleStep(trainer.train_step, step)
+
+    code = run(shapes, tmp_path, before=interrupt)
+    assert code == 75
+    last = (tmp_path / "checkpoints" / "last").resolve().name
+    assert last == "step-00000006"  # step 5 heard the signal, step 6 carried it to all ranks
+    assert run(shapes, tmp_path, resume=True) == 0
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000012"
+
+
+class SimpleStep:
+    """A TrainStep with another __call__."""
+
+    def __init__(self, inner, call):
+        self.inner, self.call = inner, call
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, *arguments):
+        return self.call(*arguments)
+
+
+def poison_one_rank(argument):
+    """Rank 1 multiplies its loss by NaN at step 1; the weights must stay equal on both ranks."""
+    outcome = []
+
+    def poison(trainer):
+        step = trainer.train_step
+        loss = step.loss
+
+        def poisoned(*arguments):
+            output = loss(*arguments)
+            bad = dist.rank() == 1 and arguments[-1] == 1
+            return output._replace(total=output.total * (float("nan") if bad else 1.0))
+
+        step.loss = poisoned
+
+        def call(*arguments):
+            result = step(*arguments)
+            outcome.append(result.applied)
+            return result
+
+        trainer.train_step = SimpleStep(step, call)
+
+    folder = Path(argument["output"]) / str(dist.rank())
+    overrides = ["train.max_steps=4", "train.batch_size_per_card=2"]
+    run(Path(argument["shapes"]), folder, *overrides, before=poison)
+    return outcome
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all_ranks(shapes, tmp_path):
+    argument = {"output": str(tmp_path), "shapes": str(shapes)}
+    first, second = run_on_ranks(2, "tests.engine.test_training:poison_one_rank", argument)
+    assert first == second == [True, False, True, True]
+    assert all(np.isfinite(value).all() for value in weights(tmp_path / "0").values())
+
+
+def test_a_run_that_starts_anew_leaves_nothing_of_an_earlier_one_to_resume_from(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=9")
+    run(shapes, tmp_path, "train.max_steps=1", "train.batch_size_per_card=2")
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000001", "last"}
+    assert (tmp_path / "checkpoints-old-1" / "last").resolve().name == "step-00000009"
+
+
+def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=1")
+    with pytest.raises(CheckpointError, match=r"steps are of 4 images, those of this run of 2"):
+        run(shapes, tmp_path, "train.batch_size_per_card=2", resume=True)
+
+
+def test_a_run_that_is_asked_to_stop_saves_without_evaluating_first(shapes, tmp_path):
+    def stop_now(trainer):
+        def call(batches, count, step, lr, stop, clock):
+            return original(batches, count, step, lr, True, clock)
+
+        original = trainer.train_step
+        trainer.train_step = SimpleStep(original, call)
+        trainer.evaluate_every = 1
+
+    assert run(shapes, tmp_path, evaluate=True, before=stop_now) == 75
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000001"
+    assert not [record for record in records(tmp_path) if "mAP" in record]
+
+
+def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():
+    import paddle
+
+    from ppdist.engine.trainer import _array, copy_into
+
+    weight = paddle.to_tensor([1.5, -2.25, 3e-8]).astype("bfloat16")
+    array = _array(weight)
+    assert array.dtype == np.float32
+    target = {"w": paddle.zeros([3], "bfloat16")}
+    copy_into(target, {"w": array})
+    assert bool((target["w"] == weight).all())
+
+
+def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--resume: no checkpoint in .*start anew"):
+        run(shapes, tmp_path, resume=True)
+
+
+def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=1")
+    with pytest.raises(CheckpointError, match=r"its model is another one: backbone\."):
+        run(shapes, tmp_path, "model.width_multiple=0.25", resume=True)
+
+
+def test_an_output_dir_that_cannot_be_written_is_the_users_error(shapes, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir: cannot write to"):
+        run(shapes, tmp_path / "file")
+
+
+def test_amp_on_cpu_is_refused(shapes, tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.amp\.enabled: true, but this run is on CPU"):
+        run(shapes, tmp_path, "train.amp.enabled=true")
+
+
+def test_a_size_that_strides_do_not_divide_is_refused(shapes, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.image_size: \[60, 64\]: expected multiples"):
+        run(shapes, tmp_path, "model.image_size=[60,64]")

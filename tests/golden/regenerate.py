@@ -1,0 +1,83 @@
+"""Stores the losses that tests/engine/test_golden.py compares with; a reason is required.
+
+    python -m tests.golden.regenerate --reason "why the numbers are allowed to change"
+
+Do this only when a change of the arithmetic is wanted (initial weights, model, loss, optimizer,
+schedule); a golden test that fails for another reason has found a bug.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from ppdist.engine.experiment import ExperimentConfig, derive_run
+from ppdist.engine.step import Clock
+from tests.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
+
+FOLDER = Path(__file__).parent
+STEPS = 20
+ATSS_STEPS = 10
+DATASET = 16  # images tiny.py derives from: 2 steps an epoch of 8
+DETECTORS = ("ppyoloe",)
+
+
+def golden_config(detector: str, folder: Path) -> ExperimentConfig:
+    """The tiny detector of tests/engine/tiny.py in Paddle's own arithmetic; folder is scratch."""
+    assert detector in DETECTORS
+    steps_per_epoch = DATASET // IMAGES
+    overrides = ["seed=0", "optimizer.lr=0.01", "schedule.warmup_epochs=2"]
+    overrides += [f"train.epochs={STEPS // steps_per_epoch}", "train.cpu_convolutions=plain"]
+    overrides += [f"loss.static_assigner_epochs={ATSS_STEPS // steps_per_epoch}"]
+    return tiny_config(folder, overrides)
+
+
+def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
+    """Total and parts of the loss, and the gradient norm, of each of the 20 steps; one process."""
+    init_cpu()
+    config = golden_config(detector, folder)
+    train_step, _ = build_step(config, frozen=False)
+    schedule = derive_run(config, DATASET).schedule
+    losses: dict[str, list[float]] = {}
+    for step in range(STEPS):
+        batches = iter([fixed_batch(step, 0, IMAGES)])
+        result = train_step(batches, 1, step, schedule(step), False, Clock())
+        assert result.applied
+        for name, value in {**result.losses, "gradient_norm": result.gradient_norm}.items():
+            losses.setdefault(name, []).append(value)
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reason", required=True, help="why the numbers change")
+    parser.add_argument("--detector", nargs="+", choices=DETECTORS, default=DETECTORS)
+    arguments = parser.parse_args()
+    for detector in arguments.detector:
+        with tempfile.TemporaryDirectory() as folder:
+            losses = golden_losses(detector, Path(folder))
+        content = {
+            "reason": arguments.reason,
+            "date": datetime.date.today().isoformat(),
+            "versions": {
+                "paddle": paddle.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+            },
+            "losses": {name: [float(f"{x:.9g}") for x in row] for name, row in losses.items()},
+        }
+        file = FOLDER / f"{detector}.json"
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Weights from every kind of file, and the exact words for those that do not fit."""
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import save_file
+
+from ppdist.errors import WeightsError
+from ppdist.models import build_model
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.pretrained import load_weights
+
+
+def tiny(num_classes: int = 3, width: float = 0.125, seed: int = 0) -> PPYOLOE:
+    paddle.seed(seed)
+    return build_model(
+        PPYOLOEConfig(size="t", width_multiple=width, num_classes=num_classes, variant="plus")
+    )
+
+
+def arrays_of(model: PPYOLOE) -> dict[str, np.ndarray]:
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def assert_same(model: PPYOLOE, other: PPYOLOE) -> None:
+    mine, theirs = arrays_of(model), arrays_of(other)
+    assert all(np.array_equal(mine[key], theirs[key]) for key in theirs)
+
+
+def save(model: PPYOLOE, path: Path) -> Path:
+    if path.suffix == ".pdparams":
+        paddle.save(model.state_dict(), str(path))
+    elif path.suffix == ".npz":
+        np.savez(path, **arrays_of(model))
+    elif path.suffix == ".safetensors":
+        save_file(arrays_of(model), path)
+    else:
+        path.mkdir()
+        save_file(arrays_of(model), path / "ema.safetensors")
+        digest = hashlib.sha256((path / "ema.safetensors").read_bytes()).hexdigest()
+        files = {"ema.safetensors": {"sha256": digest}}
+        (path / "manifest.json").write_text(json.dumps({"step": 1, "files": files}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["w.pdparams", "w.npz", "w.safetensors", "step-00000001"])
+def test_every_kind_of_file_gives_back_every_value(tmp_path: Path, name: str) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    report = load_weights(target, save(source, tmp_path / name))
+    assert_same(target, source)
+    assert len(report.loaded) == len(source.state_dict())
+    assert not report.fresh and not report.ignored
+    assert str(report) == f"weights: {len(report.loaded)} tensors from {tmp_path / name}"
+
+
+def test_another_class_count_leaves_the_class_layers_fresh_and_says_so(tmp_path: Path) -> None:
+    path = save(tiny(80, seed=1), tmp_path / "w.pdparams")
+    model = tiny(3, seed=2)
+    before = arrays_of(model)
+    report = load_weights(model, path)
+    assert len(report.fresh) == 6
+    assert all(key.startswith("yolo_head.pred_cls.") for key in report.fresh)
+    assert str(report).endswith(
+        "6 start fresh: class layers, the file knows 80 classes, the model 3"
+    )
+    after = arrays_of(model)
+    assert all(np.array_equal(before[key], after[key]) for key in report.fresh)
+
+
+def test_a_backbone_alone_fills_the_backbone(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    arrays = {k.removeprefix("backbone."): v for k, v in arrays_of(source).items()
+              if k.startswith("backbone.")}  # fmt: skip
+    np.savez(tmp_path / "imagenet.npz", **arrays, **{"fc.weight": np.zeros([4, 4])})
+    report = load_weights(target, tmp_path / "imagenet.npz")
+    assert_same(target.backbone, source.backbone)
+    assert report.ignored == ("fc.weight",) and len(report.loaded) == len(arrays)
+    assert "the file holds a backbone alone" in str(report)
+
+
+def test_weights_of_another_size_are_an_error_that_lists_both_shapes(tmp_path: Path) -> None:
+    path = save(tiny(width=0.25), tmp_path / "w.npz")
+    model = tiny(width=0.125)
+    before = arrays_of(model)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(model, path)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{path}: does not fit this model (check model.size and")
+    assert lines[1] == (
+        "  backbone.stem.conv1.conv.weight: [4, 3, 3, 3] in the model, [8, 3, 3, 3] in the file"
+    )
+    assert len(lines) == 7 and lines[-1].startswith("  ... and ")
+    assert all(np.array_equal(before[key], value) for key, value in arrays_of(model).items())
+
+
+def test_a_missing_entry_is_an_error(tmp_path: Path) -> None:
+    arrays = arrays_of(tiny())
+    del arrays["neck.pan_routes.0.bn.bias"]
+    np.savez(tmp_path / "w.npz", **arrays)
+    with pytest.raises(WeightsError, match=r"neck\.pan_routes\.0\.bn\.bias: \[.*not in the file"):
+        load_weights(tiny(), tmp_path / "w.npz")
+
+
+def test_a_file_of_another_architecture_is_an_error(tmp_path: Path) -> None:
+    np.savez(tmp_path / "w.npz", **{"layer1.weight": np.zeros([3, 3])})
+    with pytest.raises(WeightsError, match=r"none of its 1 entries belongs to this model"):
+        load_weights(tiny(), tmp_path / "w.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.pdparams", None, "no such weight file or checkpoint directory"),
+        ("w.onnx", b"x", "cannot read weights from .onnx"),
+        ("w.pdparams", b"not a pickle", "damaged or not a .pdparams file"),
+        ("w.pdparams", pickle.dumps([1, 2]), "expected a dict of arrays, found list"),
+        ("w.npz", b"PK not a zip", "damaged or not a .npz file"),
+        ("w.safetensors", b"\x08\0\0\0\0\0\0\0garbage!", "damaged or not a .safetensors file"),
+    ],
+)
+def test_unreadable_files_are_named_with_the_reason(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(tiny(), tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
+
+
+def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"not a checkpoint: it has no manifest\.json"):
+        load_weights(tiny(), tmp_path)
+    folder = save(tiny(), tmp_path / "step-00000001")
+    file = folder / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(WeightsError, match="damaged: its SHA-256 is not"):
+        load_weights(tiny(), folder)
+
+
+class Evil:
+    """What a hostile file asks the reader to run."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    path = tmp_path / "evil.pdparams"
+    path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": Evil(trace)}))
+    with pytest.raises(WeightsError, match=r"refused: it asks to run \w+\.system"):
+        load_weights(tiny(), path)
+    assert not trace.exists()
+
+
+def test_an_npz_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object), allow_pickle=True)
+    with pytest.raises(WeightsError, match=r"damaged or not a \.npz file"):
+        load_weights(tiny(), tmp_path / "evil.npz")
+    assert not trace.exists()
+
+
+def test_bfloat16_bit_patterns_are_understood(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    halves = {k: (v.view(np.uint32) >> 16).astype(np.uint16) for k, v in arrays_of(source).items()}
+    np.savez(tmp_path / "w.npz", **halves)
+    load_weights(target, tmp_path / "w.npz")
+    ours, theirs = arrays_of(target), arrays_of(source)
+    for key in theirs:
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-2)

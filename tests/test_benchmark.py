@@ -1,0 +1,118 @@
+"""The benchmark measures the product's own parts and says what it measured, as JSON."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdist import benchmark
+from ppdist.benchmark import _compare, _launch, _Variant, measure_scaling
+from ppdist.errors import LaunchError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "configs" / "examples" / "demo.yml"
+SMALL = ["model.image_size=[64,64]", "train.batch_size_per_card=2", "data.workers=0",
+         "model.width_multiple=0.125", "evaluate.batch_size_per_card=16"]  # fmt: skip
+
+
+def run(monkeypatch, capsys, what, *options):
+    """The report that tools/benchmark.py prints, on data it draws itself."""
+    command = ["benchmark.py", what, "-c", str(CONFIG), "--synthetic", "8", "-o", *SMALL, *options]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    return json.loads(printed.out)
+
+
+def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, capsys):
+    options = ["--vs", "train.cpu_convolutions=plain", "--steps", "2", "--warmup", "1"]
+    report = run(monkeypatch, capsys, "train", *options)
+    assert report["machine"]["ranks"] == 1
+    variants = report["result"]["variants"]
+    assert list(variants) == ["base", "train.cpu_convolutions=plain"]
+    base, plain = variants.values()
+    assert base["steps"] == plain["steps"] == 2
+    assert base["images_per_step"] == 2
+    assert base["images_per_second"] == pytest.approx(2 / base["step_seconds"])
+    parts = base["seconds"]
+    assert set(parts) == set(benchmark.PARTS)
+    assert 0.5 * base["step_seconds"] < sum(parts.values()) < 2 * base["step_seconds"]
+    against = plain["against base"]
+    assert against["wall_ratio"] > 0
+    assert against["cpu_ratio"] > 0
+    assert against["largest_relative_loss_difference"] < 1e-4  # oneDNN computes what eager does
+    assert report["result"]["peak_rss_mb"] > 100
+
+
+def test_the_loader_is_measured_without_a_model(monkeypatch, capsys):
+    report = run(monkeypatch, capsys, "loader", "--seconds", "0.3")
+    assert report["result"]["images"] > 0
+    assert report["result"]["images_per_second_per_worker"] > 0
+
+
+def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
+    report = run(monkeypatch, capsys, "eval", "--repeats", "1")
+    assert report["result"]["images"] == 4
+    assert report["result"]["seconds_of_detection"] > 0
+    assert report["result"]["images_per_second"] == pytest.approx(4 / report["result"]["seconds"])
+
+
+@pytest.mark.slow
+def test_inference_is_measured_eager_and_exported(monkeypatch, capsys):
+    report = run(monkeypatch, capsys, "infer", "--repeats", "1")
+    for form in ("eager", "exported", "exported, oneDNN"):
+        assert report["result"][form]["median_ms"] > 0
+
+
+def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
+    first, other = (_Variant(name, None, iter(())) for name in ("a", "b"))
+    first.wall, other.wall = [1.0, 1.0, 10.0, 2.0], [50.0, 3.0, 30.0, 6.0]
+    first.cpu, other.cpu = [1.0] * 4, [2.0] * 4
+    first.losses, other.losses = [4.0, 2.0], [4.0, 2.1]
+    found = _compare(first, other, 1)
+    assert found["wall_ratio"] == 3.0
+    assert found["cpu_ratio"] == 2.0
+    assert found["largest_relative_loss_difference"] == pytest.approx(0.05)
+
+
+def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
+    started = []
+
+    def launch(launcher, script, count):
+        started.append(count)
+        return {"result": {"variants": {"base": {"images_per_second": 6.0 * count - count**2}}}}
+
+    monkeypatch.setattr(benchmark, "_launch", launch)
+    report = measure_scaling(["fleetrun"], ["train"], counts=[1, 2], rounds=2)
+    assert started == [1, 2, 1, 2]
+    assert report["1"]["speed_up"] == report["1"]["efficiency"] == 1
+    assert report["2"]["speed_up"] == pytest.approx(8 / 5)
+    assert report["2"]["efficiency"] == pytest.approx(4 / 5)
+
+
+def test_a_failed_run_of_scaling_is_an_error_with_its_command():
+    fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train"):
+        _launch(fails, ["benchmark.py", "train"], 2)
+
+
+def test_nonsense_is_refused_in_one_line(monkeypatch, capsys):
+    command = [
+        "benchmark.py",
+        "train",
+        "-c",
+        str(CONFIG),
+        "--synthetic",
+        "2",
+        "--vs",
+        "train.nope=1",
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "train.nope" in capsys.readouterr().err

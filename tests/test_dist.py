@@ -1,0 +1,83 @@
+"""The seam: collectives and store meetings on one process and on real gloo ranks."""
+
+import time
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist import dist
+from ppdist.errors import ConfigError, DataError, UserError
+from tests.distributed import run_on_ranks
+
+
+def meet(argument):
+    dist.init("cpu", dist.DistributedConfig())
+    me = dist.rank()
+    total = dist.all_reduce_sum(paddle.to_tensor([1.0 + me]))
+    rows = dist.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
+    slow = dist.on_main(lambda: time.sleep(0.3) or {"from": dist.rank()})
+    try:
+        dist.on_main(lambda: 1 / 0 if me == 0 else None)
+        failure = ""
+    except (ZeroDivisionError, UserError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return {"sum": total.tolist(), "rows": rows.tolist(), "slow": slow, "failure": failure}
+
+
+def test_collectives_and_meetings_agree_on_two_ranks():
+    first, second = run_on_ranks(2, "tests.test_dist:meet")
+    assert first["sum"] == second["sum"] == [3.0]
+    assert first["rows"] == second["rows"] == [[1.0] * 3] * 2
+    assert first["slow"] == second["slow"] == {"from": 0}
+    assert first["failure"] == "ZeroDivisionError: division by zero"
+    assert second["failure"] == "UserError: rank 0 failed: division by zero"
+
+
+def fail_alone(argument):
+    """Rank 1 alone fails, first at the user's fault and then at ours, and is late every time."""
+    dist.init("cpu", dist.DistributedConfig())
+
+    def work(error):
+        time.sleep(0.3 * dist.rank())
+        if error and dist.rank() == 1:
+            raise error
+        return dist.rank()
+
+    said = []
+    for error in (None, DataError("no images"), KeyError("bug")):
+        try:
+            said.append(dist.together(lambda error=error: work(error)))
+        except (ValueError, KeyError, RuntimeError) as failure:
+            said.append(f"{type(failure).__name__}: {failure}")
+    try:
+        dist.on_main(lambda: {1, 2})  # JSON holds no set
+    except (TypeError, UserError) as failure:
+        said.append(type(failure).__name__)
+    # Rank 0 has nothing left to do, but a sleepy rank 1 has not read its answer from the store.
+    dist._POLL_SECONDS += 2.0 * dist.rank()
+    return [*said, dist.on_main(lambda: time.sleep(0.5) or 7)]
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
+    first, second = run_on_ranks(2, "tests.test_dist:fail_alone")
+    named = ["UserError: rank 1 failed: no images", "RuntimeError: rank 1 failed: 'bug'"]
+    assert first == [0, *named, "TypeError", 7]
+    assert second == [1, "DataError: no images", "KeyError: 'bug'", "UserError", 7]
+
+
+def test_one_process_needs_no_ranks():
+    tensor = paddle.to_tensor([2.0])
+    assert dist.all_reduce_sum(tensor).tolist() == [2.0]
+    assert dist.all_gather(tensor).shape == [1, 1]
+    assert dist.on_main(lambda: 7) == 7
+    layer = paddle.nn.Linear(1, 1)
+    assert dist.wrap(layer) is layer
+
+
+def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():
+    if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+        pytest.skip("this Paddle can use a GPU")
+    with pytest.raises(ConfigError, match=r"device: gpu was asked for.*device: cpu"):
+        dist.init("gpu", dist.DistributedConfig())

@@ -1,0 +1,67 @@
+import numpy as np
+
+from ppdist.drawing import PALETTE, draw_boxes, side_by_side
+
+NAMES = ("cat", "狗")
+
+
+def grey() -> np.ndarray:
+    return np.full((100, 200, 3), 128, np.uint8)
+
+
+def draw(boxes, labels=None, scores=None, image_HW3=None) -> np.ndarray:
+    boxes_N4 = np.array(boxes, np.float32).reshape(-1, 4)
+    labels_N = np.zeros(len(boxes_N4), np.int64) if labels is None else np.array(labels)
+    scores_N = None if scores is None else np.array(scores)
+    image_HW3 = grey() if image_HW3 is None else image_HW3
+    return draw_boxes(image_HW3, boxes_N4, labels_N, NAMES, scores_N)
+
+
+def test_the_outline_has_the_colour_of_the_class_and_the_inside_is_untouched():
+    drawn = draw([[20, 40, 120, 90]], labels=[1])
+    for x, y in ((120, 60), (60, 90), (20, 70)):
+        assert tuple(drawn[y, x]) == PALETTE[1]
+    assert (drawn[60:80, 40:100] == 128).all()
+
+
+def test_the_image_given_stays_as_it_was():
+    image_HW3 = grey()
+    draw([[20, 40, 120, 90]], image_HW3=image_HW3)
+    assert (image_HW3 == 128).all()
+
+
+def test_no_box_gives_an_equal_copy():
+    image_HW3 = grey()
+    drawn = draw([], image_HW3=image_HW3)
+    assert (drawn == image_HW3).all() and drawn is not image_HW3
+
+
+def test_boxes_over_the_edge_outside_and_infinite_are_no_error():
+    drawn = draw([[-50, -50, 500, 500], [900, 900, 950, 950], [np.nan, 0, 5, 5], [0, 0, np.inf, 9]])
+    assert tuple(drawn[50, 0]) == PALETTE[0] and tuple(drawn[50, 199]) == PALETTE[0]
+
+
+def test_the_surest_box_lies_on_top():
+    drawn = draw([[20, 40, 120, 90], [20, 40, 120, 90]], labels=[0, 1], scores=[0.9, 0.2])
+    assert tuple(drawn[60, 120]) == PALETTE[0]
+
+
+def test_the_label_stays_inside_the_image_at_its_corner():
+    drawn = draw([[180, 0, 199, 60]], scores=[0.5])
+    plate = (drawn[:20] == PALETTE[0]).all(axis=2)
+    assert plate[:10, 140:].sum() > 200 and not plate[:, 100:120].any(), (
+        "moved left and down, not cut off"
+    )
+
+
+def test_a_name_outside_ascii_is_shown_by_its_index_instead_of_question_marks():
+    by_name = draw([[20, 40, 120, 90]], labels=[1])
+    boxes_N4, label_N = np.array([[20.0, 40, 120, 90]]), np.array([1])
+    by_index = draw_boxes(grey(), boxes_N4, label_N, ("cat", "#1"))
+    assert (by_name == by_index).all()
+
+
+def test_two_images_stand_side_by_side():
+    both = side_by_side(grey(), np.zeros((100, 50, 3), np.uint8))
+    assert both.shape == (100, 254, 3)
+    assert (both[:, 200:204] == 255).all() and (both[:, 204:] == 0).all()

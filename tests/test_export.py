@@ -1,0 +1,304 @@
+"""Exported models: what they compute, what is refused, what stays untouched."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import paddle
+import pytest
+import yaml
+
+from ppdist.errors import ExportError
+from ppdist.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
+from ppdist.export_check import load_graphs, unexplained_rows
+from ppdist.inference import (
+    EagerPredictor,
+    InferenceSpec,
+    InputSection,
+    PaddlePredictor,
+    detect,
+    measure_predictor,
+    split_rows,
+)
+from ppdist.models.cpu_conv import use_onednn_convolutions
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.sync_bn import GlooSyncBatchNorm2D
+from ppdist.postprocess import NMSConfig
+
+SIZE = (64, 96)
+NMS = NMSConfig(score_threshold=0.3)
+Picture = Callable[..., np.ndarray]
+
+
+def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0) -> PPYOLOE:
+    """A PP-YOLOE+ of width 1/8 whose scores and boxes depend on the image, in training mode."""
+    paddle.seed(seed)
+    model = kind(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=3))
+    with paddle.no_grad():
+        for layer in model.yolo_head.pred_cls:
+            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.08)
+            layer.bias.set_value(paddle.full(layer.bias.shape, -2.0))
+        for layer in model.yolo_head.pred_reg:
+            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.1)
+        norms = [x for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)]
+        for layer in norms:
+            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+        model.train()
+        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
+        for layer in norms:
+            layer._momentum = 0.9
+    return model
+
+
+def tiny_spec(**changes: Any) -> InferenceSpec:
+    names = changes.pop("class_names", ("red", "green", "blue"))
+    return InferenceSpec(
+        model="tiny", input=InputSection(**{"size": SIZE, **changes}), nms=NMS,
+        class_names=names, category_ids=tuple(range(1, len(names) + 1)),
+    )  # fmt: skip
+
+
+def pictures(batch: int, height: int = SIZE[0], width: int = SIZE[1]) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    small = rng.integers(0, 256, (batch, 3, height // 8, width // 8))
+    return small.repeat(8, 2).repeat(8, 3).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> PPYOLOE:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def with_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("with") / "model"
+    export_detector(model, directory, tiny_spec())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def without_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("without") / "model"
+    export_detector(model, directory, tiny_spec(), nms_in_graph=False)
+    return directory
+
+
+def assert_same_boxes(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(got) == len(expected)
+    for got_R6, expected_R6 in zip(got, expected):
+        assert unexplained_rows(got_R6, expected_R6, NMS) == 0
+        assert abs(len(got_R6) - len(expected_R6)) <= 1
+    assert sum(map(len, expected)) >= 5
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
+@pytest.mark.parametrize("kind", ["with_nms", "without_nms"])
+def test_the_exported_model_keeps_the_boxes_of_eager(
+    model: PPYOLOE, kind: str, onednn: bool, request: pytest.FixtureRequest
+) -> None:
+    exported = PaddlePredictor(request.getfixturevalue(kind), onednn=onednn)
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
+        assert_same_boxes(exported(images), eager(images))
+
+
+def test_images_without_objects_give_no_rows(tmp_path: Path, model: PPYOLOE) -> None:
+    nothing = NMS.model_copy(update={"score_threshold": 1.0})
+    save_graph(KeptModel(deployment_copy(model), nothing), tmp_path, tiny_spec().input)
+    for graph in load_graphs(tmp_path).values():
+        rows_R6, count_B = graph(pictures(2))
+        assert [found_R6.shape for found_R6 in split_rows(rows_R6, count_B)] == [(0, 6), (0, 6)]
+
+
+def test_infer_yml_alone_is_enough_to_get_the_boxes_of_eager(
+    model: PPYOLOE, with_nms: Path
+) -> None:
+    """Written without anything of ppdist, as somebody who deploys the model would."""
+    image_HW3 = pictures(1, 40, 200)[0].transpose(1, 2, 0).astype(np.uint8)
+    spec = yaml.safe_load((with_nms / "infer.yml").read_text(encoding="utf-8"))
+    assert (spec["input"]["colour"], spec["input"]["layout"]) == ("rgb", "BCHW")
+    assert (spec["resize"]["mode"], spec["resize"]["interpolation"]) == ("stretch", "cubic")
+    height, width = spec["input"]["size"]
+    resized = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_CUBIC)
+    config = paddle.inference.Config(*(str(with_nms / file) for file in spec["paddle"]["files"]))
+    config.disable_glog_info()
+    predictor = paddle.inference.create_predictor(config)
+    predictor.get_input_handle(spec["input"]["name"]).copy_from_cpu(
+        resized.transpose(2, 0, 1)[None].astype(spec["input"]["dtype"])
+    )
+    predictor.run()
+    rows_R6 = predictor.get_output_handle(spec["paddle"]["outputs"][0]["name"]).copy_to_cpu()
+    rows_R6[:, [2, 4]] = (rows_R6[:, [2, 4]] * 200 / width).clip(0, 200)
+    rows_R6[:, [3, 5]] = (rows_R6[:, [3, 5]] * 40 / height).clip(0, 40)
+
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    assert_same_boxes([rows_R6], [detect(eager, image_HW3, SIZE)])
+
+
+def test_exporting_leaves_the_model_as_it_was(
+    model: PPYOLOE, with_nms: Path, without_nms: Path
+) -> None:
+    after, untouched = model.state_dict(), tiny_model()
+    assert list(after) == list(untouched.state_dict())
+    for key, value in untouched.state_dict().items():
+        assert np.array_equal(after[key].numpy(), value.numpy()), key
+    expected = [(type(layer), layer.training) for layer in untouched.sublayers()]
+    assert [(type(layer), layer.training) for layer in model.sublayers()] == expected
+
+
+def test_a_graph_of_fixed_batch_and_size_computes_the_same(tmp_path: Path, model: PPYOLOE) -> None:
+    plain = deployment_copy(model)
+    with paddle.no_grad():
+        expected = RawModel(plain)(paddle.to_tensor(pictures(1)))
+    fixed = tiny_spec(dynamic_batch=False, dynamic_size=False).input
+    save_graph(RawModel(plain), tmp_path, fixed)
+    graph = load_graphs(tmp_path)["Paddle Inference without oneDNN"]
+    for got, true in zip(graph(pictures(1)), expected):
+        assert np.abs(got - true.numpy()).max() < 1e-3
+
+
+def test_a_deployment_copy_has_plain_convolutions_and_batch_norms_in_eval_mode() -> None:
+    model = tiny_model()
+    plain = [type(layer) for layer in model.sublayers()]
+    use_onednn_convolutions(model)
+    for layer in model.sublayers():
+        if type(layer) is paddle.nn.BatchNorm2D:
+            layer.__class__ = GlooSyncBatchNorm2D
+    training = [type(layer) for layer in model.sublayers()]
+    assert training != plain
+    copied = deployment_copy(model)
+    assert [type(layer) for layer in copied.sublayers()] == plain
+    assert not any(layer.training for layer in copied.sublayers())
+    assert [type(layer) for layer in model.sublayers()] == training
+
+
+class OtherWhenStatic(PPYOLOE):
+    """A model whose static graph computes something else."""
+
+    def decode(self, outputs: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
+        scores_BNC, boxes_BN4 = super().decode(outputs)
+        return scores_BNC, boxes_BN4 + (0.0 if paddle.in_dynamic_mode() else 4.0)
+
+
+def test_a_file_that_computes_something_else_is_refused_and_an_older_export_stays(
+    tmp_path: Path, with_nms: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(with_nms, directory)
+    kept = {file.name: file.read_bytes() for file in directory.iterdir()}
+    with pytest.raises(ExportError) as error:
+        export_detector(tiny_model(OtherWhenStatic), directory, tiny_spec())
+    message = str(error.value)
+    assert "Paddle Inference with oneDNN does not compute what the model computes" in message
+    assert "boxes by up to 4 px (allowed 0.05); nothing was kept" in message
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(ExportError, match="is there already and is not an export"):
+        export_detector(model, tmp_path, tiny_spec())
+    assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (tiny_spec(size=(64, 90)), "image size 64x90: height and width must be multiples of 32"),
+        (tiny_spec(class_names=("one", "two")), "2 class names for a model of 3 classes"),
+    ],
+)
+def test_a_description_that_does_not_fit_the_model_is_refused(
+    tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, message: str
+) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_detector(model, tmp_path / "model", spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_model()
+    key, value = next(iter(model.state_dict().items()))
+    value.set_value(paddle.full_like(value, float("nan")))
+    with pytest.raises(ExportError, match=f"{key} holds values that are not finite"):
+        export_detector(model, tmp_path / "model", tiny_spec())
+
+
+def test_onnx_without_its_packages_says_what_to_install(
+    tmp_path: Path, model: PPYOLOE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "paddle2onnx", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ExportError) as error:
+        export_detector(model, tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
+    assert "needs paddle2onnx and onnxruntime" in str(error.value)
+    assert "pip install 'ppdist[onnx]'" in str(error.value)
+
+
+def test_onnx_equals_eager_at_other_batch_and_image_sizes(tmp_path: Path, model: PPYOLOE) -> None:
+    pytest.importorskip("paddle2onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    report = export_detector(model, tmp_path / "model", tiny_spec(), ("onnx",))
+    assert report.spec.paddle is None and not (report.directory / "model.json").exists()
+    session = runtime.InferenceSession(str(report.directory / "model.onnx"))
+    images = pictures(3, 96, 64)
+    scores, boxes = session.run(None, {"images": images})
+    eager = deployment_copy(model)
+    with paddle.no_grad():
+        expected = eager.decode(eager(eager.normalize(paddle.to_tensor(images))))
+    assert np.abs(scores - expected[0].numpy()).max() < 1e-4
+    assert np.abs(boxes - expected[1].numpy()).max() < 0.05
+
+
+def test_a_folder_without_infer_yml_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"no infer\.yml here, so this is not an exported model"):
+        PaddlePredictor(tmp_path)
+
+
+def test_a_missing_weight_file_is_named(tmp_path: Path, with_nms: Path) -> None:
+    (tmp_path / "infer.yml").write_bytes((with_nms / "infer.yml").read_bytes())
+    with pytest.raises(ExportError, match=r"model\.json: named by infer\.yml but not there"):
+        PaddlePredictor(tmp_path)
+
+
+def test_the_time_of_an_exported_model_is_measured(with_nms: Path) -> None:
+    times = measure_predictor(with_nms, SIZE, batch=2, threads=1, onednn=True, repeats=3)
+    assert 0 < times["median_ms"] <= times["p95_ms"]
+    assert times["images_per_second"] == pytest.approx(2000 / times["median_ms"])
+
+
+ROWS = np.array(
+    [[0, 0.9, 0, 0, 10, 10], [0, 0.8, 50, 50, 60, 70], [2, 0.8, 50, 50, 60, 70]], np.float32
+)
+
+
+def test_equal_rows_in_any_order_are_explained() -> None:
+    assert unexplained_rows(ROWS[::-1] + np.float32([0, 1e-5, 1e-3, 0, 0, 0]), ROWS, NMS) == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "change"), [(0, 1), (1, -0.01), (2, 0.2)], ids=["class", "score", "box"]
+)
+def test_a_row_that_differs_counts_on_both_sides(column: int, change: float) -> None:
+    other = ROWS.copy()
+    other[1, column] += change
+    assert unexplained_rows(other, ROWS, NMS) == 2
+
+
+def test_a_row_is_counted_once_however_many_partners_it_could_have() -> None:
+    twice = np.concatenate([ROWS, ROWS[:1]])
+    assert unexplained_rows(twice, ROWS, NMS) == 1
+
+
+def test_a_missing_row_is_explained_by_a_tie_at_a_threshold() -> None:
+    at_score = np.array([[1, NMS.score_threshold, 0, 0, 5, 5]], np.float32)
+    at_overlap = np.array([[0, 0.85, 0, 0, 10, 7]], np.float32)  # IoU 0.7 with the first row
+    for extra in (at_score, at_overlap):
+        assert unexplained_rows(np.concatenate([ROWS, extra]), ROWS, NMS) == 0
+    elsewhere = np.array([[0, 0.85, 0, 0, 10, 6]], np.float32)
+    assert unexplained_rows(np.concatenate([ROWS, elsewhere]), ROWS, NMS) == 1

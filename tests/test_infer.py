@@ -1,0 +1,227 @@
+"""tools/export.py and tools/infer.py end to end, and the pictures they read and write."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+
+from ppdist.data.synthetic import make_shapes
+from ppdist.errors import ConfigError, DataError, UserError, WeightsError
+from ppdist.inference import describe, load_all_weights, read_spec, validation_set
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.pictures import PictureWriter, find_sources, frames_of
+from tests.test_export import tiny_model
+from tools import infer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIG = """
+data:
+  root: {root}
+  train: {{images: images, annotations: annotations/instances_train.json}}
+  val: {{images: images, annotations: annotations/instances_val.json}}
+  workers: 0
+model:
+  name: ppyoloe
+  width_multiple: 0.125
+  depth_multiple: 0.33
+  num_classes: 3
+  image_size: [64, 96]
+nms:
+  score_threshold: 0.3
+"""
+
+
+def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cfg.yml, weights.npz, data/, and a folder `photos` of images, a video and broken files."""
+    folder = tmp_path_factory.mktemp("project")
+    make_shapes(folder / "data", train=1, val=3, size=128)
+    text = CONFIG.format(root=folder / "data")
+    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+    state = tiny_model().state_dict()
+    np.savez(folder / "weights.npz", **{key: value.numpy() for key, value in state.items()})
+
+    photos = folder / "photos"
+    (photos / "更多").mkdir(parents=True)
+    originals = sorted((folder / "data/images/val").iterdir())
+    (photos / "one.jpg").write_bytes(originals[0].read_bytes())
+    (photos / "更多" / "two.jpg").write_bytes(originals[1].read_bytes())
+    (photos / "broken.jpg").write_bytes(b"no image at all")
+    (photos / "cut.jpg").write_bytes(originals[2].read_bytes()[:2000])
+    (photos / "notes.txt").write_text("not a picture", encoding="utf-8")
+    write_video(photos / "film.avi", 3)
+    return folder
+
+
+def write_video(file: Path, frames: int) -> None:
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
+    for index in range(frames):
+        image = np.full((48, 64, 3), 60, np.uint8)
+        cv2.rectangle(image, (5 + index, 10), (30 + index, 40), (200, 40, 30), -1)
+        writer.write(image)
+    writer.release()
+
+
+def found_in(out: Path) -> dict[str, Any]:
+    return json.loads((out / "detections.json").read_text(encoding="utf-8"))
+
+
+def test_exported_and_eager_model_find_the_same_and_broken_files_are_skipped(
+    project: Path,
+) -> None:
+    config, weights = project / "cfg.yml", project / "weights.npz"
+    done = run_tool("export", "-c", config, "-w", weights, "--out", project / "exported")
+    assert done.returncode == 0, done.stderr
+    assert "paddle: equals eager: scores within" in done.stdout
+    spec = read_spec(project / "exported")
+    assert spec.class_names == ("circle", "square", "triangle")
+    assert spec.input.size == (64, 96) and spec.nms.score_threshold == 0.3
+
+    eager, exported = project / "eager", project / "by_export"
+    common = ["--source", project / "photos", "--threshold", 0.35]
+    done = run_tool("infer", "-c", config, "-w", weights, *common, "--out", eager)
+    assert done.returncode == 0, done.stderr
+    for name in ("broken.jpg", "cut.jpg"):
+        assert f"photos/{name}" in done.stderr and "skipped" in done.stderr
+    assert "2 of 5 files could not be read" in done.stderr
+    assert "objects in 5 images" in done.stdout  # two photos and three frames
+    done = run_tool("infer", "--model", project / "exported", *common, "--out", exported)
+    assert done.returncode == 0, done.stderr
+
+    assert_same_findings(found_in(exported), found_in(eager))
+    for out in (eager, exported):
+        assert cv2.imread(str(out / "one.jpg")).shape == (128, 128, 3)
+        assert (out / "更多" / "two.jpg").is_file()
+        assert cv2.VideoCapture(str(out / "film.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 3
+        assert not (out / "broken.jpg").exists()
+    assert_usable_by_pycocotools(eager / "detections.json")
+
+
+def assert_same_findings(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["images"] == expected["images"] and len(got["images"]) == 5
+    assert got["categories"] == expected["categories"]
+    assert len(got["annotations"]) == len(expected["annotations"]) > 5
+    for one, other in zip(got["annotations"], expected["annotations"]):
+        assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4) and one["score"] >= 0.35
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.1)
+
+
+def assert_usable_by_pycocotools(file: Path) -> None:
+    found = COCO(str(file))
+    for image in found.dataset["images"]:
+        for one in found.loadAnns(found.getAnnIds(imgIds=[image["id"]])):
+            left, top, width, height = one["bbox"]
+            assert left >= 0 and left + width <= image["width"] + 0.02
+            assert top >= 0 and top + height <= image["height"] + 0.02
+    results = found.loadRes(found.dataset["annotations"])
+    assert len(results.anns) == len(found.anns)
+
+
+def test_a_wrong_command_line_is_one_message_and_exit_code_2(project: Path) -> None:
+    done = run_tool("infer", "--source", project / "photos", "--out", project / "x")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ppdist: error: give -c CONFIG and -w WEIGHTS, or --model DIR (an export)"
+    )
+    done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
+                    project / "x", "--format", "paddle,tflite")  # fmt: skip
+    assert done.returncode == 2
+    assert "--format: 'tflite': expected one of paddle, onnx" in done.stderr
+    assert "Traceback" not in done.stderr and not (project / "x").exists()
+
+
+def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, arguments)])
+    infer.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--source", "nowhere", "--out", "o"], DataError, "nowhere: no such image, folder or"),
+        (["--source", ".", "--out", "."], ConfigError, "would be overwritten"),
+        (["--source", "a.txt", "--out", "o"], DataError, "a.txt: neither an image nor a video"),
+        (["--source", "empty", "--out", "o"], DataError, "empty: no image or video in this folder"),
+        (["--source", "a.jpg", "--out", "o", "--threshold", "50"], ConfigError, "expected 0..1"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "-w", "x"], ConfigError, "leave out"),
+        (["--source", "a.jpg", "--out", "o", "--model", "empty"], UserError, "no infer.yml here"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    kind: type[UserError],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.jpg").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(kind) as error:
+        call_infer(monkeypatch, *arguments)
+    assert message in str(error.value)
+
+
+def test_a_source_without_one_readable_image_is_an_error(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source = project / "photos" / "broken.jpg"
+    with pytest.raises(DataError, match=r"broken\.jpg: no image or video there could be read"):
+        call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
+                   "--source", source, "--out", tmp_path / "out")  # fmt: skip
+    assert "broken.jpg" in capsys.readouterr().err
+
+
+def test_weights_of_another_class_count_are_refused(project: Path) -> None:
+    other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
+    with pytest.raises(WeightsError, match="holds no values for 6 tensors"):
+        load_all_weights(other, project / "weights.npz")
+
+
+def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project: Path) -> None:
+    from ppdist.config import load_config
+
+    config = load_config(project / "cfg.yml", ["data.root=/nowhere"])
+    warnings: list[str] = []
+    spec = describe(config, validation_set(config, warnings.append))
+    assert spec.class_names == ("class 0", "class 1", "class 2")
+    assert len(warnings) == 1 and "/nowhere" in warnings[0]
+
+
+def test_a_folder_is_searched_to_its_depth_but_not_where_results_go(tmp_path: Path) -> None:
+    for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
+
+
+def test_a_video_without_frames_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    reports: list[str] = []
+    assert list(frames_of(tmp_path / "empty.mp4", "empty.mp4", reports.append)) == []
+    assert reports == [f"{tmp_path}/empty.mp4: no frame of this video can be read"]
+
+
+def test_a_png_comes_back_as_it_was_written_and_colours_keep_their_order(tmp_path: Path) -> None:
+    image_HW3 = np.random.default_rng(0).integers(0, 256, (20, 30, 3)).astype(np.uint8)
+    with PictureWriter(Path("x.png"), tmp_path / "deep" / "x.png") as writer:
+        writer.write(image_HW3)
+    (frame,) = frames_of(tmp_path / "deep" / "x.png", "x.png", pytest.fail)
+    assert np.array_equal(frame.image_HW3, image_HW3) and frame.index is None

@@ -1,0 +1,77 @@
+"""Non-maximum suppression against a plain loop, eager and in a saved graph."""
+
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from ppdist.postprocess import NMSConfig, multiclass_nms
+
+
+def random_predictions(images: int = 2, count: int = 120, classes: int = 3) -> tuple:
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(0, 1, (images, count, classes)).astype("float32")
+    low = rng.uniform(0, 80, (images, count, 2))
+    boxes = np.concatenate([low, low + rng.uniform(10, 50, (images, count, 2))], -1)
+    return scores, boxes.astype("float32")
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    sides = np.minimum(a[2:], b[:, 2:]) - np.maximum(a[:2], b[:, :2])
+    inter = sides.clip(0).prod(axis=1)
+    return inter / ((a[2:] - a[:2]).prod() + (b[:, 2:] - b[:, :2]).prod(axis=1) - inter)
+
+
+def nms_of_one_image(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: NMSConfig) -> np.ndarray:
+    rows = []
+    for label in range(scores_NC.shape[1]):
+        order = np.argsort(-scores_NC[:, label], kind="stable")
+        order = order[scores_NC[order, label] > nms.score_threshold][: nms.candidates]
+        while len(order):
+            best, rest = order[0], order[1:]
+            rows.append([label, scores_NC[best, label], *boxes_N4[best]])
+            order = rest[overlap(boxes_N4[best], boxes_N4[rest]) <= nms.iou_threshold]
+    best_first = sorted(rows, key=lambda row: -row[1])[: nms.keep]
+    return np.array(sorted(best_first, key=lambda row: (row[0], -row[1])), "float32").reshape(-1, 6)
+
+
+def test_rows_equal_a_plain_loop_per_class_and_image() -> None:
+    scores, boxes = random_predictions()
+    for nms in (
+        NMSConfig(),
+        NMSConfig(score_threshold=0.3, iou_threshold=0.4, candidates=30, keep=20),
+    ):
+        rows, count = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
+        want = [nms_of_one_image(s, b, nms) for s, b in zip(scores, boxes)]
+        assert count.tolist() == [len(w) for w in want]
+        np.testing.assert_allclose(rows.numpy(), np.concatenate(want), atol=1e-6)
+
+
+def test_nothing_above_the_threshold_is_an_empty_result() -> None:
+    scores, boxes = random_predictions()
+    rows, count = multiclass_nms(
+        paddle.to_tensor(scores * 0.001), paddle.to_tensor(boxes), NMSConfig()
+    )
+    assert rows.shape == [0, 6] and count.tolist() == [0, 0]
+
+
+def test_a_saved_graph_suppresses_like_eager(tmp_path: Path) -> None:
+    nms = NMSConfig(score_threshold=0.3)
+
+    class Suppress(paddle.nn.Layer):
+        def forward(self, scores: paddle.Tensor, boxes: paddle.Tensor) -> tuple:
+            return multiclass_nms(scores, boxes, nms)
+
+    spec = [
+        paddle.static.InputSpec([None, None, 3], "float32", "scores"),
+        paddle.static.InputSpec([None, None, 4], "float32", "boxes"),
+    ]
+    static = paddle.jit.to_static(Suppress(), input_spec=spec, full_graph=True, backend=None)
+    paddle.jit.save(static, str(tmp_path / "nms"))
+    loaded = paddle.jit.load(str(tmp_path / "nms"))
+    for images in (1, 3):
+        tensors = [paddle.to_tensor(x) for x in random_predictions(images)]
+        rows, count = multiclass_nms(*tensors, nms)
+        got_rows, got_count = loaded(*tensors)
+        assert got_count.tolist() == count.tolist()
+        assert np.array_equal(got_rows.numpy(), rows.numpy())

@@ -1,0 +1,232 @@
+"""tools/*.py one after the other as a user runs them, on a tiny set that is trained on once."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from ppdist.config import load_config
+from ppdist.metrics.coco import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_RANKS = ("launch", "--nproc_per_node", "2", "--log_dir")
+STEPS = 44
+CONFIG = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_train.json}}  # by heart, so that there is a score
+  workers: 0
+  augment: {{distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
+output_dir: {folder}/out
+model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.25, num_classes: 3,
+        image_size: [96, 96]}}
+loss: {{static_assigner_epochs: 10}}
+train: {{epochs: 46, batch_size_per_card: 3, clip_norm: 10.0, ema: {{decay: 0.8}}}}
+optimizer: {{name: adamw, lr: 0.005, weight_decay: 0.0}}
+schedule: {{warmup_epochs: 2}}
+evaluate: {{every_epochs: 22}}
+log: {{every_steps: 1}}
+"""
+# Six images, two ranks of three: a step an epoch, 46 in all, of which --resume makes the last two.
+
+
+def run_tool(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs tools/<name>.py as a command; nothing it prints may be a traceback."""
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+    environment = {key: value for key, value in os.environ.items() if "PADDLE" not in key}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr + done.stdout, done.stderr + done.stdout
+    return done
+
+
+def on_two_ranks(folder: Path, tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a tool through tools/launch.py on two gloo ranks."""
+    script = ROOT / "tools" / f"{tool}.py"
+    return run_tool(*TWO_RANKS, folder / f"log_{tool}", script, *arguments, cwd=folder)
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/ of 6 + 5 images, cfg.yml, and out/: what 44 steps on two ranks left there."""
+    folder = tmp_path_factory.mktemp("project")
+    sizes = ["--train", 6, "--val", 5, "--size", 256]
+    made = succeeded(run_tool("data", "synthetic", "--out", folder / "data", *sizes))
+    assert "wrote 6 + 5 images" in made
+    (folder / "cfg.yml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
+    overrides = [f"train.max_steps={STEPS}"]
+    succeeded(on_two_ranks(folder, "train", "-c", folder / "cfg.yml", "--eval", "-o", *overrides))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(project: Path) -> subprocess.CompletedProcess[str]:
+    """tools/eval.py on one process with a floor it cannot reach; leaves eval.json, found.json."""
+    return run_tool(
+        "eval", "-c", project / "cfg.yml", "-w", weights(project),
+        "--json", project / "eval.json", "--save-detections", project / "found.json",
+        "--at-least", "mAP=1.01",
+    )  # fmt: skip
+
+
+def weights(project: Path) -> Path:
+    return project / "out" / "checkpoints" / f"step-{STEPS:08d}"
+
+
+def records(project: Path) -> list[dict[str, float]]:
+    lines = (project / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_training_on_two_ranks_leaves_curves_checkpoints_and_scores(project: Path) -> None:
+    out = project / "out"
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["ranks"] == 2 and environment["command"][0].endswith("train.py")
+    written = records(project)
+    assert [r["step"] for r in written if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in written if "mAP" in r] == [STEPS // 2, STEPS]
+    assert (out / "checkpoints" / "best").is_symlink()
+    assert weights(project).is_dir()
+    assert any((out / "vdl").iterdir())
+
+
+def test_evaluation_prints_and_writes_the_twelve_coco_numbers(
+    project: Path, evaluated: subprocess.CompletedProcess[str]
+) -> None:
+    metrics = json.loads((project / "eval.json").read_text())
+    assert list(metrics)[:12] == list(METRICS)
+    assert json.loads(evaluated.stdout[evaluated.stdout.index("{") :]) == metrics
+    last = [record for record in records(project) if "mAP" in record][-1]
+    assert [metrics[name] for name in METRICS] == pytest.approx([last[name] for name in METRICS])
+    assert metrics["AR100"] > 0.1  # a run that learned nothing would make zeros agree
+
+
+def test_a_metric_below_its_floor_ends_evaluation_with_2_and_one_message(
+    evaluated: subprocess.CompletedProcess[str],
+) -> None:
+    assert evaluated.returncode == 2
+    last = evaluated.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"ppdist: error: mAP is [\d.e-]+, below the 1\.01 asked for", last)
+
+
+@pytest.mark.usefixtures("evaluated")
+def test_saved_detections_score_the_same_in_pycocotools(project: Path) -> None:
+    truth = COCO(str(project / "data" / "annotations" / "instances_train.json"))
+    found = truth.loadRes(str(project / "found.json"))
+    assert len(found.getAnnIds()) > 0
+    evaluation = COCOeval(truth, found, "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    metrics = json.loads((project / "eval.json").read_text())
+    ours = [metrics[name] for name in METRICS]
+    assert list(evaluation.stats) == pytest.approx(ours, abs=2e-3)  # coordinates are rounded
+
+
+@pytest.mark.usefixtures("evaluated")
+def test_evaluation_on_two_ranks_gives_the_numbers_of_one(project: Path) -> None:
+    file = project / "eval2.json"
+    done = on_two_ranks(
+        project, "eval", "-c", project / "cfg.yml", "-w", weights(project), "--json", file
+    )
+    succeeded(done)
+    alone = json.loads((project / "eval.json").read_text())
+    assert json.loads(file.read_text()) == alone
+    assert set(METRICS) <= set(alone)
+
+
+def test_resuming_makes_the_steps_that_are_left(project: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(project / "out", out, symlinks=True)
+    overrides = [f"output_dir={out}", "train.batch_size_per_card=6"]  # one rank, the same batch
+    done = run_tool("train", "-c", project / "cfg.yml", "--resume", "-o", *overrides)
+    succeeded(done)
+    assert f"after step {STEPS}" in done.stdout + done.stderr
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == list(
+        range(1, STEPS + 3)
+    )
+    assert (out / "checkpoints" / "last").resolve().name == f"step-{STEPS + 2:08d}"
+
+
+def test_an_export_finds_and_draws_objects_without_the_config(
+    project: Path, tmp_path: Path
+) -> None:
+    exported, out = tmp_path / "exported", tmp_path / "out"
+    shown = succeeded(
+        run_tool("export", "-c", project / "cfg.yml", "-w", weights(project), "--out", exported)
+    )
+    assert "paddle: equals eager: scores within" in shown
+    assert {file.name for file in exported.iterdir()} == {
+        "model.json", "model.pdiparams", "infer.yml",
+    }  # fmt: skip
+    images = project / "data" / "images" / "val"
+    succeeded(
+        run_tool(
+            "infer", "--model", exported, "--source", images, "--out", out, "--threshold", 0.05
+        )
+    )
+    found = json.loads((out / "detections.json").read_text(encoding="utf-8"))
+    names = [image["file_name"] for image in found["images"]]
+    assert names == [f"{number:05d}.jpg" for number in range(5)]
+    assert [category["name"] for category in found["categories"]] == [
+        "circle",
+        "square",
+        "triangle",
+    ]
+    assert len(found["annotations"]) > 0
+    assert all(cv2.imread(str(out / name)).shape == (256, 256, 3) for name in names)
+
+
+def test_the_config_tool_shows_a_file_that_means_the_same(project: Path) -> None:
+    override = "train.epochs=7"
+    shown = succeeded(run_tool("config", "show", "-c", project / "cfg.yml", "-o", override))
+    assert "epochs: 7" in shown
+    assert "iou_threshold: 0.7" in shown  # nobody wrote it
+    (project / "shown.yml").write_text(shown, encoding="utf-8")
+    assert load_config(project / "shown.yml") == load_config(project / "cfg.yml", [override])
+
+
+def test_the_doctor_says_one_readable_line_for_each_thing(project: Path) -> None:
+    done = run_tool("doctor", "-c", project / "cfg.yml")
+    *lines, summary = done.stdout.strip().splitlines()
+    readable = re.compile(r"(OK|WARN|FAIL) +\S.*: \S| +-> \S")  # a finding, or its remedy
+    assert all(readable.match(line) for line in lines), done.stdout
+    failed = sum(line.startswith("FAIL") for line in lines)
+    assert re.fullmatch(rf"{failed} failed, \d+ warnings", summary)
+    assert done.returncode == (2 if failed else 0)
+    assert any("data.train: 6 images" in line for line in lines)
+
+
+@pytest.mark.slow  # the fast part of it: tests/models/test_parity_ppyoloe.py
+def test_every_reference_of_the_original_is_met(shared_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "parity.json"
+    shown = succeeded(
+        run_tool("verify", "parity", "--reference", shared_dir / "parity", "--json", file)
+    )
+    for group, count, total in re.findall(r"(\S+): (\d+) of (\d+) within tolerance", shown):
+        assert count == total, group
+    assert {"ppyoloe_s", "ppyoloe_plus_s", "ppyoloe_l"} <= {
+        row[0] for row in json.loads(file.read_text())
+    }

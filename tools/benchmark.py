@@ -1,0 +1,168 @@
+"""Measures speed; JSON on stdout: tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
+
+  train    img/s and the step split into its parts; under fleetrun, of all ranks.  `--vs k=v ...`
+           adds a second variant whose steps alternate with the first's in the same process
+  loader   img/s of the training loader, over all workers and per worker
+  eval     seconds and img/s of evaluating the validation split
+  infer    milliseconds of one call: eager, exported, exported with oneDNN
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, in turns
+
+`--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppdist import errors
+
+if TYPE_CHECKING:
+    from ppdist.engine.experiment import ExperimentConfig
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
+    parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
+    parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
+                        metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
+    parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
+    parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                        help="train: further overrides that make the second variant")  # fmt: skip
+    parser.add_argument("--synthetic", type=int, nargs="?", const=64, metavar="IMAGES",
+                        help="measure on data it draws itself (default: 64 images)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=10, help="train, scaling: steps measured")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before that, not counted")
+    parser.add_argument("--seconds", type=float, default=10, help="loader: how long")
+    parser.add_argument("--repeats", type=int, default=3, help="eval, infer, scaling: how often")
+    parser.add_argument("--batch", type=int, default=1, help="infer: images in one call")
+    parser.add_argument("--threads", type=int, default=1, help="infer: CPU threads, exported model")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 2], help="scaling: of these"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    with tempfile.TemporaryDirectory() as scratch:
+        if arguments.synthetic:
+            arguments.override = [
+                *synthetic_data(Path(scratch) / "data", arguments.synthetic),
+                *arguments.override,
+            ]
+        report = {"what": arguments.what, "config": arguments.config}
+        report |= {"overrides": arguments.override, "vs": arguments.vs}
+        report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
+        from ppdist import benchmark, dist
+
+        report["machine"] = benchmark.machine()
+        if dist.is_main():
+            text = json.dumps(report, indent=1)
+            print(text)
+            if arguments.json:
+                arguments.json.write_text(text, encoding="utf-8")
+    return 0
+
+
+def synthetic_data(root: Path, images: int) -> list[str]:
+    """Draws the data set (each rank its own, the same) and returns the overrides that name it."""
+    from ppdist.data.synthetic import make_shapes
+
+    make_shapes(root, train=images, val=max(1, images // 2), size=256, seed=0)
+    overrides = ["data.format=coco", f"data.root={root}", "model.num_classes=3"]
+    for split in ("train", "val"):
+        overrides += [
+            f"data.{split}.images=images",
+            f"data.{split}.annotations=annotations/instances_{split}.json",
+        ]
+    return overrides
+
+
+def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":
+    from ppdist.config import load_config
+
+    return load_config(arguments.config, [*arguments.override, *more])
+
+
+def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
+    from ppdist import dist
+
+    config = load(arguments)
+    dist.init(config.device, config.distributed)
+    return config
+
+
+def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark import measure_training
+
+    variants = {"base": join_ranks(arguments)}
+    if arguments.vs:
+        variants[" ".join(arguments.vs)] = load(arguments, *arguments.vs)
+    return measure_training(
+        variants, steps=arguments.steps, warmup=arguments.warmup, scratch=scratch
+    )
+
+
+def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark import measure_loading
+    from ppdist.data.dataset import read_split
+
+    config = join_ranks(arguments)
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    return measure_loading(config, dataset, arguments.seconds)
+
+
+def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark import measure_evaluation
+    from ppdist.data.dataset import read_split
+
+    config = join_ranks(arguments)
+    dataset = read_split(config.data, "val", config.model.num_classes)
+    model = build(config, arguments.weights)
+    return measure_evaluation(config, dataset, model, arguments.repeats)
+
+
+def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark import measure_inference
+
+    config = join_ranks(arguments)
+    model = build(config, arguments.weights)
+    return measure_inference(
+        config, model, batch=arguments.batch, threads=arguments.threads, repeats=arguments.repeats
+    )
+
+
+def build(config: "ExperimentConfig", weights: str | None) -> Any:
+    from ppdist.engine.experiment import build_model
+    from ppdist.models.pretrained import load_weights
+
+    model = build_model(config)
+    if weights:
+        load_weights(model, Path(weights))
+    return model
+
+
+def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark import measure_scaling
+
+    launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
+    script = [str(Path(__file__)), "train", "-c", arguments.config]
+    script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+    if arguments.override:
+        script += ["-o", *arguments.override]
+    return measure_scaling(launcher, script, counts=arguments.processes, rounds=arguments.repeats)
+
+
+MEASURES = {
+    "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,49 @@
+"""Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c configs/... [--eval] [-o k=v]"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ppdist import errors
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
+    parser.add_argument(
+        "-o", "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--eval", action="store_true", help="evaluate during training and keep the best"
+    )
+    parser.add_argument(
+        "--resume", nargs="?", const="", default=None, metavar="PATH",
+        help="continue from PATH (a checkpoint or an output_dir), or from this run's newest",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    from ppdist import dist
+    from ppdist.config import load_config
+    from ppdist.engine.experiment import build_training
+    from ppdist.launch.fleetrun import started_by_stock_launcher
+
+    config = load_config(arguments.config, arguments.override)
+    output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
+    dist.init(config.device, config.distributed)
+    resume = None if arguments.resume is None else Path(arguments.resume or output_dir)
+    experiment = build_training(
+        config, output_dir=output_dir, evaluate=arguments.eval, resume=resume, command=sys.argv
+    )
+    with experiment.log:
+        notice = started_by_stock_launcher()
+        if notice:
+            experiment.log.warning(notice)
+        return experiment.trainer.fit()
+
+
+if __name__ == "__main__":
+    errors.run(main)
