@@ -37,7 +37,10 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow"
 
+# torch writes the .pt files that a few slow tests read; nothing else needs it.
 test-all: install
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
 	OMP_NUM_THREADS=1 $(PY) -m pytest
 
 check: install

@@ -30,9 +30,10 @@ from ppdist.data.sample import Batch, DetectionSet
 from ppdist.engine.experiment import build_evaluator, build_training
 from ppdist.engine.step import Clock
 from ppdist.engine.trainer import Trainer
-from ppdist.errors import LaunchError
+from ppdist.errors import ConfigError, LaunchError
 from ppdist.export import export_detector
-from ppdist.inference import EagerPredictor, describe, measure_predictor
+from ppdist.infer_spec import describe
+from ppdist.inference import EagerPredictor, measure_predictor
 from ppdist.models.detector import Detector
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class _Variant:
         derived, number = self.trainer.derived, len(self.wall)
         clock = Clock(synchronize=True)
         wall, cpu = time.perf_counter(), time.process_time()
+        rates = derived.schedule.rates(number)
         result = self.trainer.train_step(
-            self.batches, derived.accumulate_steps, number, derived.schedule(number), False, clock
+            self.batches, derived.accumulate_steps, number, rates, False, clock
         )
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.process_time() - cpu)
@@ -189,12 +191,16 @@ def measure_loading(config: "ExperimentConfig", dataset: DetectionSet, seconds: 
 def measure_evaluation(
     config: "ExperimentConfig", dataset: DetectionSet, model: Detector, repeats: int
 ) -> Report:
-    """Seconds of evaluating a split: finding boxes on all ranks, then scoring them."""
+    """Seconds of evaluating a split: finding boxes on all ranks, then scoring them.
+
+    Raises: ConfigError: the model is a classifier.
+    """
+    _require_detector(config, "evaluation")
     evaluator = build_evaluator(config, dataset)
     finding, whole = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        evaluator.detect(model)
+        evaluator.predict(model)
         finding.append(time.perf_counter() - began)
         began = time.perf_counter()
         metrics = evaluator.evaluate(model)
@@ -208,11 +214,23 @@ def measure_evaluation(
     }
 
 
+def _require_detector(config: "ExperimentConfig", what: str) -> None:
+    if config.data.classifies:
+        raise ConfigError(
+            f"model.name: {config.model.name} is a classifier, but {what} is measured of detectors "
+            "alone; of classifiers train and loader are"
+        )
+
+
 def measure_inference(
     config: "ExperimentConfig", model: Detector, *, batch: int, threads: int, repeats: int
 ) -> Report:
     """Milliseconds of one call, pixels in and boxes out: eager, and exported on CPU with and
-    without oneDNN.  One process."""
+    without oneDNN.  One process.
+
+    Raises: ConfigError: the model is a classifier.
+    """
+    _require_detector(config, "inference")
     height, width = config.model.image_size
     images = np.random.default_rng(0).integers(0, 256, (batch, 3, height, width))
     predict, milliseconds = EagerPredictor(model, config.nms), []

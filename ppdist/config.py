@@ -37,6 +37,11 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    @classmethod
+    def completed(cls, tree: Node) -> Node:
+        """What was read, with what follows from it and need not be written; before the check."""
+        return tree
+
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -75,7 +80,8 @@ def parse_config(
             tree = merge(tree, node)
     place = Place(str(path), 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    return _check(merge(Node(given, place, place), tree), schema, reader.problems)
+    tree = schema.completed(merge(Node(given, place, place), tree))
+    return _check(tree, schema, reader.problems)
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

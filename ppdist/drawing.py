@@ -1,4 +1,4 @@
-"""Boxes with labels, drawn on images."""
+"""Boxes with labels, and classes of whole images, drawn on images."""
 
 import cv2
 import numpy as np
@@ -51,11 +51,45 @@ def draw_boxes(
         limits = np.array([width - 1, height - 1, width - 1, height - 1])
         box = np.clip(np.rint(boxes_N4[index]), 0, limits).astype(int).tolist()
         label = int(labels_N[index])
-        text = class_names[label] if class_names[label].isascii() else f"#{label}"
-        if scores_N is not None:
-            text = f"{text} {scores_N[index]:.2f}"
-        _draw_one(canvas, box, text, PALETTE[label % len(PALETTE)])
+        score = None if scores_N is None else float(scores_N[index])
+        _draw_one(canvas, box, _text(label, class_names, score), PALETTE[label % len(PALETTE)])
     return canvas
+
+
+def draw_classes(
+    image_HW3: np.ndarray,
+    labels_K: np.ndarray,
+    class_names: tuple[str, ...],
+    scores_K: np.ndarray | None = None,
+) -> np.ndarray:
+    """A copy of the image with classes of the whole of it in its corner, one below the other.
+
+    Lines for which there is no room are left out; for names see `draw_boxes`.
+
+    Args:
+        image_HW3: uint8 RGB; not changed.
+        labels_K: class indices in [0, C), the surest first.
+        class_names: C names.
+        scores_K: in [0, 1], written behind the names; None writes the names alone.
+
+    Returns: uint8 RGB [H, W, 3].
+    """
+    canvas = np.ascontiguousarray(image_HW3).copy()
+    top = 0
+    for position, label in enumerate(labels_K.astype(int).tolist()):
+        score = None if scores_K is None else float(scores_K[position])
+        text = _text(label, class_names, score)
+        bottom = top + _plate_size(canvas, text)[1]
+        if bottom > canvas.shape[0] and position:
+            break
+        _draw_plate(canvas, (0, top), text, PALETTE[label % len(PALETTE)])
+        top = bottom
+    return canvas
+
+
+def _text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
+    name = class_names[label] if class_names[label].isascii() else f"#{label}"
+    return name if score is None else f"{name} {score:.2f}"
 
 
 def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
@@ -66,16 +100,33 @@ def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
 
 def _draw_one(canvas: np.ndarray, box: list[int], text: str, color: tuple[int, int, int]) -> None:
     height, width = canvas.shape[:2]
-    thickness = max(2, round(max(height, width) / 320))
-    scale = max(0.4, max(height, width) / 1600)
     x1, y1, x2, y2 = box
-    cv2.rectangle(canvas, (x1, y1), (x2, y2), color, thickness)
-    (text_width, text_height), baseline = cv2.getTextSize(text, _FONT, scale, 1)
-    plate_height = text_height + baseline + _PADDING
-    left = max(0, min(x1, width - text_width - 2 * _PADDING))
+    cv2.rectangle(canvas, (x1, y1), (x2, y2), color, max(2, round(max(height, width) / 320)))
+    plate_width, plate_height = _plate_size(canvas, text)
+    left = max(0, min(x1, width - plate_width))
     top = y1 - plate_height if y1 >= plate_height else y1  # inside, where there is no room above
-    corner = (left + text_width + 2 * _PADDING, top + plate_height)
-    cv2.rectangle(canvas, (left, top), corner, color, cv2.FILLED)
+    _draw_plate(canvas, (left, top), text, color)
+
+
+def _text_scale(canvas: np.ndarray) -> float:
+    return max(0.4, max(canvas.shape[:2]) / 1600)
+
+
+def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
+    """Width and height of the coloured ground of a text."""
+    (width, height), baseline = cv2.getTextSize(text, _FONT, _text_scale(canvas), 1)
+    return width + 2 * _PADDING, height + baseline + _PADDING
+
+
+def _draw_plate(
+    canvas: np.ndarray, corner: tuple[int, int], text: str, color: tuple[int, int, int]
+) -> None:
+    """Draws a text on its coloured ground, whose upper left corner is given."""
+    left, top = corner
+    width, height = _plate_size(canvas, text)
+    scale = _text_scale(canvas)
+    (_, text_height), _ = cv2.getTextSize(text, _FONT, scale, 1)
+    cv2.rectangle(canvas, corner, (left + width, top + height), color, cv2.FILLED)
     red, green, blue = color
     luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
     ink = (0, 0, 0) if luminance > 110 else (255, 255, 255)

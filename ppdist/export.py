@@ -4,8 +4,8 @@
                                                               \\-> ONNX
     every file is loaded again and compared with the model; only then the folder gets its name
 
-The graph takes raw RGB pixels 0..255 and contains normalisation, decoding and, where asked, the
-non-maximum suppression.  `infer.yml` beside it (ppdist/inference.py) says the rest.
+The graph takes raw RGB pixels 0..255 and contains normalisation, decoding and, of a detector where
+asked, the non-maximum suppression.  `infer.yml` beside it (ppdist/infer_spec.py) says the rest.
 """
 
 import copy
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import paddle
@@ -33,7 +33,7 @@ from ppdist.export_check import (
     load_graphs,
     run_onnx,
 )
-from ppdist.inference import (
+from ppdist.infer_spec import (
     SPEC_FILE,
     InferenceSpec,
     InputSection,
@@ -42,10 +42,11 @@ from ppdist.inference import (
     write_spec,
 )
 from ppdist.models.cpu_conv import plain_convolutions
-from ppdist.models.detector import Detector
+from ppdist.models.detector import Detector, ImageModel
 from ppdist.postprocess import NMSConfig, multiclass_nms
 
 Format = Literal["paddle", "onnx"]
+Model = TypeVar("Model", bound=ImageModel)
 FORMATS: tuple[Format, ...] = ("paddle", "onnx")
 ONNX_OPSET = 16
 
@@ -53,6 +54,7 @@ _RAW_OUTPUTS = (
     ("scores", "[B, N, C]", "probability of each class, 0..1"),
     ("boxes", "[B, N, 4]", "x1, y1, x2, y2 in input pixels, not clipped"),
 )
+_CLASS_OUTPUTS = (("probabilities", "[B, C]", "of each class, 0..1; they add up to 1"),)
 _KEPT_OUTPUTS = (
     ("rows", "[R, 6]", "class, score, x1, y1, x2, y2 in input pixels; image after image"),
     ("count", "[B]", "how many of the rows belong to each image"),
@@ -60,14 +62,15 @@ _KEPT_OUTPUTS = (
 
 
 class RawModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> scores_BNC, boxes_BN4 in input pixels."""
+    """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
+    input pixels of a detector, probabilities_BC of a classifier."""
 
-    def __init__(self, detector: Detector) -> None:
+    def __init__(self, model: ImageModel) -> None:
         super().__init__()
-        self.detector = detector
+        self.model = model
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.detector.decode(self.detector(self.detector.normalize(images)))
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.model.decode(self.model(self.model.normalize(images)))
 
 
 class KeptModel(nn.Layer):
@@ -117,25 +120,49 @@ def export_detector(
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
+    return _export(model, directory, spec, formats, samples, nms_in_graph)
+
+
+def export_classifier(
+    model: ImageModel,
+    directory: Path,
+    spec: InferenceSpec,
+    formats: Sequence[Format] = ("paddle",),
+    samples: Sequence[np.ndarray] = (),
+) -> ExportReport:
+    """As `export_detector`, for a model that gives probabilities_BC.
+
+    Raises: ExportError: as `export_detector`.
+    """
+    return _export(model, directory, spec, formats, samples, False)
+
+
+def _export(
+    model: ImageModel,
+    directory: Path,
+    spec: InferenceSpec,
+    formats: Sequence[Format],
+    samples: Sequence[np.ndarray],
+    nms_in_graph: bool,
+) -> ExportReport:
     start = time.monotonic()
-    multiple = spec.input.model_copy(update={"size_multiple": max(model.strides)})
+    multiple = spec.input.model_copy(update={"size_multiple": model.size_multiple})
     spec = spec.model_copy(update={"input": multiple})
     _require_usable(model, spec)
     if "onnx" in formats:
         _require_onnx()
     with _on_cpu(), _draft_of(directory) as draft:
-        reference = deployment_copy(model)
         fused = deployment_copy(model)
         fused.fuse()
         images = check_images(spec.input, samples)
-        expected = [_eager(reference, batch) for batch in images]
+        expected = _eager(deployment_copy(model), images)
         scratch = draft / ".raw"
         save_graph(RawModel(fused), scratch, spec.input)
         agreement: dict[Format, Agreement] = {}
         if "paddle" in formats:
             raw = load_graphs(scratch)
             agreement["paddle"] = compare_raw(raw, images, expected)
-            if nms_in_graph:
+            if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
                 save_graph(KeptModel(fused, spec.nms), draft, spec.input)
                 names = compare_kept(load_graphs(draft), raw, images, spec.nms)
                 agreement["paddle"] = replace(agreement["paddle"], output_names=names)
@@ -152,7 +179,7 @@ def export_detector(
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
 
 
-def deployment_copy(model: Detector) -> Detector:
+def deployment_copy(model: Model) -> Model:
     """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
 
     Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
@@ -212,6 +239,8 @@ def convert_to_onnx(directory: Path, file: Path) -> None:
 
 
 def _require_onnx() -> None:
+    # paddle2onnx's dependency polygraphy would install packages of its own while it runs.
+    os.environ.setdefault("POLYGRAPHY_AUTOINSTALL_DEPS", "0")
     missing = []
     for name in ("paddle2onnx", "onnxruntime"):
         try:
@@ -225,7 +254,7 @@ def _require_onnx() -> None:
         )
 
 
-def _require_usable(model: Detector, spec: InferenceSpec) -> None:
+def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
     height, width = spec.input.size
     step = spec.input.size_multiple
     if height % step or width % step:
@@ -246,9 +275,13 @@ def _require_usable(model: Detector, spec: InferenceSpec) -> None:
 
 
 @paddle.no_grad()
-def _eager(model: Detector, images_B3HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scores, boxes = RawModel(model)(paddle.to_tensor(images_B3HW))
-    return scores.numpy(), boxes.numpy()
+def _eager(model: ImageModel, images: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+    """What the model decodes of each batch."""
+    outputs = [RawModel(model)(paddle.to_tensor(batch)) for batch in images]
+    return [
+        (found.numpy(),) if isinstance(found, Tensor) else tuple(part.numpy() for part in found)
+        for found in outputs
+    ]
 
 
 def _complete(
@@ -256,12 +289,13 @@ def _complete(
 ) -> InferenceSpec:
     """The description with what was written filled in."""
     parts: dict[str, ModelFileSection] = {}
+    raw_outputs = _CLASS_OUTPUTS if spec.task == "classify" else _RAW_OUTPUTS
     if "paddle" in agreement:
-        outputs = _KEPT_OUTPUTS if nms_in_graph else _RAW_OUTPUTS
+        outputs = _KEPT_OUTPUTS if nms_in_graph else raw_outputs
         files = ("model.json", "model.pdiparams")
         parts["paddle"] = _describe(files, outputs, nms_in_graph, agreement["paddle"])
     if "onnx" in agreement:
-        parts["onnx"] = _describe(("model.onnx",), _RAW_OUTPUTS, False, agreement["onnx"])
+        parts["onnx"] = _describe(("model.onnx",), raw_outputs, False, agreement["onnx"])
     made_with = f"ppdist {ppdist.__version__}, paddle {paddle.__version__}"
     return spec.model_copy(update={**parts, "made_with": made_with})
 

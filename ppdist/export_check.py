@@ -9,16 +9,19 @@ a row may be missing on one side only where a threshold was a tie.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 
 from ppdist.errors import ExportError
-from ppdist.inference import InferenceGraph, InputSection, split_rows, suppress
+from ppdist.infer_spec import InputSection
+from ppdist.inference import InferenceGraph, split_rows, suppress
 from ppdist.postprocess import NMSConfig
 
 SCORE_TOLERANCE = 1e-4
-BOX_TOLERANCE = 0.05  # pixels
+BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
+_LARGE_BOX = 500.0  # pixels; of a larger one in proportion
 _IOU_TIE = 1e-3
 _BACKENDS = (
     ("Paddle Inference with oneDNN", True),
@@ -31,8 +34,8 @@ _PADDLE_ERRORS = (RuntimeError, ValueError, IndexError, OSError)
 class Agreement:
     """Largest differences from eager over all pictures and backends."""
 
-    score: float  # 0..1
-    box: float  # pixels
+    score: float  # 0..1; of a classifier: the probability
+    box: float | None  # pixels; None: a classifier, which gives no boxes
     output_names: tuple[str, ...] = ()
 
 
@@ -63,7 +66,15 @@ def _picture(batch: int, height: int, width: int) -> np.ndarray:
     return images.astype(np.float32)
 
 
-Raw = tuple[np.ndarray, np.ndarray]
+class _Output(NamedTuple):
+    name: str
+    tolerance: float
+    unit: str = ""
+
+
+_OUTPUTS = (_Output("scores", SCORE_TOLERANCE), _Output("boxes", BOX_TOLERANCE, " px"))
+_CLASS_OUTPUT = (_Output("probabilities", SCORE_TOLERANCE),)
+Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
 
 
 def load_graphs(directory: Path) -> dict[str, InferenceGraph]:
@@ -84,15 +95,15 @@ def load_graphs(directory: Path) -> dict[str, InferenceGraph]:
 def compare_raw(
     graphs: dict[str, InferenceGraph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
-    """A saved graph's scores_BNC and boxes_BN4 against eager's, on every backend.
+    """A saved graph's outputs against eager's, on every backend.
 
     Raises: ExportError: a backend fails or differs by more than the tolerances.
     """
-    worst = Agreement(0.0, 0.0)
+    worst = []
     for backend, graph in graphs.items():
         got = [_run(graph, batch, backend) for batch in images]
-        worst = _worse(worst, _differences(got, expected, backend))
-    return Agreement(worst.score, worst.box, graph.output_names)
+        worst.append(_differences(got, expected, backend))
+    return _agreement(np.max(worst, axis=0), graph.output_names)
 
 
 def compare_kept(
@@ -145,34 +156,56 @@ def run_onnx(file: Path, images: Sequence[np.ndarray], expected: Sequence[Raw]) 
     except Exception as error:  # its exceptions share no narrower base
         raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
     worst = _differences(got, expected, "ONNX Runtime")
-    names = tuple(output.name for output in session.get_outputs())
-    return Agreement(worst.score, worst.box, names)
+    return _agreement(worst, tuple(output.name for output in session.get_outputs()))
 
 
 def _differences(
     got: Sequence[tuple[np.ndarray, ...]], expected: Sequence[Raw], where: str
-) -> Agreement:
-    worst = Agreement(0.0, 0.0)
-    for (scores, boxes), (true_scores, true_boxes) in zip(got, expected):
-        if scores.shape != true_scores.shape or boxes.shape != true_boxes.shape:
+) -> np.ndarray:
+    """The largest difference of each output over all batches, [1] or [2]."""
+    kinds = _OUTPUTS if len(expected[0]) > 1 else _CLASS_OUTPUT
+    largest = np.zeros(len(kinds))
+    for found, true in zip(got, expected):
+        shapes = [list(part.shape) for part in found], [list(part.shape) for part in true]
+        if shapes[0] != shapes[1]:
             raise ExportError(
-                f"{where}: scores {list(scores.shape)} and boxes {list(boxes.shape)}, eager gives "
-                f"{list(true_scores.shape)} and {list(true_boxes.shape)}; nothing was kept"
+                f"{where}: {_shaped(kinds, shapes[0])}, eager gives {_shaped(kinds, shapes[1])}; "
+                f"nothing was kept"
             )
-        score = float(np.abs(scores - true_scores).max())
-        box = float(np.abs(boxes - true_boxes).max())
-        if not (score <= SCORE_TOLERANCE and box <= BOX_TOLERANCE):  # also when not a number
+        errors = np.array([np.abs(one - other).max() for one, other in zip(found, true)])
+        beyond = [
+            np.abs(one - other).max(-1) > kind.tolerance * _room(kind, other)
+            for one, other, kind in zip(found, true, kinds)
+        ]
+        if not np.isfinite(errors).all() or any(part.any() for part in beyond):
+            differ = ", ".join(
+                f"{kind.name} by up to {error:.3g}{kind.unit} (allowed {kind.tolerance:g})"
+                for error, kind in zip(errors, kinds)
+            )
             raise ExportError(
-                f"{where} does not compute what the model computes: scores differ by up to "
-                f"{score:.3g} (allowed {SCORE_TOLERANCE:g}), boxes by up to {box:.3g} px "
-                f"(allowed {BOX_TOLERANCE:g}); nothing was kept"
+                f"{where} does not compute what the model computes, it differs in {differ}; "
+                "nothing was kept"
             )
-        worst = _worse(worst, Agreement(score, box))
-    return worst
+        largest = np.maximum(largest, errors)
+    return largest
 
 
-def _worse(one: Agreement, other: Agreement) -> Agreement:
-    return Agreement(max(one.score, other.score), max(one.box, other.box))
+def _room(kind: _Output, true: np.ndarray) -> np.ndarray:
+    """How many tolerances each row may be off: one, but a box per _LARGE_BOX pixels of its side.
+
+    Sides are multiples of exponentials of what the model computes, so rounding grows with them.
+    """
+    if kind is not _OUTPUTS[1]:
+        return np.ones(true.shape[:-1])
+    return np.maximum(1.0, (true[..., 2:] - true[..., :2]).max(-1) / _LARGE_BOX)
+
+
+def _shaped(kinds: Sequence[_Output], shapes: list[list[int]]) -> str:
+    return " and ".join(f"{kind.name} {shape}" for kind, shape in zip(kinds, shapes))
+
+
+def _agreement(largest: np.ndarray, names: tuple[str, ...]) -> Agreement:
+    return Agreement(float(largest[0]), float(largest[1]) if len(largest) > 1 else None, names)
 
 
 def unexplained_rows(got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig) -> int:
@@ -180,12 +213,15 @@ def unexplained_rows(got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig) ->
 
     Partners have the same class, and score and box within the tolerances.  A tie: the score is at
     the threshold, or at the lowest kept score of a full list, or the IoU with another row of the
-    class is at the IoU threshold.
+    class is at the IoU threshold; or two classes of one box score alike and only one may stay.
     """
     partner = (
         (got_R6[:, None, 0] == true_R6[None, :, 0])
         & (np.abs(got_R6[:, None, 1] - true_R6[None, :, 1]) <= SCORE_TOLERANCE)
-        & (np.abs(got_R6[:, None, 2:] - true_R6[None, :, 2:]).max(-1) <= BOX_TOLERANCE)
+        & (
+            np.abs(got_R6[:, None, 2:] - true_R6[None, :, 2:]).max(-1)
+            <= BOX_TOLERANCE * _room(_OUTPUTS[1], true_R6[:, 2:])
+        )
     )
     taken = np.zeros(len(true_R6), bool)
     lonely = []
@@ -205,6 +241,11 @@ def unexplained_rows(got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig) ->
 def _is_tie(row: np.ndarray, everything_R6: np.ndarray, lowest: float, nms: NMSConfig) -> bool:
     if min(abs(row[1] - nms.score_threshold), abs(row[1] - lowest)) <= 2 * SCORE_TOLERANCE:
         return True
+    if not nms.multi_label:
+        near = np.abs(everything_R6[:, 1] - row[1]) <= 2 * SCORE_TOLERANCE
+        near &= np.abs(everything_R6[:, 2:] - row[2:]).max(1) <= BOX_TOLERANCE
+        if (near & (everything_R6[:, 0] != row[0])).any():
+            return True
     same = everything_R6[everything_R6[:, 0] == row[0], 2:]
     size = np.minimum(same[:, 2:], row[4:]) - np.maximum(same[:, :2], row[2:4])
     overlap = np.prod(size.clip(0), axis=1)

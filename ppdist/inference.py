@@ -1,164 +1,32 @@
-"""Finding objects in one image after another: what comes in, what runs, what goes out.
-
-`infer.yml` stands beside every exported model and is the only source of its pre- and
-post-processing; the same description is made from a config when the eager model predicts, so
-both roads resize, threshold and map back alike.
-"""
+"""Finding objects in one image after another: what comes in, what runs, what goes out."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import paddle
-import yaml
-from pydantic import Field
 
-from ppdist.config import Section, parse_config
-from ppdist.data.dataset import read_split
-from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import resize_for_evaluation
-from ppdist.errors import ExportError, UserError, WeightsError
-from ppdist.models.detector import Detector
+from ppdist.data.transforms import Resize, fitted, resize_for_evaluation
+from ppdist.errors import ExportError, WeightsError
+from ppdist.infer_spec import SPEC_FILE, InferenceSpec, read_spec
+from ppdist.models.detector import Detector, ImageModel
 from ppdist.models.pretrained import load_weights
 from ppdist.postprocess import NMSConfig, multiclass_nms
 
-if TYPE_CHECKING:
-    from ppdist.engine.experiment import ExperimentConfig
 
-SPEC_FILE = "infer.yml"
-ROW_COLUMNS = ("class", "score", "x1", "y1", "x2", "y2")
-
-
-class InputSection(Section):
-    """The one input: raw pixels; the normalisation is part of the graph."""
-
-    name: str = Field(default="images", description="Name of the input.")
-    dtype: Literal["float32"] = Field(default="float32", description="Type of its numbers.")
-    layout: Literal["BCHW"] = Field(default="BCHW", description="Order of its axes.")
-    colour: Literal["rgb"] = Field(default="rgb", description="Order of the three channels.")
-    pixel_range: tuple[float, float] = Field(
-        default=(0.0, 255.0), description="Smallest and largest pixel; nothing is subtracted."
-    )
-    size: tuple[int, int] = Field(description="Height and width to resize to, pixels.")
-    size_multiple: int = Field(
-        default=32, gt=0, description="Height and width must be multiples of this, pixels."
-    )
-    dynamic_batch: bool = Field(default=True, description="Any number of images at once.")
-    dynamic_size: bool = Field(default=True, description="Any size, not only `size`.")
-
-
-class ResizeSection(Section):
-    """How an image becomes the input, and a box of the output a box of the image."""
-
-    mode: Literal["stretch"] = Field(
-        default="stretch", description="Height and width are scaled each on its own; no padding."
-    )
-    interpolation: Literal["cubic"] = Field(
-        default="cubic", description="OpenCV INTER_CUBIC on 8-bit pixels, rounded and clipped."
-    )
-    orientation: Literal["upright"] = Field(
-        default="upright", description="The image turned as its EXIF data say, before the resize."
-    )
-    map_back: str = Field(
-        default="x * image_width / input_width, y * image_height / input_height",
-        description="Boxes are in input pixels; this gives pixels of the image.",
-    )
-
-
-class OutputSection(Section):
-    """One output of one of the files."""
-
-    name: str = Field(description="Name in the file.")
-    shape: str = Field(description="Its axes: B images, N predictions, C classes, R rows kept.")
-    meaning: str = Field(description="What the numbers are.")
-
-
-class ModelFileSection(Section):
-    """One exported form of the model."""
-
-    files: tuple[str, ...] = Field(description="File names beside infer.yml.")
-    nms_in_graph: bool = Field(description="False: apply `nms` to scores and boxes afterwards.")
-    outputs: tuple[OutputSection, ...] = Field(description="In the order the runtime gives them.")
-    max_score_error: float = Field(description="Largest difference from eager seen; 0..1.")
-    max_box_error: float = Field(description="Largest difference from eager seen, pixels.")
-
-
-class InferenceSpec(Section):
-    """Everything a program needs to use the exported model; the content of infer.yml."""
-
-    version: Literal[1] = Field(default=1, description="Version of this description.")
-    model: str = Field(description="What was exported, for the reader.")
-    made_with: str = Field(default="", description="Versions of ppdist and Paddle.")
-    input: InputSection = Field(description="The input.")
-    resize: ResizeSection = Field(default=ResizeSection(), description="Image to input.")
-    nms: NMSConfig = Field(description="Thresholds of the non-maximum suppression.")
-    class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
-    category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
-    paddle: ModelFileSection | None = Field(default=None, description="For Paddle Inference.")
-    onnx: ModelFileSection | None = Field(default=None, description="For ONNX runtimes.")
-
-
-def validation_set(config: "ExperimentConfig", warn: Callable[[str], None]) -> DetectionSet | None:
-    """The set whose class names a model has; None, and a warning, where it is not at hand."""
-    try:
-        return read_split(config.data, "val", config.model.num_classes)
-    except UserError as error:
-        warn(f"class names are not those of the validation set, which cannot be read: {error}")
-        return None
-
-
-def load_all_weights(model: Detector, path: Path) -> None:
+def load_all_weights(model: ImageModel, path: Path) -> None:
     """As `load_weights`, for a model that is used as it is and not trained any further.
 
     Raises: WeightsError: also where a layer would keep its random initial values.
     """
     report = load_weights(model, path)
-    if report.fresh:
+    fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
+    if fresh:
         raise WeightsError(
-            f"{path}: holds no values for {len(report.fresh)} tensors ({report.fresh[0]}, ...): "
+            f"{path}: holds no values for {len(fresh)} tensors ({fresh[0]}, ...): "
             f"{report.reason}; give the config these weights were trained with"
         )
-
-
-def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> InferenceSpec:
-    """The description of an experiment's model, as evaluation uses it; nothing exported yet.
-
-    Args: dataset: gives class names and category ids; None: what the config names, and 1, 2, ...
-    """
-    shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
-    count = config.model.num_classes
-    names = config.data.class_names or tuple(f"class {i}" for i in range(count))
-    return InferenceSpec(
-        model=", ".join(f"{key}: {value}" for key, value in shown.items()),
-        input=InputSection(size=config.model.image_size),
-        nms=config.nms,
-        class_names=dataset.class_names if dataset else names,
-        category_ids=dataset.category_ids if dataset else tuple(range(1, count + 1)),
-    )
-
-
-def read_spec(directory: Path) -> InferenceSpec:
-    """Reads DIR/infer.yml.  Raises: ExportError: no exported model there; ConfigError: bad file."""
-    file = directory / SPEC_FILE
-    if not file.is_file():
-        raise ExportError(
-            f"{directory}: no {SPEC_FILE} here, so this is not an exported model; "
-            f"make one with tools/export.py -c CONFIG -w WEIGHTS --out {directory}"
-        )
-    return parse_config(file, (), InferenceSpec)
-
-
-def write_spec(directory: Path, spec: InferenceSpec) -> None:
-    text = yaml.safe_dump(
-        spec.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True
-    )
-    (directory / SPEC_FILE).write_text(
-        "# Pre- and post-processing of the model beside this file; written by tools/export.py.\n"
-        + text,
-        encoding="utf-8",
-    )
 
 
 class Predictor(Protocol):
@@ -200,22 +68,38 @@ class PaddlePredictor:
         threads: int = 1,
         device: Literal["cpu", "gpu"] = "cpu",
     ) -> None:
-        self.spec = read_spec(directory)
-        if self.spec.paddle is None:
-            raise ExportError(f"{directory}: holds no Paddle model; export with --format paddle")
-        program, weights = (directory / name for name in self.spec.paddle.files)
-        for file in (program, weights):
-            if not file.is_file():
-                raise ExportError(f"{file}: named by {SPEC_FILE} but not there; export again")
-        self.nms_in_graph = self.spec.paddle.nms_in_graph
-        self.graph = InferenceGraph(program, weights, onednn, threads, device)
+        self.spec, self.graph = open_exported(directory, "detect", onednn, threads, device)
 
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
         first, second = self.graph(images_B3HW)
-        if self.nms_in_graph:
+        assert self.spec.paddle is not None and self.spec.nms is not None
+        if self.spec.paddle.nms_in_graph:
             return split_rows(first, second)
         with paddle.no_grad():
             return suppress(paddle.to_tensor(first), paddle.to_tensor(second), self.spec.nms)
+
+
+def open_exported(
+    directory: Path,
+    task: Literal["detect", "classify"],
+    onednn: bool,
+    threads: int,
+    device: Literal["cpu", "gpu"],
+) -> "tuple[InferenceSpec, InferenceGraph]":
+    """The Paddle model of an export and its description.
+
+    Raises: ExportError: no exported model there, of another task, or one of its files is missing.
+    """
+    spec = read_spec(directory)
+    if spec.task != task:
+        raise ExportError(f"{directory}: made to {spec.task}, not to {task}; take another export")
+    if spec.paddle is None:
+        raise ExportError(f"{directory}: holds no Paddle model; export with --format paddle")
+    program, weights = (directory / name for name in spec.paddle.files)
+    for file in (program, weights):
+        if not file.is_file():
+            raise ExportError(f"{file}: named by {SPEC_FILE} but not there; export again")
+    return spec, InferenceGraph(program, weights, onednn, threads, device)
 
 
 def usable_device() -> Literal["cpu", "gpu"]:
@@ -307,22 +191,30 @@ def split_rows(rows_R6: np.ndarray, count_B: np.ndarray) -> list[np.ndarray]:
     return np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
 
 
-def prepare(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def prepare(image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch") -> np.ndarray:
     """Resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
-    return resize_for_evaluation(image_HW3, size).transpose(2, 0, 1).astype(np.float32)
+    return resize_for_evaluation(image_HW3, size, resize).transpose(2, 0, 1).astype(np.float32)
 
 
-def detect(predict: Predictor, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def detect(
+    predict: Predictor,
+    image_HW3: np.ndarray,
+    size: tuple[int, int],
+    resize: Resize = "stretch",
+) -> np.ndarray:
     """Objects in one image.
 
     Args:
         image_HW3: uint8 RGB, any size.
         size: height and width the model gets.
+        resize: how the image is brought to it (`resize.mode` of infer.yml).
     Returns: rows_R6 (class, score, x1, y1, x2, y2), pixels of the image, inside it, best first.
     """
-    rows_R6 = predict(prepare(image_HW3, size)[None])[0].copy()
+    rows_R6 = predict(prepare(image_HW3, size, resize)[None])[0].copy()
     height, width = image_HW3.shape[:2]
-    for low, high, extent in ((2, 4, (width, size[1])), (3, 5, (height, size[0]))):
-        rows_R6[:, [low, high]] *= extent[0] / extent[1]
-        rows_R6[:, [low, high]] = rows_R6[:, [low, high]].clip(0, extent[0])
+    left, top, right, bottom = fitted(width, height, size, resize).target
+    axes = (([2, 4], left, right, width), ([3, 5], top, bottom, height))
+    for columns, start, end, extent in axes:
+        rows_R6[:, columns] = (rows_R6[:, columns] - start) * (extent / (end - start))
+        rows_R6[:, columns] = rows_R6[:, columns].clip(0, extent)
     return rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]

@@ -1,6 +1,6 @@
 """Images and videos as they come from disk and go back to it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -8,11 +8,11 @@ from types import TracebackType
 import cv2
 import numpy as np
 
-from ppdist.data.transforms import read_image
+from ppdist.data.images import IMAGE_SUFFIXES, read_image
 from ppdist.errors import DataError
+from ppdist.files import make_parent
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
-VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg"})
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         leave_out: a folder whose files do not count (where results are written).
     Raises: DataError: the path does not exist, or there is nothing to look at.
     """
-    known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+    known = IMAGE_SUFFIXES + VIDEO_SUFFIXES
     if source.is_file():
         if source.suffix.lower() not in known:
             raise DataError(f"{source}: neither an image nor a video ({_listed(known)})")
@@ -43,12 +43,32 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         file
         for file in sorted(source.rglob("*"))
         if file.suffix.lower() in known
+        and not file.name.startswith(".")  # ._a.jpg of macOS is no image
         and file.is_file()
         and (excluded is None or excluded not in file.resolve().parents)
     ]
     if not found:
         raise DataError(f"{source}: no image or video in this folder ({_listed(known)})")
     return found
+
+
+def picture_names(names: Sequence[str]) -> list[str]:
+    """What the pictures of some sources are called, no two alike: videos become .mp4."""
+    taken = set(names)
+    result = []
+    for name in names:
+        chosen = name
+        if _is_video(name) and not name.endswith(".mp4"):
+            chosen = str(Path(name).with_suffix(".mp4"))
+            while chosen in taken:
+                name = chosen = f"{name}.mp4"
+            taken.add(chosen)
+        result.append(chosen)
+    return result
+
+
+def _is_video(name: str | Path) -> bool:
+    return Path(name).suffix.lower() in VIDEO_SUFFIXES
 
 
 def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[Frame]:
@@ -79,13 +99,15 @@ def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[
 class PictureWriter:
     """Writes what was drawn for one source file: one image, or all frames as one .mp4.
 
-    Nothing is created when nothing is written.  Raises: DataError: the disk or OpenCV refused.
+    Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
+
+    Args: target: see `picture_names`.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
         self._source = source
-        self._is_video = source.suffix.lower() in VIDEO_SUFFIXES
-        self._target = target.with_suffix(".mp4") if self._is_video else target
+        self._is_video = _is_video(source)
+        self._target = target
         self._video: cv2.VideoWriter | None = None
 
     def __enter__(self) -> "PictureWriter":
@@ -103,7 +125,7 @@ class PictureWriter:
     def write(self, image_HW3: np.ndarray) -> None:
         """Args: uint8 RGB; all frames of a video have one size."""
         image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
-        self._target.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(self._target)
         if self._is_video:
             if self._video is None:
                 self._video = self._open_video(image_HW3)
@@ -123,5 +145,5 @@ class PictureWriter:
         return video
 
 
-def _listed(suffixes: frozenset[str]) -> str:
+def _listed(suffixes: tuple[str, ...]) -> str:
     return " ".join(sorted(suffixes))

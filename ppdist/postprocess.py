@@ -23,6 +23,11 @@ class NMSConfig(Section):
         default=1000, ge=1, description="best boxes per class and image that enter the suppression"
     )
     keep: int = Field(default=300, ge=1, description="best boxes per image that leave it")
+    multi_label: bool = Field(
+        default=True,
+        description="true: a prediction counts for every class that scores; false: for its best "
+        "class only",
+    )
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
@@ -37,6 +42,8 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
             an image class by class, each by falling score.  R = 0 when nothing passes.
         count_B: int32, how many of the rows belong to each image; at most nms.keep.
     """
+    if not nms.multi_label:
+        scores_BNC = _best_class_only(scores_BNC)
     rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
         boxes_BN4,
         scores_BNC.transpose([0, 2, 1]),
@@ -50,3 +57,10 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
         -1,  # no class is background
     )
     return rows_R6, count_B
+
+
+def _best_class_only(scores_BNC: Tensor) -> Tensor:
+    """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
+    best_BN1 = scores_BNC.argmax(axis=2, keepdim=True)
+    classes_C = paddle.arange(scores_BNC.shape[2], dtype=best_BN1.dtype)
+    return paddle.where(classes_C == best_BN1, scores_BNC, paddle.zeros_like(scores_BNC))

@@ -100,6 +100,25 @@ def test_a_failed_run_of_scaling_is_an_error_with_its_command():
         _launch(fails, ["benchmark.py", "train"], 2)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["infer"], "is a classifier, but inference is measured of detectors alone"),
+        (["train", "--synthetic"], "--synthetic draws objects for detectors, but model.name: "
+         "yolov5_cls is a classifier; leave it out and set data.root"),
+        (["infer", "--json", "/dev/null/x"], "/dev/null: cannot be written to"),
+    ],
+)  # fmt: skip
+def test_what_a_classifier_has_not_is_refused_in_one_line(monkeypatch, capsys, options, message):
+    config = ROOT / "configs" / "yolov5" / "yolov5s_cls_imagenet.yml"
+    small = ["-o", "model.width_multiple=0.125", "model.image_size=[64,64]"]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *options, "-c", str(config), *small])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_nonsense_is_refused_in_one_line(monkeypatch, capsys):
     command = [
         "benchmark.py",

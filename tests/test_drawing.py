@@ -1,6 +1,6 @@
 import numpy as np
 
-from ppdist.drawing import PALETTE, draw_boxes, side_by_side
+from ppdist.drawing import PALETTE, draw_boxes, draw_classes, side_by_side
 
 NAMES = ("cat", "狗")
 
@@ -65,3 +65,22 @@ def test_two_images_stand_side_by_side():
     both = side_by_side(grey(), np.zeros((100, 50, 3), np.uint8))
     assert both.shape == (100, 254, 3)
     assert (both[:, 200:204] == 255).all() and (both[:, 204:] == 0).all()
+
+
+def test_classes_are_written_one_below_the_other_in_their_colours_and_the_image_stays():
+    image_HW3 = np.full((120, 160, 3), 7, np.uint8)
+    drawn = draw_classes(image_HW3, np.array([1, 0]), ("cat", "dog"), np.array([0.75, 0.25]))
+    assert drawn.shape == image_HW3.shape and (image_HW3 == 7).all()
+    assert tuple(drawn[0, 0]) == PALETTE[1]
+    rows = [y for y in range(120) if tuple(drawn[y, 0]) == PALETTE[0]]
+    assert rows and rows[0] > 8 and (drawn[rows[-1] + 1 :] == 7).all()
+    assert (draw_classes(image_HW3, np.array([], int), ("cat",)) == 7).all()
+
+
+def test_classes_without_room_are_left_out_but_never_the_surest():
+    low = np.full((20, 160, 3), 7, np.uint8)
+    drawn = draw_classes(low, np.array([0, 1, 2]), ("a", "b", "c"))
+    colours = {tuple(pixel) for pixel in drawn[:, 0].tolist()}
+    assert PALETTE[0] in colours and PALETTE[2] not in colours
+    tiny = draw_classes(np.zeros((4, 4, 3), np.uint8), np.array([0]), ("ünknown",))
+    assert tuple(tiny[0, 0]) == PALETTE[0]

@@ -15,15 +15,8 @@ import yaml
 from ppdist.errors import ExportError
 from ppdist.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
 from ppdist.export_check import load_graphs, unexplained_rows
-from ppdist.inference import (
-    EagerPredictor,
-    InferenceSpec,
-    InputSection,
-    PaddlePredictor,
-    detect,
-    measure_predictor,
-    split_rows,
-)
+from ppdist.infer_spec import InferenceSpec, InputSection
+from ppdist.inference import EagerPredictor, PaddlePredictor, detect, measure_predictor, split_rows
 from ppdist.models.cpu_conv import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
 from ppdist.models.sync_bn import GlooSyncBatchNorm2D

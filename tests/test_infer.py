@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
+from ppdist.config import load_config
 from ppdist.data.synthetic import make_shapes
 from ppdist.errors import ConfigError, DataError, UserError, WeightsError
-from ppdist.inference import describe, load_all_weights, read_spec, validation_set
+from ppdist.infer_spec import describe, read_spec, validation_set
+from ppdist.inference import load_all_weights
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
-from ppdist.pictures import PictureWriter, find_sources, frames_of
+from ppdist.pictures import PictureWriter, find_sources, frames_of, picture_names
+from ppdist.report import require_own_folder
 from tests.test_export import tiny_model
 from tools import infer
 
@@ -161,8 +164,13 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--source", "a.jpg", "--out", "o", "--threshold", "50"], ConfigError, "expected 0..1"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "-w", "x"], ConfigError, "leave out"),
         (["--source", "a.jpg", "--out", "o", "--model", "empty"], UserError, "no infer.yml here"),
+        (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--threads", "2"], ConfigError,
+         "--threads is for --model"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,
+         "--threads 0: expected 1 or more"),
+        (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,6 +182,8 @@ def test_wrong_arguments_are_named(
     (tmp_path / "a.txt").touch()
     (tmp_path / "a.jpg").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "b.jpg").touch()
     with pytest.raises(kind) as error:
         call_infer(monkeypatch, *arguments)
     assert message in str(error.value)
@@ -189,6 +199,26 @@ def test_a_source_without_one_readable_image_is_an_error(
     assert "broken.jpg" in capsys.readouterr().err
 
 
+def test_results_that_cannot_be_written_are_one_message(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError) as error:
+        call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
+                   "--source", project / "photos" / "one.jpg", "--out", "/dev/null/x")  # fmt: skip
+    assert str(error.value) == "/dev/null/x: cannot be written: Not a directory"
+
+
+def test_results_may_lie_beside_the_pictures_where_nothing_of_others_is(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    require_own_folder(out, tmp_path)
+    (out / "more").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="choose another folder, or empty it"):
+        require_own_folder(out, tmp_path)
+    require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
+    (out / "detections.json").touch()
+    require_own_folder(out, tmp_path)
+
+
 def test_weights_of_another_class_count_are_refused(project: Path) -> None:
     other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
     with pytest.raises(WeightsError, match="holds no values for 6 tensors"):
@@ -196,20 +226,61 @@ def test_weights_of_another_class_count_are_refused(project: Path) -> None:
 
 
 def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project: Path) -> None:
-    from ppdist.config import load_config
-
     config = load_config(project / "cfg.yml", ["data.root=/nowhere"])
     warnings: list[str] = []
     spec = describe(config, validation_set(config, warnings.append))
     assert spec.class_names == ("class 0", "class 1", "class 2")
-    assert len(warnings) == 1 and "/nowhere" in warnings[0]
+    assert warnings == [
+        "class names are made up (class 0, ...), category ids are made up (1, 2, ...): the "
+        "validation set cannot be read: data.root: /nowhere is not a folder; set -o data.root=PATH"
+    ]
+
+
+def test_names_and_ids_are_those_of_the_annotations_even_without_the_images(
+    project: Path, tmp_path: Path
+) -> None:
+    file = project / "data/annotations/instances_val.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for category in content["categories"]:
+        category["id"] += 10
+    for annotation in content["annotations"]:
+        annotation["category_id"] += 10
+    (tmp_path / "val.json").write_text(json.dumps(content), encoding="utf-8")
+    overrides = [f"data.root={tmp_path}", "data.val.annotations=val.json"]
+    overrides += ["data.train.annotations=val.json"]
+    config = load_config(project / "cfg.yml", overrides)
+    spec = describe(config, validation_set(config, pytest.fail))
+    assert spec.class_names == ("circle", "square", "triangle")
+    assert spec.category_ids == (11, 12, 13)
+
+
+@pytest.mark.parametrize("root", ["/nowhere", None])
+def test_class_names_of_another_count_than_the_model_has_are_refused(
+    project: Path, root: str | None
+) -> None:
+    overrides = ["data.class_names=[a,b]"] + ([f"data.root={root}"] if root else [])
+    config = load_config(project / "cfg.yml", overrides)
+    with pytest.raises(ConfigError) as error:
+        describe(config, validation_set(config, lambda text: None))
+    assert str(error.value) == (
+        "data.class_names has 2 names but model.num_classes is 3; give a name for each class of "
+        "the model"
+    )
 
 
 def test_a_folder_is_searched_to_its_depth_but_not_where_results_go(tmp_path: Path) -> None:
-    for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg"):
+    for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg", "b/._x.PNG"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
+
+
+def test_no_two_pictures_have_one_name() -> None:
+    names = ["a.avi", "a.jpg", "a.mov", "a.mp4", "b.MP4", "d/a.avi", "d/a.avi.mp4", "d/a.mp4"]
+    assert picture_names(names) == [
+        "a.avi.mp4", "a.jpg", "a.mov.mp4", "a.mp4", "b.mp4",
+        "d/a.avi.mp4.mp4", "d/a.avi.mp4", "d/a.mp4",
+    ]  # fmt: skip
 
 
 def test_a_video_without_frames_is_reported(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import paddle
+import pytest
 
 from ppdist.postprocess import NMSConfig, multiclass_nms
 
@@ -24,6 +25,9 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def nms_of_one_image(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: NMSConfig) -> np.ndarray:
     rows = []
+    if not nms.multi_label:
+        best = np.arange(scores_NC.shape[1]) == scores_NC.argmax(axis=1)[:, None]
+        scores_NC = np.where(best, scores_NC, -1)
     for label in range(scores_NC.shape[1]):
         order = np.argsort(-scores_NC[:, label], kind="stable")
         order = order[scores_NC[order, label] > nms.score_threshold][: nms.candidates]
@@ -40,11 +44,26 @@ def test_rows_equal_a_plain_loop_per_class_and_image() -> None:
     for nms in (
         NMSConfig(),
         NMSConfig(score_threshold=0.3, iou_threshold=0.4, candidates=30, keep=20),
+        NMSConfig(score_threshold=0.0, iou_threshold=0.4, multi_label=False),
+        NMSConfig(score_threshold=0.6, candidates=30, keep=20, multi_label=False),
     ):
         rows, count = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
         want = [nms_of_one_image(s, b, nms) for s, b in zip(scores, boxes)]
         assert count.tolist() == [len(w) for w in want]
         np.testing.assert_allclose(rows.numpy(), np.concatenate(want), atol=1e-6)
+
+
+def test_without_multi_label_a_prediction_appears_once_and_as_its_best_class() -> None:
+    scores = paddle.to_tensor([[[0.5, 0.9], [0.7, 0.6], [0.4, 0.4]]])
+    boxes = paddle.to_tensor([[[0.0, 0, 9, 9], [20, 0, 29, 9], [40, 0, 49, 9]]])
+    rows, _ = multiclass_nms(scores, boxes, NMSConfig(multi_label=False))
+    assert rows.numpy()[:, :3].tolist() == [  # of equal classes the first
+        [0, pytest.approx(0.7), 20],
+        [0, pytest.approx(0.4), 40],
+        [1, pytest.approx(0.9), 0],
+    ]
+    both, _ = multiclass_nms(scores, boxes, NMSConfig())
+    assert both.shape == [6, 6]
 
 
 def test_nothing_above_the_threshold_is_an_empty_result() -> None:
@@ -55,8 +74,9 @@ def test_nothing_above_the_threshold_is_an_empty_result() -> None:
     assert rows.shape == [0, 6] and count.tolist() == [0, 0]
 
 
-def test_a_saved_graph_suppresses_like_eager(tmp_path: Path) -> None:
-    nms = NMSConfig(score_threshold=0.3)
+@pytest.mark.parametrize("multi_label", [True, False])
+def test_a_saved_graph_suppresses_like_eager(tmp_path: Path, multi_label: bool) -> None:
+    nms = NMSConfig(score_threshold=0.3, multi_label=multi_label)
 
     class Suppress(paddle.nn.Layer):
         def forward(self, scores: paddle.Tensor, boxes: paddle.Tensor) -> tuple:

@@ -51,10 +51,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    from ppdist.files import make_parent, write_json
+
+    if arguments.json:
+        make_parent(arguments.json)
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.synthetic:
             arguments.override = [
-                *synthetic_data(Path(scratch) / "data", arguments.synthetic),
+                *synthetic_data(arguments, Path(scratch) / "data"),
                 *arguments.override,
             ]
         report = {"what": arguments.what, "config": arguments.config}
@@ -64,25 +68,31 @@ def main() -> int:
 
         report["machine"] = benchmark.machine()
         if dist.is_main():
-            text = json.dumps(report, indent=1)
-            print(text)
+            print(json.dumps(report, indent=1))
             if arguments.json:
-                arguments.json.write_text(text, encoding="utf-8")
+                write_json(arguments.json, report, indent=1)
     return 0
 
 
-def synthetic_data(root: Path, images: int) -> list[str]:
+def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
     """Draws the data set (each rank its own, the same) and returns the overrides that name it."""
     from ppdist.data.synthetic import make_shapes
 
-    make_shapes(root, train=images, val=max(1, images // 2), size=256, seed=0)
-    overrides = ["data.format=coco", f"data.root={root}", "model.num_classes=3"]
+    overrides = [f"data.root={root}", "model.num_classes=3"]
     for split in ("train", "val"):
         overrides += [
             f"data.{split}.images=images",
             f"data.{split}.annotations=annotations/instances_{split}.json",
         ]
-    return overrides
+    config = load(arguments, *overrides)
+    if config.data.classifies:
+        raise errors.ConfigError(
+            f"--synthetic draws objects for detectors, but model.name: {config.model.name} is a "
+            "classifier; leave it out and set data.root"
+        )
+    images = arguments.synthetic
+    make_shapes(root, train=images, val=max(1, images // 2), size=256, seed=0)
+    return ["data.format=coco", *overrides]
 
 
 def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":

@@ -12,6 +12,7 @@ from pathlib import Path
 from ppdist.config import dump_yaml, load_config
 from ppdist.config_schema import json_schema, markdown
 from ppdist.errors import run
+from ppdist.files import make_parent, writing
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -37,7 +38,9 @@ def main() -> None:
         text = markdown(ExperimentConfig)
     else:
         text = json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
-    args.out.write_text(text, encoding="utf-8")
+    make_parent(args.out)
+    with writing(args.out):
+        args.out.write_text(text, encoding="utf-8")
     print(f"wrote {args.out}")
 
 

@@ -2,22 +2,21 @@
 
 With `--model DIR` instead of -c and -w an exported model runs in Paddle Inference; both give the
 same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO data set of
-what was found (`annotations` is also a COCO result list).
+what was found (`annotations` is also a COCO result list).  A classifier draws its five surest
+classes instead, and writes them to classes.json.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ppdist import errors
 
 if TYPE_CHECKING:
-    import numpy as np
+    from ppdist.report import Report
 
-    from ppdist.inference import InferenceSpec, Predictor
-    from ppdist.pictures import Frame
+THRESHOLD = 0.5
 
 
 def parse() -> argparse.Namespace:
@@ -28,140 +27,99 @@ def parse() -> argparse.Namespace:
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, instead of -c and -w")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of --model")
+    parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, type=Path, metavar="IMAGE|DIR|VIDEO",
                         help="what to look at; a folder is searched to its depth")  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
-    parser.add_argument("--threshold", type=float, default=0.5,
-                        help="lowest score drawn and written, 0..1 (default: 0.5)")  # fmt: skip
+    parser.add_argument("--threshold", type=float,
+                        help="lowest score of a box that counts, 0..1 "
+                        f"(default: {THRESHOLD})")  # fmt: skip
     return parser.parse_args()
 
 
 def main() -> int:
     arguments = parse()
-    from ppdist.pictures import find_sources
+    from ppdist.files import make_folder
+    from ppdist.pictures import find_sources, picture_names
+    from ppdist.report import require_own_folder
 
-    if not 0 <= arguments.threshold <= 1:
+    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise errors.ConfigError(f"--threshold {arguments.threshold:g}: expected 0..1")
-    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
-    if arguments.out.resolve() == root.resolve():
-        raise errors.ConfigError(
-            f"--out {arguments.out}: the pictures of --source are there and would be overwritten; "
-            "choose another folder"
-        )
+    require_own_folder(arguments.out, arguments.source)
     sources = find_sources(arguments.source, leave_out=arguments.out)
-    predict, spec = load(arguments)
-    report = Report(arguments.out, arguments.threshold, spec)
-    for file in sources:
-        report.look_at(file, str(file.relative_to(root)), predict)
+    report = of_config(arguments) if arguments.model is None else of_export(arguments)
+    make_folder(arguments.out)
+    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
+    names = [str(file.relative_to(root)) for file in sources]
+    for file, name, picture in zip(sources, names, picture_names(names)):
+        said = report.look_at(file, name, picture)
+        if said:
+            print(f"{name}: {said}")
     if report.unreadable:
         warn(f"{report.unreadable} of {len(sources)} files could not be read")
     if not report.images:
         raise errors.DataError(f"{arguments.source}: no image or video there could be read")
-    print(
-        f"{len(report.annotations)} objects in {len(report.images)} images; "
-        f"pictures and detections.json in {report.write()}"
-    )
+    written = report.write()
+    print(f"{report.total()}; pictures and {written.name} in {arguments.out}")
     return 0
 
 
-def load(arguments: argparse.Namespace) -> "tuple[Predictor, InferenceSpec]":
-    """The model to ask, and how to prepare its input."""
-    if arguments.model is not None:
-        if arguments.config or arguments.weights or arguments.override:
-            raise errors.ConfigError(
-                "--model takes everything from its infer.yml; leave out -c, -w and -o"
-            )
-        from ppdist.inference import PaddlePredictor, usable_device
-
-        exported = PaddlePredictor(
-            arguments.model, threads=arguments.threads, device=usable_device()
-        )
-        return exported, exported.spec
+def of_config(arguments: argparse.Namespace) -> "Report":
+    """What to do with the answers of the eager model."""
     if not arguments.config or not arguments.weights:
         raise errors.ConfigError("give -c CONFIG and -w WEIGHTS, or --model DIR (an export)")
+    if arguments.threads is not None:
+        raise errors.ConfigError(
+            "--threads is for --model; without it the environment variable OMP_NUM_THREADS counts"
+        )
     from ppdist import dist
+    from ppdist.classification import EagerClassifier
     from ppdist.config import load_config
     from ppdist.engine.experiment import build_model
-    from ppdist.inference import EagerPredictor, describe, load_all_weights, validation_set
+    from ppdist.infer_spec import describe, validation_set
+    from ppdist.inference import EagerPredictor, load_all_weights
+    from ppdist.report import Classes, Objects
 
     config = load_config(arguments.config, arguments.override)
+    threshold = threshold_of(arguments, config.data.classifies)
     dist.init(config.device, config.distributed)
     model = build_model(config)
     load_all_weights(model, Path(arguments.weights))
     model.fuse()
-    return EagerPredictor(model, config.nms), describe(config, validation_set(config, warn))
+    spec = describe(config, validation_set(config, warn))
+    if spec.task == "classify":
+        return Classes(arguments.out, spec, EagerClassifier(model), warn)
+    return Objects(arguments.out, spec, EagerPredictor(model, config.nms), threshold, warn)
 
 
-class Report:
-    """What was found so far, and the pictures of it."""
-
-    def __init__(self, out: Path, threshold: float, spec: "InferenceSpec") -> None:
-        self.out, self.threshold, self.spec = out, threshold, spec
-        self.images: list[dict[str, Any]] = []
-        self.annotations: list[dict[str, Any]] = []
-        self.unreadable = 0
-
-    def look_at(self, file: Path, name: str, predict: "Predictor") -> None:
-        """Predicts one image or every frame of a video, and writes it with its boxes."""
-        from ppdist.drawing import draw_boxes
-        from ppdist.inference import detect
-        from ppdist.pictures import PictureWriter, frames_of
-
-        before = len(self.annotations), len(self.images)
-        with PictureWriter(file, self.out / name) as writer:
-            for frame in frames_of(file, name, self._complain):
-                rows_R6 = detect(predict, frame.image_HW3, self.spec.input.size)
-                rows_R6 = rows_R6[rows_R6[:, 1] >= self.threshold]
-                self._note(frame, rows_R6)
-                writer.write(
-                    draw_boxes(
-                        frame.image_HW3,
-                        rows_R6[:, 2:],
-                        rows_R6[:, 0].astype(int),
-                        self.spec.class_names,
-                        rows_R6[:, 1],
-                    )
-                )
-        frames = len(self.images) - before[1]
-        if frames:
-            what = f" in {frames} frames" if frames > 1 else ""
-            print(f"{name}: {len(self.annotations) - before[0]} objects{what}")
-
-    def _complain(self, reason: str) -> None:
-        self.unreadable += 1
-        warn(f"{reason}; skipped")
-
-    def _note(self, frame: "Frame", rows_R6: "np.ndarray") -> None:
-        height, width = frame.image_HW3.shape[:2]
-        image: dict[str, Any] = {"id": len(self.images) + 1, "file_name": frame.name}
-        if frame.index is not None:
-            image["frame"] = frame.index
-        self.images.append({**image, "width": width, "height": height})
-        for label, score, x1, y1, x2, y2 in rows_R6.tolist():
-            self.annotations.append(
-                {
-                    "id": len(self.annotations) + 1,
-                    "image_id": image["id"],
-                    "category_id": self.spec.category_ids[int(label)],
-                    "bbox": [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)],
-                    "area": round((x2 - x1) * (y2 - y1), 2),
-                    "iscrowd": 0,
-                    "score": round(score, 5),
-                }
-            )
-
-    def write(self) -> Path:
-        pairs = zip(self.spec.category_ids, self.spec.class_names)
-        content = {
-            "images": self.images,
-            "annotations": self.annotations,
-            "categories": [{"id": number, "name": name} for number, name in pairs],
-        }
-        (self.out / "detections.json").write_text(
-            json.dumps(content, ensure_ascii=False), encoding="utf-8"
+def of_export(arguments: argparse.Namespace) -> "Report":
+    """What to do with the answers of an exported model."""
+    if arguments.config or arguments.weights or arguments.override:
+        raise errors.ConfigError(
+            "--model takes everything from its infer.yml; leave out -c, -w and -o"
         )
-        return self.out
+    threads = 1 if arguments.threads is None else arguments.threads
+    if threads < 1:
+        raise errors.ConfigError(f"--threads {threads}: expected 1 or more")
+    from ppdist.classification import PaddleClassifier
+    from ppdist.infer_spec import read_spec
+    from ppdist.inference import PaddlePredictor, usable_device
+    from ppdist.report import Classes, Objects
+
+    directory, device, out = arguments.model, usable_device(), arguments.out
+    spec = read_spec(directory)
+    threshold = threshold_of(arguments, spec.task == "classify")
+    if spec.task == "classify":
+        return Classes(out, spec, PaddleClassifier(directory, True, threads, device), warn)
+    return Objects(out, spec, PaddlePredictor(directory, True, threads, device), threshold, warn)
+
+
+def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
+    if classifies and arguments.threshold is not None:
+        raise errors.ConfigError(
+            "--threshold is for boxes, and a classifier has none; leave it out"
+        )
+    return THRESHOLD if arguments.threshold is None else arguments.threshold
 
 
 def warn(text: str) -> None:

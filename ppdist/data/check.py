@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from ppdist.data.images import read_image
 from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import read_image
 from ppdist.errors import DataError
 
 _SMALL, _LARGE = 32**2, 96**2  # square pixels, COCO's limits
@@ -39,11 +39,29 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
     """The data have as many classes as the model.  Raises: DataError."""
     found = len(dataset.class_names)
     if found != num_classes:
-        names = ", ".join(dataset.class_names[:10]) + (", ..." if found > 10 else "")
-        raise DataError(
+        message = (
             f"model.num_classes is {num_classes} but {dataset.source} has {found} categories "
-            f"({names}): set model.num_classes: {found}"
+            f"({_listed(dataset.class_names)}): set model.num_classes: {found}"
         )
+        if dataset.class_names[:1] == ("0",) and all(0 not in r.labels_M for r in dataset.records):
+            message += "; nothing there is of class 0, and numbers of classes start at 0"
+        raise DataError(message)
+
+
+def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:
+    """data.class_names, where given, says what a file that names its classes says.
+
+    Raises: DataError: it does not.
+    """
+    if configured and configured != dataset.class_names:
+        raise DataError(
+            f"data.class_names is {_listed(configured)} but the categories of {dataset.source} "
+            f"are {_listed(dataset.class_names)}; its names count: leave data.class_names out"
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 def check_same_classes(train: DetectionSet, val: DetectionSet) -> None:
@@ -69,15 +87,35 @@ def check_images(dataset: DetectionSet) -> list[str]:
     """Decodes every image; one line for each that is damaged or has not the annotated size."""
     problems = []
     for record in dataset.records:
+        size = (record.height, record.width) if record.height else None
         try:
-            read_image(record.path, (record.height, record.width))
+            read_image(record.path, size)
         except DataError as error:
             problems.append(str(error))
     return problems
 
 
+def unused_classes(dataset: DetectionSet) -> tuple[str, ...]:
+    """Names of the classes that no object of a split is of; crowds do not count."""
+    label_M = np.concatenate([record.labels_M[~record.crowd_M] for record in dataset.records])
+    used = set(label_M.tolist())
+    return tuple(name for label, name in enumerate(dataset.class_names) if label not in used)
+
+
+def describe_classes(dataset: DetectionSet) -> list[tuple[str, str]]:
+    """(what, value) lines about a split of classified images."""
+    label_N = np.array([record.labels_M[0] for record in dataset.records], np.int64)
+    per_class = np.bincount(label_N, minlength=len(dataset.class_names))
+    low, middle, high = int(per_class.min()), float(np.median(per_class)), int(per_class.max())
+    rows = [
+        ("images", f"{len(dataset.records)}"),
+        ("classes", f"{len(dataset.class_names)} (of {low} to {high} images, median {middle:g})"),
+    ]
+    return rows + _per_class(dataset, per_class) + _oddities(dataset)
+
+
 def describe(dataset: DetectionSet) -> list[tuple[str, str]]:
-    """(what, value) lines about a split."""
+    """(what, value) lines about a split of images with boxes."""
     counts = np.array([len(record.labels_M) for record in dataset.records])
     sizes = Counter((record.width, record.height) for record in dataset.records)
     shown = [f"{width}x{height} ({count})" for (width, height), count in sizes.most_common(3)]
@@ -87,8 +125,6 @@ def describe(dataset: DetectionSet) -> list[tuple[str, str]]:
     crowd = sum(int(record.crowd_M.sum()) for record in dataset.records)
     small, large = int((area_M < _SMALL).sum()), int((area_M >= _LARGE).sum())
     per_class = np.bincount(label_M, minlength=len(dataset.class_names))
-    paths = Counter(record.path for record in dataset.records)
-    twice = sum(count > 1 for count in paths.values())
     rows = [
         ("images", f"{len(dataset.records)}"),
         ("  sizes", ", ".join([*shown, f"others ({other})"] if other else shown)),
@@ -98,10 +134,16 @@ def describe(dataset: DetectionSet) -> list[tuple[str, str]]:
         ("  crowds, not learned", f"{crowd}"),
         ("classes", f"{len(dataset.class_names)}"),
     ]
-    rows += [
-        (f"  {category} {name}", f"{count}" + (" (none to learn from)" if not count else ""))
-        for category, name, count in zip(dataset.category_ids, dataset.class_names, per_class)
-    ]
-    rows += [("images listed twice", f"{twice}")] if twice else []
-    rows += [("defects", note.removeprefix(f"{dataset.source}: ")) for note in dataset.notes]
-    return rows
+    return rows + _per_class(dataset, per_class) + _oddities(dataset)
+
+
+def _per_class(dataset: DetectionSet, counts_C: np.ndarray) -> list[tuple[str, str]]:
+    rows = zip(dataset.category_ids, dataset.class_names, counts_C)
+    return [(f"  {category} {name}", f"{count}") for category, name, count in rows]
+
+
+def _oddities(dataset: DetectionSet) -> list[tuple[str, str]]:
+    paths = Counter(record.path for record in dataset.records)
+    twice = sum(count > 1 for count in paths.values())
+    rows = [("images listed twice", f"{twice}")] if twice else []
+    return rows + [("defects", note.removeprefix(f"{dataset.source}: ")) for note in dataset.notes]

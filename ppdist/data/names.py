@@ -1,5 +1,6 @@
 """Class names and lists of images, for the formats whose annotation files do not hold them."""
 
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -21,8 +22,7 @@ def class_names(root: Path, configured: tuple[str, ...]) -> tuple[str, ...]:
     names, source = configured, "data.class_names"
     for file in (root / name for name in _FILES):
         if not names and file.is_file():
-            lines = read_text(file).splitlines()
-            names, source = tuple(line.strip() for line in lines if line.strip()), str(file)
+            names, source = read_names(file), str(file)
     if not names:
         named = {file: _yaml_names(file) for file in sorted(root.glob("*.y*ml"))}
         named = {file: found for file, found in named.items() if found}
@@ -31,7 +31,19 @@ def class_names(root: Path, configured: tuple[str, ...]) -> tuple[str, ...]:
             raise DataError(f"{files}: give different class names; set data.class_names")
         for file, found in named.items():
             names, source = found, str(file)
-    twice = [name for name in names if names.count(name) > 1]
+    return _distinct(names, source)
+
+
+def read_names(file: Path) -> tuple[str, ...]:
+    """Class names of a file that has one a line.
+
+    Raises: DataError: absent, not UTF-8 text, or a name is listed twice.
+    """
+    return _distinct(tuple(read_list(file)), str(file))
+
+
+def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(f"{source}: class {twice[0]!r} is listed twice")
     return names

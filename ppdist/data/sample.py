@@ -39,9 +39,15 @@ class DetectionSet:
     notes: tuple[str, ...] = ()
 
 
+EMPTY = -2
+
+
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Everything a worker needs to make one sample; index -1 stands for no image (padding)."""
+    """Everything a worker needs to make one sample.
+
+    index -1 stands for no image (padding), EMPTY for none on any rank.
+    """
 
     epoch: int
     index: int
@@ -57,9 +63,11 @@ class Batch:
     boxes_BM4: float32 xyxy in input pixels, zero padded; M >= 1 even without any object.
     labels_BM: int64; mask_BM: float32, 1 for a box, 0 for padding.
     image_index_B: int64 position in DetectionSet.records, -1 for padding.
-    scale_B2: float32 (y, x), input size / original size; in evaluation only (training: ones).
+    scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
+        evaluation only (training: ones and zeros).
     real: False for a batch of one blank image, which only keeps a rank in step with the others
         where an epoch's last images did not suffice for all.
+    real_somewhere: False where no rank has an image.
     """
 
     images_B3HW: Tensor
@@ -68,7 +76,9 @@ class Batch:
     mask_BM: Tensor
     image_index_B: Tensor
     scale_B2: Tensor
+    offset_B2: Tensor
     real: bool = True
+    real_somewhere: bool = True
 
 
 def keyed_generator(seed: int, *key: int) -> np.random.Generator:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ppdist.data.sample import SampleKey, keyed_generator
+from ppdist.data.sample import EMPTY, SampleKey, keyed_generator
 
 _ORDER, _SIZE = 0, 1  # streams of random numbers
 
@@ -29,7 +29,8 @@ class TrainSampler:
     takes what is left, dealt out over all micro-batches of all ranks as evenly as it goes.  So
     every image comes exactly once an epoch, and the images of a step do not depend on how world,
     accumulation and batch make up the total batch.  A micro-batch that gets nothing holds one
-    padding key (index -1), so that every rank has as many micro-batches as the others.
+    padding key, so that every rank has as many micro-batches as the others: index -1, or EMPTY
+    where no rank got anything.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
     multi-scale training; one is drawn per step, the same on all ranks.
@@ -77,11 +78,11 @@ class TrainSampler:
         )
         height, width = self.size_of(step)
         # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an
-        # epoch goes to the ranks in turn.
+        # epoch goes to the ranks in turn, and rank 0 has nothing only where nobody has.
         return [
             [SampleKey(epoch, int(index), height, width) for index in share]
-            or [SampleKey(epoch, -1, height, width)]
-            for share in shares[self.rank :: self.world]
+            or [SampleKey(epoch, -1 if len(of_rank_0) else EMPTY, height, width)]
+            for share, of_rank_0 in zip(shares[self.rank :: self.world], shares[:: self.world])
         ]
 
 

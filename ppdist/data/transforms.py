@@ -1,4 +1,4 @@
-"""Images from disk, and what augmentation does to them and their boxes.
+"""Where an image goes in the input, settled or at random, and its colours.
 
     random window (expand, crop) -> Placement -> one resize of one part -> colours -> mirror
 
@@ -7,20 +7,21 @@ expanding and cropping cost one resize together.  Randomness comes from the gene
 keyed by (seed, epoch, index): a sample looks the same whichever rank or worker makes it.
 
 Sources: the augmentation of SSD (Liu et al. 2016, arXiv:1512.02325, section 2.2 and its code) in
-the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.
+the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.  Letterbox and
+the change in HSV are those of YOLOv5.
 """
 
-from pathlib import Path
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import cv2
 import numpy as np
-from pydantic import Field
 
-from ppdist.config import Section
-from ppdist.errors import DataError
+from ppdist.data.augment import AugmentConfig
 
+Resize = Literal["stretch", "letterbox"]  # `data.resize`
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
+GREY = (114, 114, 114)  # what lies beside a letterboxed one, and between the images of a mosaic
 _INTERPOLATIONS = (
     cv2.INTER_NEAREST,
     cv2.INTER_LINEAR,
@@ -33,48 +34,10 @@ _CROP_TRIES = 50
 _SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
 
 
-class AugmentConfig(Section):
-    """Random changes of training images, each with its probability; 0 switches it off."""
-
-    distort: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Chance of each of brightness (+-32), contrast (x 0.5-1.5), saturation "
-        "(x 0.5-1.5) and hue (+-18 degrees).",
-    )
-    expand: float = Field(
-        default=0.5, ge=0, le=1, description="Chance to place the image on a larger canvas."
-    )
-    expand_most: float = Field(
-        default=4.0, ge=1, description="expand: largest side of the canvas / side of the image."
-    )
-    crop: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="Chance to try a crop around objects; one try in seven leaves the image whole.",
-    )
-    crop_least: float = Field(
-        default=0.3, gt=0, le=1, description="crop: smallest geometric mean of the sides that stay."
-    )
-    flip: float = Field(default=0.5, ge=0, le=1, description="Chance to mirror left to right.")
-    flip_vertical: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Chance to mirror top to bottom, for images without an up (microscopy).",
-    )
-    random_interpolation: bool = Field(
-        default=True,
-        description="Resize by nearest, linear, cubic, area or Lanczos at random; false: linear.",
-    )
-
-
 class Placement(NamedTuple):
     """Which part of the original fills which part of the input, both in whole pixels x1 y1 x2 y2.
 
-    What the part does not fill is FILL.  mirror_x, mirror_y: the input is mirrored at last.
+    What the part does not fill is `fill` (RGB).  mirror_x, mirror_y: the input is mirrored at last.
     """
 
     source: tuple[int, int, int, int]
@@ -83,64 +46,39 @@ class Placement(NamedTuple):
     width: int
     mirror_x: bool = False
     mirror_y: bool = False
+    fill: tuple[int, int, int] = FILL
 
-
-def read_image(path: str | Path, size: tuple[int, int] | None = None) -> np.ndarray:
-    """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
-
-    Args:
-        size: the (height, width) it must have; an image that has it without being turned stays.
-    Raises: DataError: absent, unreadable, damaged, cut short, or of another size.
-    """
-    try:
-        content = np.fromfile(path, np.uint8)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    if not content.size:
-        raise DataError(f"{path}: the file is empty")
-    if _is_cut_short(content.tobytes()):
-        raise DataError(f"{path}: the JPEG data end early (incomplete file)")
-    image_HW3 = _decode(path, content, cv2.IMREAD_COLOR)
-    if size is not None and image_HW3.shape[:2] != size:
-        image_HW3 = _decode(path, content, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-    if size is not None and image_HW3.shape[:2] != size:
-        height, width = image_HW3.shape[:2]
-        raise DataError(
-            f"{path}: the image is {width}x{height} but its annotation says {size[1]}x{size[0]}"
-        )
-    return cv2.cvtColor(image_HW3, cv2.COLOR_BGR2RGB)
-
-
-def _decode(path: str | Path, content: np.ndarray, flags: int) -> np.ndarray:
-    try:
-        image_HW3 = cv2.imdecode(content, flags)
-    except cv2.error as error:
-        raise DataError(f"{path}: OpenCV cannot decode it: {error.err}") from error
-    if image_HW3 is None:
-        raise DataError(f"{path}: not an image, or damaged")
-    return image_HW3
-
-
-def _is_cut_short(content: bytes) -> bool:
-    """Whether a JPEG lacks its end; OpenCV would silently paint the missing part grey.
-
-    Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
-    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
-    """
-    if not content.startswith(b"\xff\xd8"):
-        return False
-    position = 2
-    while content[position : position + 1] == b"\xff" and content[position + 1 :][:1] != b"\xda":
-        if content[position + 1] in (0xFF, 0x01, *range(0xD0, 0xD9)):  # no length follows
-            position += 1 if content[position + 1] == 0xFF else 2
-        else:
-            position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
-    return content.find(b"\xff\xd9", position) < 0
+    @property
+    def scale(self) -> tuple[float, float]:
+        """(y, x): pixels of the input for one of the original."""
+        x1, y1, x2, y2 = self.source
+        left, top, right, bottom = self.target
+        return (bottom - top) / (y2 - y1), (right - left) / (x2 - x1)
 
 
 def whole(width: int, height: int, size: tuple[int, int]) -> Placement:
     """The whole image stretched to the input `size` (height, width), as PP-YOLOE evaluates."""
     return Placement((0, 0, width, height), (0, 0, size[1], size[0]), *size)
+
+
+def letterbox(width: int, height: int, size: tuple[int, int]) -> Placement:
+    """The whole image in the middle of the input `size` (height, width), its shape kept.
+
+    scale = min(input height / height, input width / width)
+    side  = floor(side of the image * scale + 1/2), 1 at least
+    start = (side of the input - side) // 2
+    """
+    scale = min(size[0] / height, size[1] / width)
+    tall = max(1, min(size[0], math.floor(height * scale + 0.5)))
+    wide = max(1, min(size[1], math.floor(width * scale + 0.5)))
+    top, left = (size[0] - tall) // 2, (size[1] - wide) // 2
+    target = (left, top, left + wide, top + tall)
+    return Placement((0, 0, width, height), target, *size, fill=GREY)
+
+
+def fitted(width: int, height: int, size: tuple[int, int], resize: Resize) -> Placement:
+    """The whole image in the input `size` (height, width), as evaluation sees it."""
+    return (letterbox if resize == "letterbox" else whole)(width, height, size)
 
 
 def random_placement(
@@ -150,16 +88,30 @@ def random_placement(
     size: tuple[int, int],
     config: AugmentConfig,
     rng: np.random.Generator,
+    resize: Resize = "stretch",
 ) -> Placement:
     """Expand, crop and mirror: where a training image goes in the input `size` (height, width)."""
-    window = np.array([0.0, 0.0, width, height])
+    window = everything = np.array([0.0, 0.0, width, height])
     if rng.random() < config.expand:
         window = expanded(window, config.expand_most, rng)
     if rng.random() < config.crop and len(boxes_M4):
         window = cropped(window, boxes_M4, config.crop_least, rng)
-    placement = place(window, width, height, size)
+    if resize == "stretch":
+        placement = place(window, width, height, size)
+    elif np.array_equal(window, everything):
+        placement = letterbox(width, height, size)  # in the very pixels of evaluation
+    else:
+        placement = place(grown(window, size), width, height, size)._replace(fill=GREY)
     mirror_x, mirror_y = rng.random() < config.flip, rng.random() < config.flip_vertical
     return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+
+
+def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The smallest window (x1, y1, x2, y2) around the given one that is shaped like the input."""
+    sides = window[2:] - window[:2]
+    shape = np.array([size[1], size[0]], np.float64)
+    room = shape * (sides / shape).max() - sides
+    return np.concatenate([window[:2] - room / 2, window[2:] + room / 2])
 
 
 def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.ndarray:
@@ -252,7 +204,7 @@ def render(
 
     Args:
         interpolation: one of OpenCV's.
-        colours_34: what `random_colours` gave; applied to the image, not to FILL beside it.
+        colours_34: what `random_colours` gave; applied to the image, not to what lies beside it.
     """
     x1, y1, x2, y2 = placement.source
     left, top, right, bottom = placement.target
@@ -263,7 +215,9 @@ def render(
         part = cv2.transform(part, colours_34)
     if part.shape[:2] != (placement.height, placement.width):
         below, beside = placement.height - bottom, placement.width - right
-        part = cv2.copyMakeBorder(part, top, below, left, beside, cv2.BORDER_CONSTANT, value=FILL)
+        part = cv2.copyMakeBorder(
+            part, top, below, left, beside, cv2.BORDER_CONSTANT, value=placement.fill
+        )
     if placement.mirror_x or placement.mirror_y:
         both = placement.mirror_x and placement.mirror_y
         part = cv2.flip(part, -1 if both else int(placement.mirror_x))
@@ -297,7 +251,32 @@ def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None
     return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
 
 
-def resize_for_evaluation(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The whole image stretched to (height, width), cubic: what evaluation and inference see."""
+def random_hsv(gains: tuple[float, float, float], rng: np.random.Generator) -> np.ndarray:
+    """uint8 [256, 1, 3]: what each hue (0..179), saturation and value becomes.
+
+    Hue turns by up to `gains[0]` of the circle either way; saturation and value are multiplied by
+    1 +- their gains at most, all uniform.
+    """
+    turn, saturation, value = rng.uniform(-1, 1, 3) * gains
+    level_L = np.arange(256)
+    hue_L = np.rint(level_L + 180 * turn) % 180
+    table_L3 = np.stack([hue_L, level_L * (1 + saturation), level_L * (1 + value)], 1)
+    return np.rint(table_L3).clip(0, 255).astype(np.uint8)[:, None]
+
+
+def recolour_hsv(image_HW3: np.ndarray, table_L13: np.ndarray) -> np.ndarray:
+    """The RGB image with what `random_hsv` gave applied to it."""
+    hsv_HW3 = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2HSV)
+    return cv2.cvtColor(cv2.LUT(hsv_HW3, table_L13), cv2.COLOR_HSV2RGB)
+
+
+def resize_for_evaluation(
+    image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch"
+) -> np.ndarray:
+    """What evaluation and inference see: the whole image in the input `size` (height, width).
+
+    Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
+    """
     height, width = image_HW3.shape[:2]
-    return render(image_HW3, whole(width, height, size), cv2.INTER_CUBIC)
+    interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
+    return render(image_HW3, fitted(width, height, size, resize), interpolation)

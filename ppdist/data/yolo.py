@@ -6,11 +6,10 @@ from pathlib import Path
 from PIL import ExifTags, Image
 
 from ppdist.data.annotations import Box, BoxPolicy, inside_folder, read_text, record
+from ppdist.data.images import is_image_name
 from ppdist.data.names import class_names, read_list
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.errors import DataError
-
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 
 
 def read_yolo(
@@ -35,7 +34,7 @@ def read_yolo(
             f"them, one a line, to {root / 'classes.txt'}"
         )
     if annotations.is_dir():
-        paths = sorted(path for path in images.rglob("*") if path.suffix.lower() in _SUFFIXES)
+        paths = sorted(path for path in images.rglob("*") if is_image_name(path.name))
         labels = [annotations / path.relative_to(images).with_suffix(".txt") for path in paths]
     else:
         paths = [inside_folder(root, name, str(annotations)) for name in read_list(annotations)]

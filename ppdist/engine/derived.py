@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ppdist.errors import ConfigError
-from ppdist.optim.ema import EMAConfig, scaled_decay
+from ppdist.optim.ema import Decay, EMAConfig
 from ppdist.optim.optimizer import OptimizerConfig
 from ppdist.optim.schedule import Schedule, ScheduleConfig, scaled_lr, warmup_images
 
@@ -21,7 +21,7 @@ class Derived:
     schedule_steps: int
     total_steps: int
     reference_batch: int
-    ema_decay: float
+    ema_decay: Decay
     schedule: Schedule
     optimizer: OptimizerConfig
 
@@ -36,7 +36,7 @@ class Derived:
         lr, rule = self.optimizer.lr, self.optimizer.lr_scaling
         warm = self.schedule.warmup_steps
         ratio = f"(batch {self.total_batch} / reference {self.reference_batch} = {kappa:g})"
-        decay = self.schedule.config
+        decay, ramp = self.schedule.config, self.ema_decay.ramp_steps
         return [
             ("ranks", f"{self.world}", "processes that fleetrun started"),
             (
@@ -50,10 +50,15 @@ class Derived:
                 "warm-up",
                 f"{warm} steps",
                 f"{decay.warmup_epochs:g} epochs at the reference batch, compensation "
-                f"{decay.warmup_compensation}: {warm * self.total_batch} images "
-                f"({warm / self.steps_per_epoch:.2f} epochs)",
+                f"{decay.warmup_compensation}{self._warmup_bounds()}: {warm * self.total_batch} "
+                f"images ({warm / self.steps_per_epoch:.2f} epochs)",
             ),
-            ("EMA decay", f"{self.ema_decay:.6g}", f"decay ** {kappa:g} {ratio}"),
+            (
+                "EMA decay",
+                f"{self.ema_decay.limit:.6g}",
+                f"decay ** {kappa:g} {ratio}, ramp "
+                + (f"of {ramp / kappa:g} steps" if ramp else "(1 + t) / (10 + t)"),
+            ),
             (
                 "steps per epoch",
                 f"{self.steps_per_epoch}",
@@ -66,6 +71,13 @@ class Derived:
                 f"over {self.schedule_steps} steps",
             ),
         ]
+
+    def _warmup_bounds(self) -> str:
+        """Which bound of the warm-up decided, in words."""
+        warm, least = self.schedule.warmup_steps, self.schedule.config.warmup_least_steps
+        if warm == self.schedule_steps // 2:
+            return ", at most half the run"
+        return f", at least {least} steps" if warm == least > 0 else ""
 
 
 def derive(
@@ -94,8 +106,10 @@ def derive(
         schedule.warmup_epochs, dataset_size, total_batch, reference, schedule.warmup_compensation
     )
     # Counted in steps of this run's epochs, whose last step may be smaller than the others.
-    warmup_steps = round(warm / dataset_size * steps_per_epoch)
-    peak = scaled_lr(optimizer.lr, total_batch, reference, optimizer.lr_scaling)
+    warmup_steps = max(round(warm / dataset_size * steps_per_epoch), schedule.warmup_least_steps)
+    rule = optimizer.lr_scaling
+    peak = scaled_lr(optimizer.lr, total_batch, reference, rule)
+    bias_start = scaled_lr(schedule.warmup_bias_lr or 0.0, total_batch, reference, rule)
     return Derived(
         world=world,
         batch_size_per_card=batch_size_per_card,
@@ -105,10 +119,12 @@ def derive(
         schedule_steps=schedule_steps,
         total_steps=min(schedule_steps, max_steps or schedule_steps),
         reference_batch=reference,
-        ema_decay=scaled_decay(ema.decay, total_batch, reference),
+        ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
         schedule=Schedule(
             config=schedule,
             peak_lr=peak,
+            momentum=optimizer.momentum,
+            bias_start_lr=bias_start,
             warmup_steps=min(warmup_steps, schedule_steps // 2),
             total_steps=schedule_steps,
             steps_per_epoch=steps_per_epoch,

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import paddle
@@ -14,7 +16,7 @@ from ppdist.config import Section
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_boxes, side_by_side
 from ppdist.log import duration
-from ppdist.metrics.coco import evaluate_boxes
+from ppdist.metrics.coco import METRICS, evaluate_boxes, write_detections
 from ppdist.models.detector import Detector
 from ppdist.postprocess import NMSConfig, multiclass_nms
 
@@ -31,6 +33,11 @@ class EvaluateConfig(Section):
         ge=1,
         description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
     )
+    metric: Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None = Field(
+        default=None,
+        description="What makes a checkpoint the best. null: mAP, of classifiers top1; fitness: "
+        "0.1 mAP50 + 0.9 mAP, as YOLOv5 chooses.",
+    )
     batch_size_per_card: int = Field(
         default=8,
         ge=1,
@@ -46,9 +53,13 @@ class Evaluator:
     `distributed.timeout_seconds` allows.
 
     Attributes:
+        headline: names of metrics for the log; the first says by default what is best.
+        metrics: names of what `measure` gives.
         pictures: after an evaluation, the first images of this rank's share with true and
             predicted boxes, for `RunLog.images`.
     """
+
+    headline = ("mAP", "mAP50", "fitness")
 
     def __init__(
         self,
@@ -66,6 +77,7 @@ class Evaluator:
             nms: bounds the time of an untrained model too: `candidates` and `keep` boxes at most.
             max_pictures: how many images to draw.
         """
+        self.metrics = (*METRICS, *(f"AP/{name}" for name in dataset.class_names), "fitness")
         self.pictures: list[np.ndarray] = []
         self._dataset = dataset
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
@@ -81,18 +93,29 @@ class Evaluator:
 
         Args:
             model: the detector itself, not its data-parallel wrapper.
-        Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `eval_seconds` (rank 0's wall time).
+        Returns: what `measure` does; and `eval_seconds` (rank 0's wall time).
         """
         began = time.monotonic()
-        detections_R7 = self.detect(model)
+        found_R7 = self.predict(model)
 
         def measure() -> dict[str, float]:
-            metrics = evaluate_boxes(self._dataset, detections_R7)
-            return {**metrics, "eval_seconds": time.monotonic() - began}
+            return {**self.measure(found_R7), "eval_seconds": time.monotonic() - began}
 
         return dist.on_main(measure)
 
-    def detect(self, model: Detector) -> np.ndarray:
+    def measure(self, found_R7: np.ndarray) -> dict[str, float]:
+        """Metrics of what `predict` found, on this rank alone.
+
+        Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `fitness` = 0.1 mAP50 + 0.9 mAP.
+        """
+        metrics = evaluate_boxes(self._dataset, found_R7)
+        return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
+
+    def save(self, path: Path, found_R7: np.ndarray) -> None:
+        """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""
+        write_detections(path, self._dataset, found_R7)
+
+    def predict(self, model: Detector) -> np.ndarray:
         """Detections of the whole set; every rank calls it and every rank gets all rows.
 
         Returns: float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
@@ -100,7 +123,7 @@ class Evaluator:
         Raises: RuntimeError: an image was seen twice or not at all.
         """
         rows_R7, seen_S = self._detect_share(model)
-        self._check_each_once(dist.all_gather_rows(seen_S[:, None])[:, 0])
+        check_each_once(self._dataset, dist.all_gather_rows(seen_S[:, None])[:, 0])
         gathered_R7 = dist.all_gather_rows(rows_R7)
         return gathered_R7[np.argsort(gathered_R7[:, 0], kind="stable")]
 
@@ -109,8 +132,7 @@ class Evaluator:
         rows = [np.zeros((0, 7), np.float32)]
         seen = [np.zeros(0, np.int64)]
         self.pictures = []
-        share = len(self._dataset.records) / dist.world_size()
-        began = reported = time.monotonic()
+        progress = ShareProgress(len(self._dataset.records))
         with in_eval_mode(model):
             for batch in self._loader:
                 rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
@@ -120,12 +142,7 @@ class Evaluator:
                 wanted = self._max_pictures - len(self.pictures)
                 names = self._dataset.class_names
                 self.pictures += draw_batch(batch, rows_R6, count_B, names, wanted)
-                now = time.monotonic()
-                if now - reported > _REPORT_SECONDS:
-                    reported = now
-                    done = sum(map(len, seen))
-                    left = (now - began) / max(1, done) * max(0.0, share - done)
-                    _LOGGER.info(f"evaluated {done}/{share:.0f} images, ETA {duration(left)}")
+                progress.add(len(seen[-1]))
         return np.concatenate(rows), np.concatenate(seen)
 
     def _in_original_pixels(
@@ -135,20 +152,42 @@ class Evaluator:
         position_R = np.repeat(np.arange(len(count_B)), count_B)
         index_R = batch.image_index_B.numpy()[position_R]
         scale_yx_R2 = batch.scale_B2.numpy()[position_R]
-        boxes_R4 = rows_R6[:, 2:] / scale_yx_R2[:, [1, 0, 1, 0]]
+        offset_yx_R2 = batch.offset_B2.numpy()[position_R]
+        axes = [1, 0, 1, 0]
+        boxes_R4 = (rows_R6[:, 2:] - offset_yx_R2[:, axes]) / scale_yx_R2[:, axes]
         boxes_R4 = np.clip(boxes_R4, 0, np.tile(self._sizes_wh_N2[index_R], 2))
         rows_R7 = np.concatenate([index_R[:, None], rows_R6[:, :2], boxes_R4], axis=1)
         return rows_R7[index_R >= 0].astype(np.float32)  # positions below 2**24 stay exact
 
-    def _check_each_once(self, seen_N: np.ndarray) -> None:
-        counts_N = np.bincount(seen_N, minlength=len(self._dataset.records))
-        wrong = np.flatnonzero(counts_N != 1)
-        if wrong.size:
-            first = self._dataset.records[wrong[0]].path
-            raise RuntimeError(
-                f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
-                f"not, first {first} ({counts_N[wrong[0]]} times)"
-            )
+
+class ShareProgress:
+    """Says now and then how much of its share of the images a rank has evaluated."""
+
+    def __init__(self, images: int) -> None:
+        """Args: images: of the whole set, over all ranks."""
+        self._share = images / dist.world_size()
+        self._done = 0
+        self._began = self._reported = time.monotonic()
+
+    def add(self, images: int) -> None:
+        self._done += images
+        now = time.monotonic()
+        if now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            left = (now - self._began) / max(1, self._done) * max(0.0, self._share - self._done)
+            _LOGGER.info(f"evaluated {self._done}/{self._share:.0f} images, ETA {duration(left)}")
+
+
+def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
+    """Raises: RuntimeError: the positions seen by all ranks are not each image exactly once."""
+    counts_N = np.bincount(seen_N, minlength=len(dataset.records))
+    wrong = np.flatnonzero(counts_N != 1)
+    if wrong.size:
+        first = dataset.records[wrong[0]].path
+        raise RuntimeError(
+            f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
+            f"not, first {first} ({counts_N[wrong[0]]} times)"
+        )
 
 
 def detect(

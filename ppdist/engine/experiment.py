@@ -1,21 +1,17 @@
 """The config tree and the build: the one place where data, models, losses and optim meet."""
 
-import json
-import os
-import platform
-import subprocess
-import sys
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import paddle
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ppdist import __version__, dist
+from ppdist import dist, models
 from ppdist.checkpoint import (
     Checkpoint,
     CheckpointConfig,
@@ -24,30 +20,44 @@ from ppdist.checkpoint import (
     set_aside,
 )
 from ppdist.config import Section, dump_yaml
+from ppdist.config_yaml import Node, merge
 from ppdist.data.check import check_same_classes
 from ppdist.data.dataset import DataConfig, read_split
 from ppdist.data.loader import EvalLoader, TrainLoader
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.data.sampler import TrainSampler
+from ppdist.engine.anchors import better_anchors
+from ppdist.engine.classification import ClassificationEvaluator
+from ppdist.engine.compatible import misfits
 from ppdist.engine.derived import Derived, derive
+from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
 from ppdist.engine.step import TrainStep
 from ppdist.engine.trainer import TrainConfig, Trainer
 from ppdist.errors import CheckpointError, ConfigError
 from ppdist.log import LogConfig, RunLog
+from ppdist.losses import Loss
+from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
 from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
+from ppdist.models import ModelConfig
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
-from ppdist.models.detector import Detector
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
-from ppdist.models.pretrained import load_weights
+from ppdist.models.detector import ImageModel
+from ppdist.models.pretrained import LoadReport, load_weights
 from ppdist.models.sync_bn import synchronize_batch_norm
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
 from ppdist.optim.ema import EMA
 from ppdist.optim.optimizer import OptimizerConfig, build_optimizer
 from ppdist.optim.schedule import ScheduleConfig
 from ppdist.postprocess import NMSConfig
 
-# Every detector there is: `model.name` -> what computes outputs, what scores them.
-DETECTORS = {"ppyoloe": (PPYOLOE, PPYOLOELoss)}
+# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
+LOSSES: dict[str, type[Loss]] = {
+    "ppyoloe": PPYOLOELoss,
+    "yolov5": YOLOv5Loss,
+    "yolov5_cls": ClassificationLoss,
+}
+LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
 
 
 class ExperimentConfig(Section):
@@ -63,8 +73,12 @@ class ExperimentConfig(Section):
         default="auto", description="auto: a GPU when the installed Paddle can use one."
     )
     data: DataConfig
-    model: PPYOLOEConfig
-    loss: PPYOLOELossConfig = Field(default=PPYOLOELossConfig(), description="Training loss.")
+    model: Annotated[ModelConfig, Field(discriminator="name")] = Field(
+        description="The model; its `name` says which of the tables below holds."
+    )
+    loss: Annotated[LossConfig, Field(discriminator="name")] = Field(
+        default=PPYOLOELossConfig(), description="Training loss, that of the model."
+    )
     train: TrainConfig = Field(default=TrainConfig(), description="Length, batch, numerics.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate.")
@@ -76,6 +90,23 @@ class ExperimentConfig(Section):
     nms: NMSConfig = Field(default=NMSConfig(), description="Non-maximum suppression.")
     log: LogConfig = Field(default=LogConfig(), description="Progress, curves, images.")
 
+    @classmethod
+    def completed(cls, tree: Node) -> Node:
+        """`loss.name` need not be written: it is the model's."""
+        model = tree.child("model")
+        name = model.child("name") if model is not None else None
+        if name is None or name.value not in LOSSES:
+            return tree
+        implied = Node({"name": name}, name.place, name.key_place)
+        return merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "ExperimentConfig":
+        problems = "; ".join(misfits(self))
+        if problems:
+            raise ValueError(problems)
+        return self
+
 
 @dataclass
 class Experiment:
@@ -86,15 +117,25 @@ class Experiment:
     output_dir: Path
 
 
-def build_model(config: ExperimentConfig) -> Detector:
-    """The detector with fresh weights, the same on every rank (drawn from the seed)."""
+def build_model(config: ExperimentConfig) -> ImageModel:
+    """The model with fresh weights, the same on every rank (drawn from the seed).
+
+    Raises: ConfigError: the model cannot take images of the configured sizes.
+    """
     paddle.seed(config.seed)
-    return DETECTORS[config.model.name][0](config.model)
+    model = models.build_model(config.model)
+    step = model.size_multiple
+    sizes = [("model.image_size", config.model.image_size)]
+    sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
+    for key, (height, width) in sizes:
+        if height % step or width % step or min(height, width) < step:
+            raise ConfigError(f"{key}: [{height}, {width}]: expected multiples of {step} pixels")
+    return model
 
 
 def build_evaluator(
     config: ExperimentConfig, dataset: DetectionSet, max_pictures: int = 0
-) -> Evaluator:
+) -> Evaluator | ClassificationEvaluator:
     """Evaluation of this rank's share of a split; every rank builds one."""
     loader = EvalLoader(
         dataset,
@@ -104,6 +145,8 @@ def build_evaluator(
         rank=dist.rank(),
         world=dist.world_size(),
     )
+    if config.data.classifies:
+        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures)
     return Evaluator(dataset, loader, config.nms, max_pictures=max_pictures)
 
 
@@ -124,17 +167,14 @@ def build_training(
         command: what the user typed, for environment.json.
     Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
     """
-    _check_numerics(config)
+    _check_precision(config)
     checkpoint, passed_over = dist.together(lambda: _find_checkpoint(resume))
     train_set, val_set = dist.together(lambda: _read_sets(config, evaluate))
     model, evaluated_model = build_model(config), build_model(config)
-    loaded = None
-    if config.model.pretrained and checkpoint is None:
-        weights = Path(config.model.pretrained)
-        loaded = dist.together(lambda: load_weights(model, weights))
+    loaded = None if checkpoint else _load_pretrained(config, model)
     derived = derive_run(config, len(train_set.records))
     config_yaml = dump_yaml(config)
-    dist.on_main(lambda: _describe_run(output_dir, config_yaml, command))
+    dist.on_main(lambda: describe_run(output_dir, config_yaml, command))
     start = None if checkpoint is None else checkpoint.state["step"]
     total, per_epoch = derived.total_steps, derived.steps_per_epoch
     log = RunLog(output_dir, dist.is_main(), total, per_epoch, config.log, start)
@@ -144,7 +184,11 @@ def build_training(
             log.warning(f"passed over: {reason}")
         if loaded:
             log.info(f"{loaded}")
-        _speed_up_cpu(config, [model, evaluated_model], log)
+        if checkpoint is None:
+            _settle_anchors(config, model, train_set, log)
+        slow = speed_up_cpu(config, [model, evaluated_model])
+        if slow:
+            log.warning(slow)
         trainer = Trainer(
             train_step=build_train_step(config, derived, model),
             batches=lambda step: _batches(config, train_set, derived, step),
@@ -157,6 +201,7 @@ def build_training(
             checkpoint=config.checkpoint,
             evaluate=config.evaluate,
             log_every=config.log.every_steps,
+            seed=config.seed,
         )
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -165,6 +210,17 @@ def build_training(
         log.table("derived", derived.rows())
         undo.pop_all()
     return Experiment(trainer=trainer, log=log, output_dir=output_dir)
+
+
+def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
+    """Starts from `model.pretrained`, if there is one; every rank calls it."""
+    if not config.model.pretrained:
+        return None
+    weights = Path(config.model.pretrained)
+    report = dist.together(lambda: load_weights(model, weights))
+    if isinstance(config.model, YOLOv5Config) and config.model.anchors:
+        model.set_anchors(np.array(config.model.anchors))  # the file has anchors of its own
+    return report
 
 
 def _set_aside(output_dir: Path, start: int, log: RunLog) -> None:
@@ -185,7 +241,7 @@ def _read_sets(
     return train_set, val_set
 
 
-def build_train_step(config: ExperimentConfig, derived: Derived, model: Detector) -> TrainStep:
+def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageModel) -> TrainStep:
     """Model, loss, optimizer and average as one optimizer step; every rank builds one."""
     train = config.train
     if train.sync_bn:
@@ -193,10 +249,8 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: Detector
     low_precision = train.amp.enabled and train.amp.level == "O2"
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
-    loss = DETECTORS[config.model.name][1](
-        config.loss,
-        num_classes=config.model.num_classes,
-        static_steps=round(config.loss.static_assigner_epochs * derived.steps_per_epoch),
+    loss = LOSSES[config.model.name].build(
+        config.loss, model, derived.steps_per_epoch, derived.reference_batch
     )
     optimizer = build_optimizer(
         model, config.optimizer, derived.schedule.peak_lr, master_weights=low_precision
@@ -241,10 +295,11 @@ def _batches(
         end_step=derived.total_steps,
         sizes=config.train.multi_scale or (config.model.image_size,),
     )
-    return iter(TrainLoader(dataset, config.data, sampler, seed=config.seed))
+    epochs = math.ceil(derived.schedule_steps / derived.steps_per_epoch)
+    return iter(TrainLoader(dataset, config.data, sampler, seed=config.seed, epochs=epochs))
 
 
-def _check_numerics(config: ExperimentConfig) -> None:
+def _check_precision(config: ExperimentConfig) -> None:
     if config.train.amp.enabled and not dist.on_gpu():
         raise ConfigError(
             "train.amp.enabled: true, but this run is on CPU, where Paddle has no float16 or "
@@ -259,28 +314,48 @@ def _check_numerics(config: ExperimentConfig) -> None:
             f"train.amp.dtype: {config.train.amp.dtype} is not supported by this card, and Paddle "
             f"would silently compute in float32; take the other, or set train.amp.enabled: false"
         )
-    sizes = [("model.image_size", config.model.image_size)]
-    sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
-    for key, (height, width) in sizes:
-        if height % 32 or width % 32 or min(height, width) < 32:
-            raise ConfigError(f"{key}: [{height}, {width}]: expected multiples of 32 pixels")
 
 
-def _speed_up_cpu(config: ExperimentConfig, models: list[Detector], log: RunLog) -> None:
-    """Switches CPU convolutions to oneDNN when they prove equal to eager here, on every rank."""
-    if dist.on_gpu() or config.train.cpu_convolutions == "plain":
+def _settle_anchors(
+    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
+) -> None:
+    """Gives a YOLOv5 other anchors where its own do not reach the boxes; every rank calls it."""
+    if not isinstance(config.loss, YOLOv5LossConfig):
         return
-    reason = self_check(models[0])
+    assert isinstance(config.model, YOLOv5Config) and isinstance(model, YOLOv5)
+    if config.model.anchors or not config.model.auto_anchor:
+        return
+    better_LA2 = better_anchors(
+        model.anchors_LA2,
+        train_set,
+        log,
+        image_size=config.model.image_size,
+        resize=config.data.resize,
+        threshold=config.loss.anchor_threshold,
+        seed=config.seed,
+    )
+    if better_LA2 is not None:
+        model.set_anchors(better_LA2)
+
+
+def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
+    """Switches CPU convolutions to oneDNN when they prove equal to eager here, on every rank.
+
+    Returns: a warning when they do not; else nothing.
+    """
+    if dist.on_gpu() or config.train.cpu_convolutions == "plain":
+        return ""
+    reason = self_check(models[0], 2 * models[0].size_multiple)
     dist.barrier()  # a slow machine may need longer for it than a collective waits
     failures = dist.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))
     if failures.item() > 0:
-        log.warning(
+        return (
             f"oneDNN convolutions did not pass their self-check ({reason or 'on another rank'}); "
-            f"training with Paddle's plain ones, which are slower"
+            f"computing with Paddle's plain ones, which are slower"
         )
-        return
     for model in models:
         use_onednn_convolutions(model)
+    return ""
 
 
 def _find_checkpoint(resume: Path | None) -> tuple[Checkpoint | None, list[str]]:
@@ -297,46 +372,3 @@ def _find_checkpoint(resume: Path | None) -> tuple[Checkpoint | None, list[str]]
             f"give --resume a checkpoint directory, or leave it out to start anew"
         )
     return checkpoint, reasons
-
-
-def _describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None:
-    """Writes config.yml and environment.json; rank 0 only.
-
-    Raises: ConfigError: nothing can be written there.
-    """
-    cards = paddle.device.cuda.device_count() if dist.on_gpu() else 0
-    environment = {
-        "command": command,
-        "ppdist": __version__,
-        "paddle": paddle.__version__,
-        "cuda": paddle.version.cuda(),
-        "numpy": np.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "ranks": dist.world_size(),
-        "cards_on_this_host": cards,
-        "git_commit": _git_commit(),
-    }
-    text = json.dumps(environment, indent=1)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "config.yml").write_text(config_yaml, encoding="utf-8")
-        (output_dir / "environment.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output_dir: cannot write to {output_dir}: {error}") from error
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout this package runs from; None outside git."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

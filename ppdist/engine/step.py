@@ -14,9 +14,11 @@ from pydantic import Field
 from ppdist import dist
 from ppdist.config import Section
 from ppdist.data.sample import Batch
-from ppdist.losses import LossOutput
-from ppdist.models.detector import Detector
+from ppdist.losses import Loss, LossOutput
+from ppdist.models.detector import ImageModel
 from ppdist.optim.ema import EMA
+from ppdist.optim.optimizer import biases, set_rates
+from ppdist.optim.schedule import Rates
 
 
 class AmpConfig(Section):
@@ -69,15 +71,16 @@ class TrainStep:
         g = sum over ranks and micro-batches of grad(total) / max(1, sum of normalizers)
 
     which is the gradient of one rank with one large batch, however the images were dealt out.
-    Every rank calls the step with the same number of micro-batches and reaches one gradient
-    all-reduce (inside the last backward) and one small all-reduce.
+    A loss that knows its divisors from the targets alone gets them summed beforehand instead.
+    Every rank calls the step with the same number of micro-batches and reaches the same
+    collectives: one gradient all-reduce (inside the last backward) and one or two small ones.
     """
 
     def __init__(
         self,
         *,
-        model: Detector,
-        loss: nn.Layer,
+        model: ImageModel,
+        loss: Loss,
         optimizer: paddle.optimizer.Optimizer,
         ema: EMA | None,
         amp: AmpConfig,
@@ -102,22 +105,32 @@ class TrainStep:
         self.scaler = paddle.amp.GradScaler(
             enable=amp.enabled and amp.dtype == "float16", init_loss_scaling=1024.0
         )
+        self._biases = biases(model)
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         self._statistics = _running_statistics(model) if average_statistics else []
 
     def __call__(
-        self, batches: Iterator[Batch], count: int, step: int, lr: float, stop: bool, clock: Clock
+        self,
+        batches: Iterator[Batch],
+        count: int,
+        step: int,
+        rates: Rates,
+        stop: bool,
+        clock: Clock,
     ) -> StepResult:
-        """Takes `count` micro-batches from `batches` and makes one optimizer step of rate `lr`."""
+        """Takes `count` micro-batches from `batches` and makes one optimizer step."""
         self.optimizer.clear_grad()
+        self.loss.prepare(self.model, step)
         images = 0
         sums: dict[str, paddle.Tensor] = {}
-        for micro in range(count):
-            batch = next(batches)
-            clock.lap("data")
+        micro_batches = [next(batches) for _ in range(count)]
+        clock.lap("data")
+        totals = self._totals(micro_batches)
+        clock.lap("communication")
+        for micro, batch in enumerate(micro_batches):
             last = micro == count - 1
             with nullcontext() if last else dist.local_gradients(self.wrapped):
-                output = self._forward_backward(batch, step, clock)
+                output = self._forward_backward(batch, step, totals, clock)
             images += batch.images_B3HW.shape[0] if batch.real else 0
             terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
             for name, value in terms.items():
@@ -128,7 +141,7 @@ class TrainStep:
         clock.lap("communication")
         total_images, stops, broken, normalizer, *values = (float(value) for value in tally)
         divisor = max(1.0, normalizer)
-        norm, applied = self._update(lr, divisor, broken == 0)
+        norm, applied = self._update(rates, divisor, broken == 0)
         clock.lap("optimizer")
         names = [name for name in sums if name != "normalizer"]
         return StepResult(
@@ -139,16 +152,34 @@ class TrainStep:
             stop_requested=stops > 0,
         )
 
-    def _forward_backward(self, batch: Batch, step: int, clock: Clock) -> LossOutput:
+    @paddle.no_grad()
+    def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
+        """What the loss counts in the targets of all micro-batches and ranks; every rank calls it.
+
+        One kind of loss counts always, another never, so the collective is reached by all or none.
+        """
+        counts = []
+        for batch in micro_batches:
+            size = batch.images_B3HW.shape[2], batch.images_B3HW.shape[3]
+            count = self.loss.counts(batch.boxes_BM4, batch.labels_BM, batch.mask_BM, size)
+            if count is None:
+                return None
+            counts.append(count * float(batch.real))
+        return dist.all_reduce_sum(paddle.add_n(counts))
+
+    def _forward_backward(
+        self, batch: Batch, step: int, totals: paddle.Tensor | None, clock: Clock
+    ) -> LossOutput:
         # A blank image must not enter running statistics.  Synchronised ones are the exception:
-        # their collectives need every rank, so there it counts as one more image.
-        self.model.train() if batch.real or not self._statistics else self.model.eval()
+        # while any rank has images their collectives need all, so there it counts as one more.
+        needed = batch.real_somewhere and not self._statistics
+        self.model.train() if batch.real or needed else self.model.eval()
         with paddle.amp.auto_cast(
             enable=self.amp.enabled, dtype=self.amp.dtype, level=self.amp.level
         ):
             outputs = self.wrapped(self.model.normalize(batch.images_B3HW))
         clock.lap("forward")
-        output = self.loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step)
+        output = self.loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, totals)
         if not batch.real:  # a rank past the end of an epoch: same graph, same collectives, no say
             output = LossOutput(
                 total=output.total * 0.0,
@@ -161,7 +192,7 @@ class TrainStep:
         return output
 
     @paddle.no_grad()
-    def _update(self, lr: float, divisor: float, finite: bool) -> tuple[float, bool]:
+    def _update(self, rates: Rates, divisor: float, finite: bool) -> tuple[float, bool]:
         """Divides, checks, clips and applies the gradients; the same decision on every rank,
         because all ranks hold the same averaged gradients and the same tally."""
         _make_float32(self._parameters)
@@ -176,7 +207,7 @@ class TrainStep:
                 factor *= self.clip_norm / norm
             for gradient in gradients:
                 gradient.scale_(factor)
-            self.optimizer.set_lr(lr)
+            set_rates(self.optimizer, self._biases, rates)
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if not applied:

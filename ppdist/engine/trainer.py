@@ -16,12 +16,13 @@ from ppdist import dist
 from ppdist.checkpoint import Checkpoint, CheckpointConfig, point, prune, save_checkpoint
 from ppdist.config import Section
 from ppdist.data.sample import Batch
+from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
 from ppdist.engine.step import AmpConfig, Clock, StepResult, TrainStep
 from ppdist.errors import CheckpointError
 from ppdist.log import RunLog
-from ppdist.models.detector import Detector
+from ppdist.models.detector import ImageModel
 from ppdist.optim.ema import EMAConfig
 from ppdist.optim.optimizer import load_optimizer_arrays, optimizer_arrays
 
@@ -44,8 +45,8 @@ class TrainConfig(Section):
     )
     multi_scale: tuple[tuple[int, int], ...] = Field(
         default=(),
-        description="Training sizes [[H, W], ...] in pixels, multiples of 32; one is drawn per "
-        "step for all ranks. Empty: model.image_size.",
+        description="Training sizes [[H, W], ...] in pixels, multiples of the largest stride; one "
+        "is drawn per step for all ranks. Empty: model.image_size.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
     sync_bn: bool = Field(
@@ -83,20 +84,22 @@ class Trainer:
         train_step: TrainStep,
         batches: Callable[[int], Iterator[Batch]],
         derived: Derived,
-        evaluator: Evaluator | None,
-        evaluated_model: Detector,
+        evaluator: Evaluator | ClassificationEvaluator | None,
+        evaluated_model: ImageModel,
         log: RunLog,
         output_dir: Path,
         config_yaml: str,
         checkpoint: CheckpointConfig,
         evaluate: EvaluateConfig,
         log_every: int,
+        seed: int,
     ) -> None:
         """
         Args:
             batches: first step -> this rank's micro-batches from there to the end of the run.
             evaluator: None: no evaluation during training.
             evaluated_model: a second model that takes the averaged weights for evaluation.
+            seed: of what the model draws at random (dropout), together with step and rank.
         """
         self.train_step = train_step
         self.batches = batches
@@ -107,6 +110,7 @@ class Trainer:
         self.folder = output_dir / "checkpoints"
         self.config_yaml = config_yaml
         self.log_every = log_every
+        self.seed = seed
         self.progress = Progress()
         self._saved_step = -1
         per_epoch = derived.steps_per_epoch
@@ -114,6 +118,7 @@ class Trainer:
         if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
             self.save_every = max(1, round(checkpoint.every_epochs * per_epoch))
         self.evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+        self.best_metric = evaluate.metric
         self.keep = checkpoint.keep
 
     def fit(self) -> int:
@@ -184,8 +189,12 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         progress = self.progress
         clock, started = Clock(), time.perf_counter()
-        lr, micro_steps = self.derived.schedule(progress.step), self.derived.accumulate_steps
-        result = self.train_step(batches, micro_steps, progress.step, lr, progress.stop, clock)
+        # Whatever the model draws is a function of the step, so that a resumed run draws the same.
+        draws = np.random.SeedSequence([self.seed, progress.step, dist.rank()])
+        paddle.seed(int(draws.generate_state(1)[0]))
+        rates = self.derived.schedule.rates(progress.step)
+        count, stop = self.derived.accumulate_steps, progress.stop
+        result = self.train_step(batches, count, progress.step, rates, stop, clock)
         progress.window.append((result, clock.seconds, time.perf_counter() - started))
         progress.bad_steps = 0 if result.applied else progress.bad_steps + 1
         if not result.applied:
@@ -202,7 +211,7 @@ class Trainer:
         recent = progress.window[-20:]
         speed = sum(done.images for done, _, _ in recent) / sum(wall for _, _, wall in recent)
         loss = f"{result.losses['loss']:.3f}"
-        fields = {"loss": loss, "lr": f"{lr:.2e}", "img/s": f"{speed:.1f}"}
+        fields = {"loss": loss, "lr": f"{rates.lr:.2e}", "img/s": f"{speed:.1f}"}
         self.log.progress(progress.step + 1, fields)
         return result
 
@@ -229,7 +238,7 @@ class Trainer:
         }
         self.log.metrics(record)
 
-    def _evaluate(self, evaluator: Evaluator) -> None:
+    def _evaluate(self, evaluator: Evaluator | ClassificationEvaluator) -> None:
         """Evaluates the averaged weights on all ranks; a new best is saved and named."""
         progress = self.progress
         self.load_evaluated_weights()
@@ -237,12 +246,11 @@ class Trainer:
         epoch = progress.step / self.derived.steps_per_epoch
         self.log.metrics({"step": progress.step, "epoch": epoch, **metrics})
         self.log.images("validation", progress.step, evaluator.pictures)
-        self.log.info(
-            f"step {progress.step} (epoch {epoch:.1f}): mAP {metrics['mAP']:.4f}, "
-            f"mAP50 {metrics['mAP50']:.4f}"
-        )
-        if metrics["mAP"] > progress.best:
-            progress.best, progress.best_step = metrics["mAP"], progress.step
+        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in evaluator.headline)
+        self.log.info(f"step {progress.step} (epoch {epoch:.1f}): {shown}")
+        score = metrics[self.best_metric or evaluator.headline[0]]
+        if score > progress.best:
+            progress.best, progress.best_step = score, progress.step
             self._save()
 
     def load_evaluated_weights(self) -> None:

@@ -95,13 +95,15 @@ def task_aligned_slots(
     alpha: float = 1.0,
     beta: float = 6.0,
     eps: float = 1e-9,
+    reach_N1: Tensor | None = None,
 ) -> Assignment:
     """Task-aligned assignment: the predictions already best at an object learn it.
 
         alignment = score of the object's class ^ alpha * IoU ^ beta
 
     Every object names the `topk` best aligned predictions among those whose cell centre lies
-    inside it; one named by several learns the object it overlaps most, among all of the image.
+    inside it, or with `reach_N1` near its centre; one named by several learns the object it
+    overlaps most, among all of the image.
     The soft label is the alignment rescaled so that an object's best equals its best IoU.
 
     Args:
@@ -109,12 +111,14 @@ def task_aligned_slots(
         pred_BN4: predicted boxes, xyxy input pixels.
         points_N2: cell centres, pixels.
         boxes_BM4, labels_BM, mask_BM: ground truth, xyxy input pixels, zero padded; mask 1 real.
+        reach_N1: pixels; predictions whose cell centre is nearer than this to the object's.
 
     Source: Feng et al. 2021, arXiv:2108.07755, section 3.2.
     """
     count, boxes = pred_BN4.shape[1], boxes_BM4.shape[1]
     step = max(1, CHUNK // (pred_BN4.shape[0] * count))
     points_BN2 = points_N2.reshape([1, 1, count, 2])
+    reach_BN1 = None if reach_N1 is None else reach_N1.reshape([1, 1, count, 1])
     named = []
     for start in range(0, boxes, step):
         part = slice(start, start + step)
@@ -122,11 +126,13 @@ def task_aligned_slots(
         iou_BMN = pairwise_iou(box_BMx4, pred_BN4)
         score_BMN = _class_rows(scores_BCN, labels_BM[:, part])
         align_BMN = _alignment(score_BMN, iou_BMN, alpha, beta)
-        align_BMN *= _inside(points_BN2, box_BMx4.unsqueeze(2)).astype(align_BMN.dtype)
+        near_BMN = _eligible(points_BN2, box_BMx4.unsqueeze(2), reach_BN1)
+        align_BMN *= near_BMN.astype(align_BMN.dtype)
         named.append(paddle.topk(align_BMN, min(topk, count), axis=-1)[1])
     anchor_BMK = paddle.concat(named, axis=1)
-    inside_BMK = _inside(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2))
-    slots = _settle(anchor_BMK, inside_BMK & (mask_BM.unsqueeze(2) > 0), boxes_BM4, pred_BN4)
+    reach_BMK1 = None if reach_N1 is None else _rows(reach_N1, anchor_BMK)
+    near_BMK = _eligible(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2), reach_BMK1)
+    slots = _settle(anchor_BMK, near_BMK & (mask_BM.unsqueeze(2) > 0), boxes_BM4, pred_BN4)
 
     taken_BS = slots.taken_BS
     iou_BS = aligned_iou(take_boxes(boxes_BM4, slots.box_BS), take_boxes(pred_BN4, slots.anchor_BS))
@@ -263,6 +269,17 @@ def _inside(points: Tensor, boxes: Tensor) -> Tensor:
     x1, y1, x2, y2 = boxes.unbind(-1)
     inside_x = (x - x1 > INSIDE) & (x2 - x > INSIDE)
     return inside_x & (y - y1 > INSIDE) & (y2 - y > INSIDE)
+
+
+def _eligible(points: Tensor, boxes: Tensor, reach: Tensor | None) -> Tensor:
+    """Whether cells at points [..., 2] may learn boxes [..., 4]: inside them, or with a reach
+    [..., 1] nearer than that to their centres; broadcasts, bool."""
+    if reach is None:
+        return _inside(points, boxes)
+    x, y = points.unbind(-1)
+    x1, y1, x2, y2 = boxes.unbind(-1)
+    distance = (x - (x1 + x2) * 0.5).square() + (y - (y1 + y2) * 0.5).square()
+    return distance < reach.squeeze(-1).square()
 
 
 def _alignment(score: Tensor, iou: Tensor, alpha: float, beta: float) -> Tensor:

@@ -1,15 +1,15 @@
 """The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
-from paddle import Tensor, nn
+from paddle import Tensor
 from pydantic import Field
 
 from ppdist.boxes import aligned_giou
 from ppdist.config import Section
-from ppdist.losses import LossOutput
+from ppdist.losses import Loss, LossOutput
 from ppdist.losses.assign import (
     Assignment,
     atss_slots,
@@ -20,12 +20,14 @@ from ppdist.losses.assign import (
 )
 from ppdist.losses.dfl import distribution_focal_loss
 from ppdist.losses.varifocal import varifocal_loss
-from ppdist.models.ppyoloe import BINS, STRIDES, PPYOLOEOutputs, anchor_points, decode_boxes
+from ppdist.models.detector import anchor_points
+from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
 
 
 class PPYOLOELossConfig(Section):
     """Assignment and gains."""
 
+    name: Literal["ppyoloe"] = Field(default="ppyoloe", description="that of the model")
     static_assigner_epochs: float = Field(
         default=30.0,
         ge=0,
@@ -38,6 +40,17 @@ class PPYOLOELossConfig(Section):
     tal_topk: int = Field(default=13, ge=1, description="TAL: predictions named per object")
     tal_alpha: float = Field(default=1.0, gt=0, description="TAL: exponent of the class score")
     tal_beta: float = Field(default=6.0, gt=0, description="TAL: exponent of the IoU")
+    tal_radius: float | None = Field(
+        default=None,
+        gt=0,
+        description="TAL: an object names cells nearer to its centre than this many of their "
+        "strides (published for t: 2); null: cells inside it",
+    )
+    auxiliary_attached_epochs: float = Field(
+        default=5.0,
+        ge=0,
+        description="epochs in which the auxiliary head's gradient reaches backbone and neck",
+    )
 
 
 class Truth(NamedTuple):
@@ -58,23 +71,56 @@ class Predictions(NamedTuple):
     sizes: list[tuple[int, int]]  # of the levels, (height, width) in cells
 
 
-class PPYOLOELoss(nn.Layer):
+class PPYOLOELoss(Loss):
     """Scores raw outputs against padded ground truth.
 
     Computed in float32 whatever the outputs are.  No collective, no host synchronisation, and a
     gradient for every output even where no image has an object.
     """
 
-    def __init__(self, config: PPYOLOELossConfig, *, num_classes: int, static_steps: int) -> None:
+    def __init__(
+        self,
+        config: PPYOLOELossConfig,
+        *,
+        num_classes: int,
+        static_steps: int,
+        attached_steps: int = 0,
+        strides: tuple[int, ...] = (32, 16, 8),
+    ) -> None:
         """
         Args:
             num_classes: C; labels are in [0, C).
             static_steps: optimizer steps with ATSS; from this step on TAL assigns.
+            attached_steps: optimizer steps before the auxiliary head is detached; see `prepare`.
+            strides: pixels per cell of each output level, in the order of the outputs.
         """
         super().__init__()
         self.config = config
         self.num_classes = num_classes
         self.static_steps = static_steps
+        self.attached_steps = attached_steps
+        self.strides = strides
+
+    @classmethod
+    def build(
+        cls,
+        config: PPYOLOELossConfig,
+        model: PPYOLOE,
+        steps_per_epoch: int,
+        reference_batch: int = 64,
+    ) -> "PPYOLOELoss":
+        return cls(
+            config,
+            num_classes=model.num_classes,
+            static_steps=round(config.static_assigner_epochs * steps_per_epoch),
+            attached_steps=round(config.auxiliary_attached_epochs * steps_per_epoch),
+            strides=model.strides,
+        )
+
+    def prepare(self, model: PPYOLOE, step: int) -> None:
+        """Before the forward passes of an optimizer step, on every rank: cuts the auxiliary head
+        off from backbone and neck once it has helped them through the beginning."""
+        model.detach_auxiliary = step >= self.attached_steps
 
     def forward(
         self,
@@ -83,27 +129,32 @@ class PPYOLOELoss(nn.Layer):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
+        totals: Tensor | None = None,
     ) -> LossOutput:
-        """The loss of one micro-batch.
+        """The loss of one micro-batch; see `Loss.forward`.
 
             total = class_gain * VFL + sum of q * (box_gain * (1 - GIoU) + dfl_gain * DFL)
 
         q is the soft label of a prediction that learns an object, GIoU is of boxes, DFL the mean
-        over four sides.
+        over four sides.  An auxiliary head is scored with the same assignment, so the same q, and
+        added: one normalizer serves both.
 
-        Args:
-            boxes_BM4: xyxy input pixels, zero padded, M >= 1.
-            labels_BM: int64 in [0, C); anything where padded.
-            mask_BM: 1 for a real box, 0 for padding.
-            step: optimizer step, counted from 0; the same on every rank.
-
-        Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`; the normalizer is the sum of q.
+        Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`, of the detector, and where there is an
+            auxiliary head `loss_aux`, its total; the normalizer is the sum of q.
         """
         with paddle.amp.auto_cast(enable=False):
-            predictions = _side_by_side(outputs)
+            predictions, guide = _side_by_side(outputs, self.strides)
             truth = _prepared(boxes_BM4, labels_BM, mask_BM)
-            slots = self._assign(predictions, truth, step)
-            return self._score(predictions, truth, slots)
+            slots = self._assign(predictions, guide, truth, step)
+            result = self._score(predictions, truth, slots)
+            if guide is predictions:
+                return result
+            auxiliary = self._score(guide, truth, slots).total
+            return LossOutput(
+                total=result.total + auxiliary,
+                normalizer=result.normalizer,
+                parts={**result.parts, "loss_aux": auxiliary.detach()},
+            )
 
     @paddle.no_grad()
     def assign(
@@ -116,17 +167,21 @@ class PPYOLOELoss(nn.Layer):
     ) -> Assignment:
         """The assignment that `forward` uses, for tests and pictures; same arguments."""
         truth = _prepared(boxes_BM4, labels_BM, mask_BM)
-        return self._assign(_side_by_side(outputs), truth, step)
+        return self._assign(*_side_by_side(outputs, self.strides), truth, step)
 
     @paddle.no_grad()
-    def _assign(self, predictions: Predictions, truth: Truth, step: int) -> Assignment:
-        logits_BCN, sides_BNX, points_N2, stride_N1, sizes = predictions
+    def _assign(
+        self, predictions: Predictions, guide: Predictions, truth: Truth, step: int
+    ) -> Assignment:
+        """ATSS knows no predictions and takes its soft labels from the detector's boxes; TAL goes
+        by the guide's predictions (both are the reference's choice)."""
+        logits_BCN, sides_BNX, points_N2, stride_N1, sizes = guide
         if step < self.static_steps:
             slots = atss_slots(
                 truth.boxes_BM4,
                 truth.mask_BM,
                 sizes,
-                STRIDES,
+                self.strides,
                 points_N2,
                 stride_N1,
                 topk=self.config.atss_topk,
@@ -143,6 +198,7 @@ class PPYOLOELoss(nn.Layer):
             topk=self.config.tal_topk,
             alpha=self.config.tal_alpha,
             beta=self.config.tal_beta,
+            reach_N1=None if self.config.tal_radius is None else stride_N1 * self.config.tal_radius,
         )
 
     def _score(self, predictions: Predictions, truth: Truth, slots: Assignment) -> LossOutput:
@@ -171,13 +227,24 @@ class PPYOLOELoss(nn.Layer):
         )
 
 
-def _side_by_side(outputs: PPYOLOEOutputs) -> Predictions:
-    levels = [
-        paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32") for maps in outputs
-    ]
-    points_N2, stride_N1 = anchor_points(outputs.class_logits, STRIDES)
+def _side_by_side(
+    outputs: PPYOLOEOutputs, strides: tuple[int, ...]
+) -> tuple[Predictions, Predictions]:
+    """The detector's predictions, and those that assign: the auxiliary head's, else the same."""
+    points_N2, stride_N1 = anchor_points(outputs.class_logits, strides)
     sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
-    return Predictions(levels[0], levels[1].transpose([0, 2, 1]), points_N2, stride_N1, sizes)
+
+    def joined(class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...]) -> Predictions:
+        logits_BCN, sides_BXN = (
+            paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32")
+            for maps in (class_logits, side_logits)
+        )
+        return Predictions(logits_BCN, sides_BXN.transpose([0, 2, 1]), points_N2, stride_N1, sizes)
+
+    predictions = joined(outputs.class_logits, outputs.side_logits)
+    if not outputs.aux_class_logits:
+        return predictions, predictions
+    return predictions, joined(outputs.aux_class_logits, outputs.aux_side_logits)
 
 
 def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:

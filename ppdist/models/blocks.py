@@ -20,7 +20,13 @@ def upsample2x(feature: Tensor) -> Tensor:
 
 
 class ConvNorm(nn.Layer):
-    """Convolution without bias, batch norm (eps 1e-5, momentum 0.9), and swish if `activate`."""
+    """Convolution without bias, batch norm, and swish if `activate`.
+
+    Args:
+        padding: zeros on each side, pixels; None: (kernel - 1) // 2.
+        epsilon: added to the variance; Paddle's default.
+        momentum: weight of the old value in the running statistics (torch counts the new one's).
+    """
 
     def __init__(
         self,
@@ -29,12 +35,18 @@ class ConvNorm(nn.Layer):
         kernel: int,
         stride: int = 1,
         activate: bool = True,
+        *,
+        padding: int | None = None,
+        epsilon: float = 1e-5,
+        momentum: float = 0.9,
     ) -> None:
         super().__init__()
+        if padding is None:
+            padding = (kernel - 1) // 2
         self.conv = nn.Conv2D(
-            in_channels, out_channels, kernel, stride, padding=(kernel - 1) // 2, bias_attr=False
+            in_channels, out_channels, kernel, stride, padding=padding, bias_attr=False
         )
-        self.bn = nn.BatchNorm2D(out_channels)
+        self.bn = nn.BatchNorm2D(out_channels, momentum=momentum, epsilon=epsilon)
         self.activate = activate
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,44 +1,55 @@
-"""What every detector offers: normalise, forward, decode, fuse."""
+"""What every model offers (normalise, forward, decode, fuse), and detectors besides."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 
 from ppdist.models.blocks import RepConv
 
 
-class Detector(nn.Layer):
-    """Base of all detectors.
+class ImageModel(nn.Layer):
+    """Base of all models.
 
-        outputs = model(model.normalize(images_B3HW))     # the same tuple in train and eval mode
+        outputs = model(model.normalize(images_B3HW))     # in eval mode as in train mode
         loss = criterion(outputs, ...)                    # training
-        scores_BNC, boxes_BN4 = model.decode(outputs)     # inference
+        model.decode(outputs)                             # inference
 
     Attributes:
         num_classes: C.
-        strides: pixels per cell of each output level, in the order of the outputs.
+        size_multiple: height and width of the input are multiples of this, pixels.
         pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
         class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
             another class count leave exactly these fresh.
+        training_only: state-dict key prefixes of what only training uses; weights may lack it.
     """
 
     class_layers: tuple[str, ...] = ()
+    training_only: tuple[str, ...] = ()
 
     def __init__(
         self,
         num_classes: int,
-        strides: tuple[int, ...],
+        size_multiple: int,
         pixel_mean: tuple[float, float, float],
         pixel_std: tuple[float, float, float],
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.strides = strides
+        self.size_multiple = size_multiple
         self.pixel_mean = list(pixel_mean)
         self.pixel_std = list(pixel_std)
         self._statistics: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def official_keys(self) -> dict[str, str]:
+        """Our state-dict key -> the key under which the original implementation keeps the entry.
+
+        Equal where the names are the original's own; otherwise the original is a torch model.
+        """
+        return {key: key for key in self.state_dict()}
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
         """RGB images 0..255, uint8 or float, to float32 with (value - mean) / std per channel."""
@@ -58,18 +69,18 @@ class Detector(nn.Layer):
         return self._statistics[place]
 
     def forward(self, images_B3HW: Tensor) -> Any:
-        """Raw outputs of normalised images; H and W are multiples of the largest stride."""
+        """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""
         raise NotImplementedError
 
-    def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped."""
+    def decode(self, outputs: Any) -> Any:
+        """Raw outputs to what a user wants to know."""
         raise NotImplementedError
 
     def parameter_count(self) -> int:
         """Weights, biases and norm scales, frozen ones too; running statistics are not counted."""
         return sum(
             math.prod(value.shape)
-            for key, value in self.state_dict().items()
+            for key, value in self.named_parameters()
             if not key.endswith(("._mean", "._variance"))
         )
 
@@ -81,5 +92,64 @@ class Detector(nn.Layer):
         self.eval()
 
 
+class Detector(ImageModel):
+    """Base of all detectors.
+
+        scores_BNC, boxes_BN4 = model.decode(outputs)
+
+    Attributes:
+        strides: pixels per cell of each output level, in the order of the outputs.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        strides: tuple[int, ...],
+        pixel_mean: tuple[float, float, float],
+        pixel_std: tuple[float, float, float],
+    ) -> None:
+        super().__init__(num_classes, max(strides), pixel_mean, pixel_std)
+        self.strides = strides
+
+    def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped."""
+        raise NotImplementedError
+
+
 def _channels(values: list[float]) -> Tensor:
     return paddle.to_tensor(values, dtype="float32").reshape([1, 3, 1, 1])
+
+
+def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
+
+    Made once per set of level sizes; in a static graph computed from the run-time sizes.
+    """
+    if paddle.in_dynamic_mode():
+        sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
+        return _fixed_points(sizes, strides, str(features[0].place))
+    points, stride = [], []
+    for feature, step in zip(features, strides):
+        shape = paddle.shape(feature)
+        y = (paddle.arange(0, shape[2], dtype="float32") + 0.5) * step
+        x = (paddle.arange(0, shape[3], dtype="float32") + 0.5) * step
+        grid_y, grid_x = paddle.meshgrid(y, x)
+        level = paddle.stack([grid_x.flatten(), grid_y.flatten()], axis=1)
+        points.append(level)
+        stride.append(paddle.full_like(level[:, :1], float(step)))
+    return paddle.concat(points), paddle.concat(stride)
+
+
+@lru_cache(maxsize=64)
+def _fixed_points(
+    sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], place: str
+) -> tuple[Tensor, Tensor]:
+    points, stride = [], []
+    for (height, width), step in zip(sizes, strides):
+        y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+        points.append((np.stack([x.ravel(), y.ravel()], axis=1) + 0.5) * step)
+        stride.append(np.full((height * width, 1), step))
+    return (
+        paddle.to_tensor(np.concatenate(points).astype("float32")),
+        paddle.to_tensor(np.concatenate(stride).astype("float32")),
+    )

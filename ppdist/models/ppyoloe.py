@@ -2,10 +2,11 @@
 
     images -> Backbone -> strides 8, 16, 32 -> Neck -> strides 32, 16, 8 -> Head -> PPYOLOEOutputs
 
+`levels` adds stride 4 (P2) or 64 (P6); `auxiliary` a second neck and head for training.
+
 Attribute names are the official state-dict keys, so published weights load unchanged.
 """
 
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,8 +16,16 @@ from paddle import Tensor, nn
 from pydantic import Field
 
 from ppdist.config import Section
-from ppdist.models.blocks import ChannelAttention, ConvNorm, RepBlock, SpatialPyramid, upsample2x
-from ppdist.models.detector import Detector
+from ppdist.models.blocks import (
+    ChannelAttention,
+    ConvNorm,
+    RepBlock,
+    RepConv,
+    SpatialPyramid,
+    upsample2x,
+)
+from ppdist.models.detector import Detector, anchor_points
+from ppdist.models.ppyoloe_aux import AuxiliaryHead
 
 DEPTH_WIDTH = {
     "t": (0.33, 0.375),
@@ -25,7 +34,12 @@ DEPTH_WIDTH = {
     "l": (1.0, 1.0),
     "x": (1.33, 1.25),
 }
-STRIDES = (32, 16, 8)  # of the outputs, in their order
+# At width 1 and depth 1, by the last level (stride 2^level).  With 6 the original has nothing: the
+# widest stage moves up, as in other detectors of large images, and the neck keeps its 3/4 of it.
+STAGE_CHANNELS = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}  # stem, P2 ...
+STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6
+NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}  # coarse to fine, to P2
+EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them all
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
 
 
@@ -39,7 +53,7 @@ class PPYOLOEConfig(Section):
         "crn: the first PP-YOLOE, ImageNet mean and deviation",
     )
     size: Literal["t", "s", "m", "l", "x"] = Field(
-        default="s", description="depth and width multiples"
+        default="s", description="depth and width multiples; t is published with auxiliary: true"
     )
     depth_multiple: float | None = Field(
         default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
@@ -47,24 +61,39 @@ class PPYOLOEConfig(Section):
     width_multiple: float | None = Field(
         default=None, gt=0, description="channels as a multiple of size l; null: from size"
     )
+    levels: Literal["P3-P5", "P2-P5", "P3-P6", "P2-P6"] = Field(
+        default="P3-P5",
+        description="output levels, strides 2^level: P2 adds stride 4 for small objects, P6 "
+        "stride 64 for large images (no published weights)",
+    )
+    auxiliary: bool = Field(
+        default=False,
+        description="the published design of PP-YOLOE+ t: equal neck channels, heads with RepVGG "
+        "branches, and a second neck and head that assign objects in training and vanish after it",
+    )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None, description="weight file (.pdparams, .safetensors, .npz) or checkpoint folder"
     )
     image_size: tuple[int, int] = Field(
-        default=(640, 640), description="input [height, width] in pixels, multiples of 32"
+        default=(640, 640),
+        description="input [height, width] in pixels, multiples of the largest stride",
     )
 
 
 class PPYOLOEOutputs(NamedTuple):
-    """Raw outputs per level (strides 32, 16, 8), the same in training and evaluation.
+    """Raw outputs per level, strides falling (32, 16, 8).
 
     class_logits: [B, C, H, W] each; side_logits: [B, 4 * BINS, H, W] each, channel
     side * BINS + bin, sides left, top, right, bottom.
+    aux_class_logits, aux_side_logits: the same of the auxiliary head; empty without one, and
+        wherever no gradient can come back.
     """
 
     class_logits: tuple[Tensor, ...]
     side_logits: tuple[Tensor, ...]
+    aux_class_logits: tuple[Tensor, ...] = ()
+    aux_side_logits: tuple[Tensor, ...] = ()
 
 
 class Stem(nn.Layer):
@@ -101,23 +130,23 @@ class BackboneStage(nn.Layer):
 
 
 class Backbone(nn.Layer):
-    """CSPRepResNet: images to features of strides 8, 16, 32."""
+    """CSPRepResNet: images to features of strides 2^first ... 2^last."""
 
-    def __init__(self, depth: float, width: float, scaled: bool) -> None:
+    def __init__(self, depth: float, width: float, scaled: bool, first: int, last: int) -> None:
         super().__init__()
-        channels = [max(round(c * width), 1) for c in (64, 128, 256, 512, 1024)]
-        counts = [max(round(n * depth), 1) for n in (3, 6, 6, 3)]
+        channels = [_scaled(c, width) for c in STAGE_CHANNELS[last]]
+        counts = [max(round(n * depth), 1) for n in STAGE_BLOCKS]
+        sizes = zip(channels, channels[1:], counts)
         self.stem = Stem(channels[0])
-        self.stages = nn.LayerList(
-            [BackboneStage(channels[i], channels[i + 1], counts[i], scaled) for i in range(4)]
-        )
-        self.out_channels = channels[2:]
+        self.stages = nn.LayerList([BackboneStage(*size, scaled) for size in sizes])
+        self.first = first
+        self.out_channels = channels[first - 1 :]
 
     def forward(self, images: Tensor) -> list[Tensor]:
         features = [self.stem(images)]
         for stage in self.stages:
             features.append(stage(features[-1]))
-        return features[2:]
+        return features[self.first - 1 :]  # the stem's is level 1
 
 
 class NeckStage(nn.Layer):
@@ -140,53 +169,59 @@ class NeckStage(nn.Layer):
 
 
 class Neck(nn.Layer):
-    """CSP-PAN: features of strides 8, 16, 32 in, fused features of strides 32, 16, 8 out."""
+    """CSP-PAN: features of strides 8, 16, 32 in, fused features of strides 32, 16, 8 out.
 
-    def __init__(self, in_channels: list[int], depth: float, width: float) -> None:
+    Any number of levels.  All its lists run from coarse to fine, the pan lists too, although they
+    are applied from fine to coarse.
+    """
+
+    def __init__(self, in_channels: list[int], out: list[int], blocks: int) -> None:
+        """
+        Args:
+            in_channels: of the features, fine to coarse.
+            out: channels of the outputs, coarse to fine.
+            blocks: RepBlocks per stage.
+        """
         super().__init__()
-        c8, c16, c32 = in_channels
-        out = [round(c * width) for c in (768, 384, 192)]  # strides 32, 16, 8
-        blocks = max(round(3 * depth), 1)
 
         def stage(channels: int, out_channels: int, pyramid: bool = False) -> nn.Sequential:
             return nn.Sequential(NeckStage(channels, out_channels, blocks, pyramid))
 
+        taken = in_channels[::-1]
+        finer = range(1, len(out))
         self.fpn_stages = nn.LayerList(
             [
-                stage(c32, out[0], pyramid=True),
-                stage(c16 + out[0] // 2, out[1]),
-                stage(c8 + out[1] // 2, out[2]),
+                stage(taken[0], out[0], pyramid=True),
+                *[stage(taken[i] + out[i - 1] // 2, out[i]) for i in finer],
             ]
         )
-        self.fpn_routes = nn.LayerList(
-            [ConvNorm(out[0], out[0] // 2, 1), ConvNorm(out[1], out[1] // 2, 1)]
-        )
-        # Both pan lists run from coarse to fine although they are applied from fine to coarse.
-        self.pan_stages = nn.LayerList(
-            [stage(out[0] + out[1], out[0]), stage(out[1] + out[2], out[1])]
-        )
-        self.pan_routes = nn.LayerList(
-            [ConvNorm(out[1], out[1], 3, stride=2), ConvNorm(out[2], out[2], 3, stride=2)]
-        )
+        self.fpn_routes = nn.LayerList([ConvNorm(c, c // 2, 1) for c in out[:-1]])
+        self.pan_stages = nn.LayerList([stage(out[i - 1] + out[i], out[i - 1]) for i in finer])
+        self.pan_routes = nn.LayerList([ConvNorm(c, c, 3, stride=2) for c in out[1:]])
         self.out_channels = out
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        f8, f16, f32 = features
-        f32 = self.fpn_stages[0](f32)
-        f16 = self.fpn_stages[1](paddle.concat([upsample2x(self.fpn_routes[0](f32)), f16], axis=1))
-        f8 = self.fpn_stages[2](paddle.concat([upsample2x(self.fpn_routes[1](f16)), f8], axis=1))
-        f16 = self.pan_stages[1](paddle.concat([self.pan_routes[1](f8), f16], axis=1))
-        f32 = self.pan_stages[0](paddle.concat([self.pan_routes[0](f16), f32], axis=1))
-        return [f32, f16, f8]
+        features = features[::-1]
+        outputs = [self.fpn_stages[0](features[0])]
+        for i, feature in enumerate(features[1:]):
+            coarse = upsample2x(self.fpn_routes[i](outputs[i]))
+            outputs.append(self.fpn_stages[i + 1](paddle.concat([coarse, feature], axis=1)))
+        for i in reversed(range(len(outputs) - 1)):
+            fine = self.pan_routes[i](outputs[i + 1])
+            outputs[i] = self.pan_stages[i](paddle.concat([fine, outputs[i]], axis=1))
+        return outputs
 
 
 class TaskAttention(nn.Layer):
-    """swish(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches."""
+    """swish(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
 
-    def __init__(self, channels: int) -> None:
+    With `branches` a RepConv takes the place of the 1x1 ConvNorm.
+    """
+
+    def __init__(self, channels: int, branches: bool = False) -> None:
         super().__init__()
         self.fc = nn.Conv2D(channels, channels, 1, weight_attr=_normal(0.001))
-        self.conv = ConvNorm(channels, channels, 1)
+        self.conv = RepConv(channels) if branches else ConvNorm(channels, channels, 1)
 
     def forward(self, feature: Tensor, mean: Tensor) -> Tensor:
         return self.conv(feature * F.sigmoid(self.fc(mean)))
@@ -199,11 +234,11 @@ class Head(nn.Layer):
     distribution uniform, i.e. 8 strides long.
     """
 
-    def __init__(self, in_channels: list[int], num_classes: int) -> None:
+    def __init__(self, in_channels: list[int], num_classes: int, branches: bool = False) -> None:
         super().__init__()
         prior = -float(np.log((1 - 0.01) / 0.01))
-        self.stem_cls = nn.LayerList([TaskAttention(c) for c in in_channels])
-        self.stem_reg = nn.LayerList([TaskAttention(c) for c in in_channels])
+        self.stem_cls = nn.LayerList([TaskAttention(c, branches) for c in in_channels])
+        self.stem_reg = nn.LayerList([TaskAttention(c, branches) for c in in_channels])
         self.pred_cls = nn.LayerList([_predictor(c, num_classes, prior) for c in in_channels])
         self.pred_reg = nn.LayerList([_predictor(c, 4 * BINS, 1.0) for c in in_channels])
         # Constant 0..16: the bins' values in strides.  A frozen weight, for the official key.
@@ -222,29 +257,68 @@ class Head(nn.Layer):
 
 
 class PPYOLOE(Detector):
-    """The detector; see the module text and `Detector`."""
+    """The detector; see the module text and `Detector`.
 
-    class_layers = ("yolo_head.pred_cls.",)
+    Attributes:
+        training_only: state-dict key prefixes of what only training needs; `fuse` drops it.
+        detach_auxiliary: keep the auxiliary head's gradient to itself; set by the loss.
+    """
+
+    class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.")
+    training_only = ("aux_neck.", "aux_head.")
 
     def __init__(self, config: PPYOLOEConfig) -> None:
+        first, last = int(config.levels[1]), int(config.levels[4])
+        strides = tuple(2**level for level in range(last, first - 1, -1))
         if config.variant == "plus":
-            super().__init__(config.num_classes, STRIDES, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
+            super().__init__(config.num_classes, strides, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
         else:
             super().__init__(
-                config.num_classes, STRIDES, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+                config.num_classes, strides, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
             )
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
-        self.backbone = Backbone(depth, width, scaled=config.variant == "plus")
-        self.neck = Neck(self.backbone.out_channels, depth, width)
-        self.yolo_head = Head(self.neck.out_channels, config.num_classes)
+        self.backbone = Backbone(depth, width, config.variant == "plus", first, last)
+        wide = NECK_CHANNELS[last][: len(strides)]
+        if config.auxiliary:
+            wide = (EVEN_NECK_CHANNELS,) * len(strides)
+        taken, out = self.backbone.out_channels, [_scaled(c, width) for c in wide]
+        blocks = max(round(3 * depth), 1)
+        self.neck = Neck(taken, out, blocks)
+        self.yolo_head = Head(out, config.num_classes, branches=config.auxiliary)
+        self.detach_auxiliary = False
+        self.aux_neck: Neck | None = None
+        self.aux_head: AuxiliaryHead | None = None
+        if config.auxiliary:
+            self.aux_neck = Neck(taken, out, blocks)
+            self.aux_head = AuxiliaryHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
 
     def forward(self, images_B3HW: Tensor) -> PPYOLOEOutputs:
-        return self.yolo_head(self.neck(self.backbone(images_B3HW)))
+        """Auxiliary outputs are there in training, and in evaluation mode while gradients are
+        recorded: a blank image of the last batch is one such pass, and the other ranks wait for
+        the gradient of every weight."""
+        backward = self.training or (paddle.in_dynamic_mode() and paddle.is_grad_enabled())
+        features = self.backbone(images_B3HW)
+        fused = self.neck(features)
+        outputs = self.yolo_head(fused)
+        if self.aux_neck is None or self.aux_head is None or not backward:
+            return outputs
+        if self.detach_auxiliary:
+            features, fused = [x.detach() for x in features], [x.detach() for x in fused]
+        both = zip(fused, self.aux_neck(features))
+        logits, sides = self.aux_head([paddle.concat(pair, axis=1) for pair in both])
+        return outputs._replace(aux_class_logits=logits, aux_side_logits=sides)
+
+    def fuse(self) -> None:
+        """As `ImageModel.fuse`; what only training needs is dropped."""
+        if self.aux_head is not None:
+            del self.aux_neck, self.aux_head
+            self.aux_neck = self.aux_head = None
+        super().fuse()
 
     def decode(self, outputs: PPYOLOEOutputs) -> tuple[Tensor, Tensor]:
         """scores_BNC = sigmoid of the logits, boxes_BN4 xyxy in input pixels; N runs over the
-        levels 32, 16, 8, each row by row.  float32, not clipped to the image."""
+        levels, coarse to fine, each row by row.  float32, not clipped to the image."""
         logits_BCN = paddle.concat([x.flatten(2) for x in outputs.class_logits], axis=2)
         scores_BNC = F.sigmoid(logits_BCN.astype("float32")).transpose([0, 2, 1])
         sides_BXN = paddle.concat([x.flatten(2) for x in outputs.side_logits], axis=2)
@@ -263,39 +337,9 @@ def decode_boxes(sides_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Te
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 
-def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
-
-    Made once per set of level sizes; in a static graph computed from the run-time sizes.
-    """
-    if paddle.in_dynamic_mode():
-        sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
-        return _fixed_points(sizes, strides, str(features[0].place))
-    points, stride = [], []
-    for feature, step in zip(features, strides):
-        shape = paddle.shape(feature)
-        y = (paddle.arange(0, shape[2], dtype="float32") + 0.5) * step
-        x = (paddle.arange(0, shape[3], dtype="float32") + 0.5) * step
-        grid_y, grid_x = paddle.meshgrid(y, x)
-        level = paddle.stack([grid_x.flatten(), grid_y.flatten()], axis=1)
-        points.append(level)
-        stride.append(paddle.full_like(level[:, :1], float(step)))
-    return paddle.concat(points), paddle.concat(stride)
-
-
-@lru_cache(maxsize=64)
-def _fixed_points(
-    sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], place: str
-) -> tuple[Tensor, Tensor]:
-    points, stride = [], []
-    for (height, width), step in zip(sizes, strides):
-        y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-        points.append((np.stack([x.ravel(), y.ravel()], axis=1) + 0.5) * step)
-        stride.append(np.full((height * width, 1), step))
-    return (
-        paddle.to_tensor(np.concatenate(points).astype("float32")),
-        paddle.to_tensor(np.concatenate(stride).astype("float32")),
-    )
+def _scaled(channels: int, width: float) -> int:
+    """Channels at a width multiple; at least 2, because stages work on halves."""
+    return max(round(channels * width), 2)
 
 
 def _normal(deviation: float) -> paddle.ParamAttr:

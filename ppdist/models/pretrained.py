@@ -1,38 +1,25 @@
-"""Weights from files, without ever running code from them.
+"""Weights into a model and out of it, under our keys or the original implementation's.
 
-.pdparams       Paddle's pickled dict, read by an unpickler that knows numpy arrays and nothing
-                else (paddle.load would execute whatever the file says)
-.safetensors    as it is
-.npz            as it is, pickled entries refused
-a directory     one of our checkpoints: its averaged weights, else its raw ones
+`weight_files` reads and writes the files; here entries find their place in a model.
 """
 
-import hashlib
-import json
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import safetensors
-from safetensors.numpy import load_file
 
 from ppdist.errors import WeightsError
-from ppdist.models.detector import Detector
+from ppdist.models.detector import ImageModel
+from ppdist.models.inert_pickle import shown
+from ppdist.models.weight_files import as_numbers, read_arrays
 
 SHOWN = 5  # mismatches listed in a message
-
-# What a pickled dict of numpy arrays needs; np.core is the name that numpy 1 wrote.
-_HARMLESS = {
-    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-    ("collections", "OrderedDict"),
-}
+# What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
+# what a Lightning module calls its part; the latter only counts where nothing else fits.
+_WRAPPED, _PART = ("module.", "_orig_mod."), "model."
+_BATCHES = "num_batches_tracked"  # torch counts in every batch norm; neither family uses it
 
 
 @dataclass(frozen=True)
@@ -43,6 +30,7 @@ class LoadReport:
     fresh: model keys that keep their initial value (class layers, or all but the backbone).
     ignored: file keys the model has no place for.
     reason: why something is fresh; empty when nothing is.
+    prefix: what was taken away from the start of the file's keys.
     """
 
     source: Path
@@ -50,23 +38,27 @@ class LoadReport:
     fresh: tuple[str, ...]
     ignored: tuple[str, ...]
     reason: str
+    prefix: str = ""
 
     def __str__(self) -> str:
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
+        if self.prefix:
+            line += f", keys without their {self.prefix!r}"
         if self.fresh:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
-            line += f"; {len(self.ignored)} of the file unused ({', '.join(self.ignored[:3])}"
-            line += ", ...)" if len(self.ignored) > 3 else ")"
+            line += f"; {len(self.ignored)} of the file unused ({_some(self.ignored)})"
         return line
 
 
-def load_weights(model: Detector, path: Path | str) -> LoadReport:
+def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
-    All or nothing: the model is untouched when an error is raised.  Where only the number of
-    classes differs, the class layers keep their initial values and the report says so; a file with
-    the backbone alone (ImageNet) fills the backbone.  Nothing else may be missing or misshapen.
+    A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
+    wrapper.  All or nothing: the model is untouched when an error is raised.  Where only the number
+    of classes differs, the class layers keep their initial values and the report says so; a file
+    with the backbone alone (ImageNet, or a detector's for a classifier and the reverse) fills the
+    backbone.  Nothing else may be missing or misshapen.
 
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
@@ -74,151 +66,206 @@ def load_weights(model: Detector, path: Path | str) -> LoadReport:
     arrays = read_arrays(path)
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    matched, ignored = _match(arrays, shapes)
+    official = model.official_keys()
+    arrays, prefix = _without(_WRAPPED, arrays)
+    matched, ignored = _match(arrays, shapes, official)
+    if not matched:
+        inner, more = _without(
+            _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
+        )
+        matched, ignored = _match(inner, shapes, official)
+        prefix += _PART + more
     if not matched:
         raise WeightsError(
             f"{path}: none of its {len(arrays)} entries belongs to this model; the file has "
             f"{_some(arrays)}, the model expects {_some(shapes)}; is it a weight file of another "
             f"architecture?"
         )
-    fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
-    reason = ""
-    if fresh:
-        found = matched[fresh[0]].shape[0]
-        reason = f"class layers, the file knows {found} classes, the model {model.num_classes}"
-    missing = [key for key in shapes if key not in matched]
-    if missing and all(key.startswith("backbone.") for key in matched):
-        outside = [key for key in missing if not key.startswith("backbone.")]
-        if len(outside) == len(missing):
-            fresh, reason, missing = outside, "the file holds a backbone alone", []
-    _refuse_misfits(path, shapes, matched, missing, set(fresh))
-    loaded = [key for key in matched if key not in set(fresh)]
-    for key in loaded:
-        state[key].set_value(matched[key].reshape(shapes[key]).astype(_dtype(state[key])))
-    return LoadReport(path, tuple(loaded), tuple(fresh), tuple(ignored), reason)
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a weight file or checkpoint directory, by key.
-
-    Raises: WeightsError: no such file, of an unknown kind, damaged, or it holds more than arrays.
-    """
-    if not path.exists():
-        raise WeightsError(f"{path}: no such weight file or checkpoint directory")
-    if path.is_dir():
-        return _read_checkpoint(path)
-    readers: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
-        ".pdparams": _read_pdparams,
-        ".safetensors": load_file,
-        ".npz": _read_npz,
+    _refuse_other_designs(path, ignored, matched, official)
+    fresh, reason = _fresh(model, matched, shapes)
+    missing = [key for key in shapes if key not in matched and key not in fresh]
+    _refuse_misfits(path, shapes, matched, missing, fresh)
+    loaded = {
+        key: _converted(path, key, value, _dtype(state[key]))
+        for key, value in matched.items()
+        if key not in fresh
     }
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise WeightsError(
-            f"{path}: cannot read weights from {path.suffix or 'a file without an ending'}; "
-            f"expected {', '.join(readers)} or a checkpoint directory"
-        )
-    try:
-        arrays = reader(path)
-    except WeightsError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        KeyError,
-        pickle.UnpicklingError,
-        AttributeError,
-        IndexError,
-        TypeError,
-        safetensors.SafetensorError,
-    ) as error:
-        raise WeightsError(f"{path}: damaged or not a {path.suffix} file: {error}") from error
-    return {key: _as_float(value) for key, value in arrays.items()}
+    for key, value in loaded.items():
+        state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix)
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """Builds numpy arrays and plain containers; refuses every other name."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        super().__init__(file, encoding="latin1")  # files of Python 2 keep bytes in strings
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _HARMLESS:
-            raise WeightsError(
-                f"{self._path}: refused: it asks to run {module}.{name}, and a weight file needs "
-                f"arrays only; do not use this file unless you trust it and convert it yourself"
-            )
-        return super().find_class(module, name)
+def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
+    """The model's entries under our keys, in our layout."""
+    return {key: value.numpy() for key, value in model.state_dict().items()}
 
 
-def _read_pdparams(path: Path) -> dict[str, np.ndarray]:
-    with path.open("rb") as file:
-        content = _ArrayUnpickler(file, path).load()
-    if not isinstance(content, Mapping):
-        raise WeightsError(f"{path}: expected a dict of arrays, found {type(content).__name__}")
-    return {
-        str(key): value
-        for key, value in content.items()
-        if isinstance(value, np.ndarray)  # not the `StructuredToParameterName@@` table of names
-    }
+def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
+    """The model's entries as the original implementation keeps them: keys, layout, and where that
+    is a torch model also the counters its strict loading asks for (0)."""
+    official = model.official_keys()
+    result = {}
+    for key, value in arrays_of(model).items():
+        theirs = official[key]
+        result[theirs] = value if theirs == key else _swap_layout(value)
+        if theirs != key and theirs.endswith(".running_var"):
+            result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
+    return result
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as archive:
-        return {key: archive[key] for key in archive.files}
-
-
-def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
-    manifest = path / "manifest.json"
-    if not manifest.exists():
-        raise WeightsError(
-            f"{path}: not a checkpoint: it has no manifest.json; give a directory such as "
-            f"output/NAME/checkpoints/best, or a weight file"
-        )
-    try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        file = path / next(n for n in ("ema.safetensors", "model.safetensors") if n in files)
-        expected = files[file.name]["sha256"]
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise WeightsError(f"{path}: damaged checkpoint: {error!r}") from error
-    if found != expected:
-        raise WeightsError(f"{file}: damaged: its SHA-256 is not the one in manifest.json")
-    return read_arrays(file)
-
-
-def _as_float(value: np.ndarray) -> np.ndarray:
-    """bfloat16, which numpy lacks, is stored as uint16 bit patterns."""
-    if value.dtype == np.uint16:
-        return (value.astype(np.uint32) << 16).view(np.float32)
-    return value
+def _without(
+    prefixes: tuple[str, ...], arrays: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], str]:
+    """The arrays without what all their keys start with, again and again, and what that was."""
+    taken = ""
+    while arrays:
+        prefix = next((p for p in prefixes if all(key.startswith(p) for key in arrays)), "")
+        if not prefix:
+            break
+        arrays = {key.removeprefix(prefix): value for key, value in arrays.items()}
+        taken += prefix
+    return arrays, taken
 
 
 def _match(
-    arrays: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    official: Mapping[str, str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays by model key, in model order, and the file keys left over.
+    """Arrays by model key, in model order and our layout, and the file keys left over.
 
-    A file key is a model key, or what follows `backbone.` in one (weights of a classifier).
+    A file key is a model key, the original's name of one, or what follows `backbone.` in one
+    (weights of a classifier).
     """
-    places = {key: key if key in shapes else f"backbone.{key}" for key in arrays}
-    taken = {place: arrays[key] for key, place in places.items() if place in shapes}
-    ignored = [key for key, place in places.items() if place not in shapes]
+    ours = {theirs: key for key, theirs in official.items() if theirs != key}
+    taken: dict[str, np.ndarray] = {}
+    ignored = []
+    for key, array in arrays.items():
+        if key in shapes:
+            taken[key] = array
+        elif key in ours:
+            taken[ours[key]] = _swap_layout(array)
+        elif f"backbone.{key}" in shapes:
+            taken[f"backbone.{key}"] = array
+        elif not key.endswith(_BATCHES):
+            ignored.append(key)
     return {key: taken[key] for key in shapes if key in taken}, ignored
 
 
+def _swap_layout(array: np.ndarray) -> np.ndarray:
+    """Linear layers are [in, out] in Paddle and [out, in] in torch; nothing else is 2-D."""
+    return array.T if array.ndim == 2 else array
+
+
+def _fresh(
+    model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[str, ...], str]:
+    """The model keys that may keep their initial values, and why."""
+    missing = [key for key in shapes if key not in matched]
+    if _is_backbone_alone(matched, missing):
+        absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
+        parts = ["the file holds a backbone alone", *(f"without {part}" for part in absent)]
+        return tuple(missing), ", ".join(parts)
+    fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
+    reasons = [_class_reason(model, fresh[0], matched, shapes)] if fresh else []
+    training_only = [key for key in shapes if key.startswith(model.training_only)]
+    if training_only and not any(key in matched for key in training_only):
+        fresh += training_only
+        reasons.append("the file lacks what only training uses")
+    return tuple(fresh), "; ".join(reasons)
+
+
 def _class_count_differs(
-    model: Detector, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
+    model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
 ) -> bool:
+    """Whether exactly the class dimension differs: the first, of a linear layer the last."""
     wanted = shapes[key]
+    if not key.startswith(model.class_layers) or len(found) != len(wanted):
+        return False
+    if len(wanted) == 2:
+        found, wanted = found[::-1], wanted[::-1]
+    return found[0] != wanted[0] and found[1:] == wanted[1:]
+
+
+def _class_reason(
+    model: ImageModel,
+    key: str,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> str:
+    """Why class layers such as `key` start fresh, in classes where the layer shows them."""
+    axis = -1 if matched[key].ndim == 2 else 0
+    found, wanted = matched[key].shape[axis], shapes[key][axis]
+    if wanted == model.num_classes:
+        return f"class layers, the file knows {found} classes, the model {wanted}"
     return (
-        key.startswith(model.class_layers)
-        and len(found) == len(wanted)
-        and found[0] != wanted[0]
-        and found[1:] == wanted[1:]
+        f"class layers, they have {found} channels in the file and {wanted} in the model of "
+        f"{model.num_classes} classes"
     )
+
+
+def _is_backbone_alone(matched: Mapping[str, np.ndarray], missing: list[str]) -> bool:
+    """Whether the file fills most of the backbone, in whole parts, and nothing else."""
+    lacking = [key for key in missing if key.startswith("backbone.")]
+    return (
+        bool(missing)
+        and all(key.startswith("backbone.") for key in matched)
+        and len(lacking) < len(matched)
+        and not {_part(key) for key in lacking} & {_part(key) for key in matched}
+    )
+
+
+def _refuse_other_designs(
+    path: Path,
+    ignored: list[str],
+    matched: Mapping[str, np.ndarray],
+    official: Mapping[str, str],
+) -> None:
+    """Files that fit in part, and would compute something else."""
+    names = {name for pair in official.items() for name in pair}
+    for key in ignored:
+        norm = key.removesuffix("conv.bias") + "bn."
+        if not key.endswith(".conv.bias") or f"{norm}weight" not in names:
+            continue
+        if any(f"{norm}weight" in (ours, official[ours]) for ours in matched):
+            raise WeightsError(
+                f"{path}: {shown(key)} stands beside a batch norm, and this model's convolution "
+                f"has no bias there; the file is of another architecture"
+            )
+        raise WeightsError(
+            f"{path}: its batch norms are folded into the convolutions ({shown(key)} is there, "
+            f"{shown(norm)}* is not), as fuse() and exports for inference do, which cannot be "
+            f"undone; give the checkpoint from before that, such as the best.pt of the training"
+        )
+    masks = [key for key in ignored if ".proto." in key]
+    if masks and not all(key.startswith("backbone.") for key in matched):
+        raise WeightsError(
+            f"{path}: a segmentation model ({shown(masks[0])}), whose head predicts masks besides "
+            f"boxes; give the weights of a detector"
+        )
+
+
+def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers as the model keeps them.  Raises: WeightsError: they are no weights."""
+    numbers = as_numbers(value)
+    if dtype.startswith("float") and numbers.dtype.kind != "f":
+        raise WeightsError(
+            f"{path}: {key}: holds {numbers.dtype} numbers, expected floating point; of a "
+            f"quantised model give the weights from before"
+        )
+    with np.errstate(over="ignore"):
+        numbers = numbers.astype(dtype)
+    broken = int((~np.isfinite(numbers)).sum()) if numbers.dtype.kind == "f" else 0
+    if broken:
+        raise WeightsError(
+            f"{path}: {key}: {broken} of {numbers.size} values are NaN or infinite; the training "
+            f"went wrong before it was saved, so give an earlier checkpoint"
+        )
+    return numbers
+
+
+def _part(key: str) -> str:
+    return ".".join(key.split(".")[:2])
 
 
 def _refuse_misfits(
@@ -226,7 +273,7 @@ def _refuse_misfits(
     shapes: Mapping[str, tuple[int, ...]],
     matched: Mapping[str, np.ndarray],
     missing: list[str],
-    fresh: set[str],
+    fresh: tuple[str, ...],
 ) -> None:
     problems = [f"{key}: {_shape(shapes[key])} in the model, not in the file" for key in missing]
     for key, value in matched.items():
@@ -238,7 +285,7 @@ def _refuse_misfits(
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightsError(
-            f"{path}: does not fit this model (check model.size and model.variant); "
+            f"{path}: does not fit this model (check model.size and the rest of model:); "
             f"{len(problems)} of {len(shapes)} entries differ:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
@@ -249,8 +296,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _some(keys: Mapping[str, Any]) -> str:
-    return ", ".join(list(keys)[:3]) + (", ..." if len(keys) > 3 else "") or "nothing"
+def _some(keys: Collection[str]) -> str:
+    return ", ".join(map(shown, list(keys)[:3])) + (", ..." if len(keys) > 3 else "") or "nothing"
 
 
 def _dtype(tensor: Any) -> str:

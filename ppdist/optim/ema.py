@@ -1,5 +1,8 @@
 """Exponential moving average of a model's weights and statistics: what is evaluated and shipped."""
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 import paddle
 from paddle import nn
@@ -19,26 +22,53 @@ class EMAConfig(Section):
         description="Decay per step at the reference batch size (optimizer.reference_batch_size); "
         "raised to the power total batch / reference batch.",
     )
+    ramp_steps: float | None = Field(
+        default=None,
+        gt=0,
+        description="How decay begins. null: min(decay, (1 + t) / (10 + t)) after t updates "
+        "(PP-YOLOE). T: decay * (1 - exp(-t / T)), T in steps at the reference batch size "
+        "(YOLOv5: 2000).",
+    )
 
 
-def scaled_decay(decay: float, total_batch: int, reference_batch: int) -> float:
-    """decay ** (total_batch / reference_batch): the average spans the same number of images.
+@dataclass(frozen=True)
+class Decay:
+    """Decay of the average at each update, for a total batch of kappa times the reference.
 
+        reference:  r_t = decay * (1 - exp(-t / ramp_steps)), or min(decay, (1 + t) / (10 + t))
+        here:       r_(kappa t) ** kappa,                     or min(decay ** kappa, ...)
+
+    so that the average spans the same number of images.
     Source: Busbridge et al. 2023, arXiv:2307.13813, definition 1.2 (the EMA scaling rule).
     """
-    return decay ** (total_batch / reference_batch)
+
+    decay: float
+    kappa: float = 1.0
+    ramp_steps: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """The decay of a long run."""
+        return self.decay**self.kappa
+
+    def __call__(self, update: int) -> float:
+        """The decay of one update, counted from 1."""
+        if self.ramp_steps is None:
+            return min(self.limit, (1 + update) / (10 + update))
+        ramp = 1 - math.exp(-update * self.kappa / self.ramp_steps)
+        return (self.decay * ramp) ** self.kappa
 
 
 class EMA:
     """A float32 average of every floating entry of a state dict; other entries are copied.
 
-        d_t = min(decay, (1 + t) / (10 + t));   average = d_t * average + (1 - d_t) * value
+        average = d_t * average + (1 - d_t) * value
 
-    The ramp is PP-YOLOE's ("threshold"); the average starts at the model's own values, so it needs
-    no bias correction.  Every rank holds the same average because every rank holds the same model.
+    The average starts at the model's own values, so it needs no bias correction.  Every rank holds
+    the same average because every rank holds the same model.
     """
 
-    def __init__(self, model: nn.Layer, decay: float) -> None:
+    def __init__(self, model: nn.Layer, decay: Decay) -> None:
         self.decay = decay
         self.updates = 0
         self._live = dict(model.state_dict())
@@ -56,14 +86,15 @@ class EMA:
                 state-dict key; empty without AMP O2.
         """
         self.updates += 1
-        keep = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        keep = self.decay(self.updates)
         for key, average in self.average.items():
             value = masters[key] if key in masters else self._live[key]
             if not _floating(value):
                 paddle.assign(value, average)
             else:
-                # lerp_ says the same and took four times as long on a CPU
-                average.scale_(keep).add_(value.astype("float32") * (1.0 - keep))
+                # The difference of a constant (anchors) is 0, so it stays exactly what it is.
+                # lerp_ says the same and took four times as long on a CPU.
+                average.add_((value.astype("float32") - average).scale_(1.0 - keep))
 
     def state(self) -> dict[str, np.ndarray]:
         """The average as arrays, for a checkpoint."""

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ppdist.config import Section
 from ppdist.errors import CheckpointError
+from ppdist.optim.schedule import Rates
 
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -37,6 +38,9 @@ class OptimizerConfig(Section):
         description="L2 coefficient (momentum) or decoupled decay (adamw); "
         "normalisation layers are exempt.",
     )
+    decay_biases: bool = Field(
+        default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum: its coefficient.")
     nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")
     betas: tuple[float, float] = Field(
@@ -49,8 +53,8 @@ def build_optimizer(
 ) -> paddle.optimizer.Optimizer:
     """Optimizer over the trainable parameters of a model; two groups, with and without decay.
 
-    Weight decay skips scales and shifts of normalisation layers (PP-YOLOE's recipe; biases of
-    convolutions do decay).
+    Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
+    every bias.
 
     Args:
         lr: the scaled peak; the trainer sets the rate of each step.
@@ -62,6 +66,8 @@ def build_optimizer(
         if isinstance(layer, _NORMS)
         for parameter in layer.parameters(include_sublayers=False)
     }
+    if not config.decay_biases:
+        exempt |= {id(parameter) for parameter in biases(model)}
     trainable = [p for p in model.parameters() if not p.stop_gradient]
     decayed = [p for p in trainable if id(p) not in exempt]
     plain = [p for p in trainable if id(p) in exempt]
@@ -86,6 +92,29 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         multi_precision=master_weights,
     )
+
+
+def biases(model: nn.Layer) -> list[paddle.Tensor]:
+    """The trainable biases of all layers, those of normalisation too."""
+    named = model.named_parameters()
+    return [p for key, p in named if key.rpartition(".")[2] == "bias" and not p.stop_gradient]
+
+
+def set_rates(
+    optimizer: paddle.optimizer.Optimizer, bias_parameters: list[paddle.Tensor], rates: Rates
+) -> None:
+    """Sets what one step uses; `rates.momentum` means something to the momentum optimizer only.
+
+    Paddle keeps the rate of a single parameter as a multiple of the common one, and the momentum
+    in its groups (the optimizer's own attribute is overwritten by them in every step).
+    """
+    optimizer.set_lr(rates.lr)
+    multiple = rates.bias_lr / rates.lr if rates.lr else 1.0
+    for parameter in bias_parameters:
+        parameter.optimize_attr["learning_rate"] = multiple
+    if isinstance(optimizer, paddle.optimizer.Momentum):
+        for group in optimizer._param_groups:
+            group["momentum"] = rates.momentum
 
 
 def optimizer_arrays(

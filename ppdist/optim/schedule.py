@@ -5,7 +5,7 @@ Everything here is plain arithmetic in O(1) per step, so resuming needs only the
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -30,6 +30,22 @@ class ScheduleConfig(Section):
         default="auto",
         description="auto: a total batch above the reference warms up over more images "
         "(facts in `warmup_images`); none: warmup_epochs as written.",
+    )
+    warmup_least_steps: int = Field(
+        default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."
+    )
+    warmup_bias_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="Learning rate of biases at the start of warm-up, at the reference batch size, "
+        "from where it moves to that of the other weights; null: like all others, from 0.",
+    )
+    warmup_momentum: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Momentum at the start of warm-up, from where it moves to optimizer.momentum; "
+        "null: constant.",
     )
     final_factor: float = Field(
         default=0.01, ge=0, le=1, description="Last learning rate / scaled learning rate."
@@ -81,15 +97,35 @@ def warmup_images(
     return min(grown, max(reference, _MOST_EPOCHS * dataset_size))
 
 
+class Rates(NamedTuple):
+    """What one optimizer step uses."""
+
+    lr: float
+    bias_lr: float  # of biases
+    momentum: float
+
+
 @dataclass(frozen=True)
 class Schedule:
     """lr(step) for steps 0 .. total_steps - 1; linear warm-up from 0, then the named decay."""
 
     config: ScheduleConfig
     peak_lr: float
+    momentum: float
+    bias_start_lr: float  # scaled like peak_lr
     warmup_steps: int
     total_steps: int
     steps_per_epoch: int
+
+    def rates(self, step: int) -> Rates:
+        """Everything a step needs; biases and momentum differ in warm-up only."""
+        lr, warm = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
+        start = self.config.warmup_momentum
+        momentum = self.momentum if start is None else start + (self.momentum - start) * warm
+        if self.config.warmup_bias_lr is None or warm == 1.0:
+            return Rates(lr, lr, momentum)
+        bias_lr = self.bias_start_lr + (self.peak_lr - self.bias_start_lr) * warm
+        return Rates(lr, bias_lr, momentum)
 
     def __call__(self, step: int) -> float:
         """Learning rate of one optimizer step (0-based)."""

@@ -64,9 +64,33 @@ def test_check_names_every_image_that_does_not_decode(made, tmp_path):
     assert f"1 images cannot be used:\n  {image}: the JPEG data end early" in done.stderr
 
 
-def test_stats_writes_the_counts(made, tmp_path):
-    done = run("stats", "-c", made / "cfg.yml", "--json", tmp_path / "counts.json")
+def test_check_ends_with_a_warning_of_classes_that_cannot_be_learned(made, tmp_path):
+    file = made / "annotations" / "instances_train.json"
+    content = json.loads(file.read_text())
+    content["annotations"] = [x for x in content["annotations"] if x["category_id"] != 2]
+    (tmp_path / "without.json").write_text(json.dumps(content))
+    done = run("check", "-c", made / "cfg.yml", "-o",
+               f"data.train.annotations={tmp_path / 'without.json'}")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ppdist: warning: 1 of 3 classes have no object in the training split, so they cannot be "
+        "learned: square"
+    )
+    whole = run("check", "-c", made / "cfg.yml")
+    assert "warning" not in whole.stderr and "none" not in whole.stdout
+
+
+def test_stats_says_at_once_where_it_cannot_write(made):
+    done = run("stats", "-c", made / "cfg.yml", "--json", "/dev/null/counts.json")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.strip() == (
+        "ppdist: error: /dev/null: cannot be written to: it is a file; expected a folder"
+    )
+
+
+def test_stats_writes_the_counts(made, tmp_path):
+    done = run("stats", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "counts.json")
+    assert done.returncode == 0, done.stderr
+    counts = json.loads((tmp_path / "new" / "counts.json").read_text())
     assert dict(map(tuple, counts["train"]))["images"] == "6"
     assert dict(map(tuple, counts["val"]))["images"] == "3"

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.data.augment import AugmentConfig
 from ppdist.data.dataset import read_split
-from ppdist.data.loader import EvalLoader, TrainLoader, _TrainSamples, measure_loader
+from ppdist.data.images import read_image
+from ppdist.data.loader import EvalLoader, TrainLoader, measure_loader
 from ppdist.data.sample import Batch, SampleKey
 from ppdist.data.sampler import TrainSampler
-from ppdist.data.transforms import AugmentConfig, read_image
+from ppdist.data.train_samples import TrainSamples
 from ppdist.errors import DataError
 from tests.data.sets import coco_config, coco_content, write_coco, write_images, write_json
 
@@ -69,6 +71,7 @@ def arrays(batch: Batch) -> list[np.ndarray]:
             batch.mask_BM,
             batch.image_index_B,
             batch.scale_B2,
+            batch.offset_B2,
         )
     ]
 
@@ -85,13 +88,14 @@ def assert_equal(ours, theirs) -> None:
 
 def test_a_batch_is_what_the_contract_says(folder):
     for batch in loader(folder):
-        images, boxes, labels, mask, index, scale = arrays(batch)
+        images, boxes, labels, mask, index, scale, offset = arrays(batch)
         count, _, height, width = images.shape
         assert images.dtype == np.uint8 and (height, width) in [(64, 96), (96, 64)]
         assert boxes.shape == (count, 8, 4) and boxes.dtype == np.float32
         assert labels.shape == mask.shape == (count, 8)
         assert labels.dtype == index.dtype == np.int64
-        assert mask.dtype == scale.dtype == np.float32
+        assert mask.dtype == scale.dtype == offset.dtype == np.float32
+        assert (scale == 1).all() and (offset == 0).all() and scale.shape == (count, 2)
         assert set(np.unique(mask)) <= {0.0, 1.0}
         assert not boxes[mask == 0].any() and not labels[mask == 0].any()
         real = boxes[mask == 1]
@@ -257,7 +261,7 @@ def test_our_own_mistake_in_a_worker_arrives_with_its_traceback_and_file(
     def broken(self, key):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(_TrainSamples, "make", broken)
+    monkeypatch.setattr(TrainSamples, "make", broken)
     with pytest.raises(RuntimeError) as caught:
         list(loader(folder, workers))
     assert not isinstance(caught.value, DataError)

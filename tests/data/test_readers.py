@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ppdist.data.check import check_classes, check_same_classes, describe
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.check import check_classes, check_same_classes, describe, unused_classes
+from ppdist.data.dataset import DataConfig, SplitConfig, read_annotations, read_split
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import DataError
 from tests.data.sets import NAMES, coco_config, coco_content, write_coco, write_images, write_json
@@ -94,6 +95,36 @@ def test_voc_names_are_those_of_the_training_split_sorted(tmp_path):
 
 
 # --- what is wrong with a COCO set ---------------------------------------------------------------
+
+
+def test_class_names_beside_those_of_a_coco_file_must_be_the_same(tmp_path):
+    write_coco(tmp_path)
+    config = coco_config(tmp_path, class_names=NAMES)
+    assert read_split(config, "val", 3).class_names == NAMES
+    config = coco_config(tmp_path, class_names=("red", *NAMES[1:]))
+    assert message_of(config) == (
+        f"data.class_names is red, WBC, Platelets but the categories of {tmp_path / 'set.json'} "
+        f"are RBC, WBC, Platelets; its names count: leave data.class_names out"
+    )
+
+
+def test_the_classes_can_be_read_where_the_images_are_absent(tmp_path):
+    config = write_coco(tmp_path)
+    shutil.rmtree(tmp_path / "images")
+    found = read_annotations(config, "val", 3)
+    assert (found.class_names, found.category_ids) == (NAMES, (1, 2, 3))
+    with pytest.raises(DataError, match="num_classes is 4"):
+        read_annotations(config, "val", 4)
+
+
+def test_a_class_that_has_only_crowds_has_nothing_to_learn_from(tmp_path):
+    config = write_coco(tmp_path)
+    assert unused_classes(read_split(config, "train", 3)) == ()
+    content = json.loads((tmp_path / "set.json").read_text())
+    for entry in content["annotations"]:
+        entry["iscrowd"] = int(entry["category_id"] == 2)
+    write_json(tmp_path, content)
+    assert unused_classes(read_split(config, "train", 3)) == ("WBC",)
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
@@ -367,6 +398,12 @@ def test_yolo_boxes_become_pixels_and_an_image_without_labels_has_none(tmp_path)
 def test_a_wrong_yolo_line_is_named_with_its_number(tmp_path, line, problem):
     config = yolo_set(tmp_path, line)
     assert message_of(config, num_classes=2) == f"{tmp_path / 'labels' / '000.txt'}:2: {problem}"
+
+
+def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
+    config = yolo_set(tmp_path, "")
+    (tmp_path / "images" / "._000.jpg").write_bytes(b"resource fork")
+    assert len(read_split(config, "train", 2).records) == 2
 
 
 def test_yolo_without_names_or_without_any_label_says_what_to_do(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ppdist.data.sample import EMPTY
 from ppdist.data.sampler import EvalSampler, TrainSampler, epoch_order
 
 SIZES = ((320, 320), (256, 288), (384, 352))
@@ -132,3 +133,13 @@ def test_evaluation_sees_each_image_once_without_padding(images, world):
         assert all(1 <= len(keys) <= 2 for keys in batches)
         seen += [key.index for keys in batches for key in keys]
     assert sorted(seen) == list(range(images))
+
+
+def test_a_micro_batch_that_is_empty_on_every_rank_says_so():
+    def indices(images):
+        step = [one.micro_batches(0) for one in ranks(images, world=2, accumulate=2, batch=4)]
+        return [[min(micro[0].index, 0) for micro in of_rank] for of_rank in step]
+
+    assert indices(3) == [[0, 0], [0, -1]]  # 3 images for 2 ranks x 2 micro-batches
+    assert indices(2) == [[0, EMPTY], [0, EMPTY]]
+    assert indices(1) == [[0, EMPTY], [-1, EMPTY]]

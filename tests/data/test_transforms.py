@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.data.augment import AugmentConfig
+from ppdist.data.images import read_image
 from ppdist.data.sample import keyed_generator
 from ppdist.data.transforms import (
     FILL,
-    AugmentConfig,
     Placement,
     cropped,
     expanded,
@@ -18,7 +19,6 @@ from ppdist.data.transforms import (
     place,
     random_colours,
     random_placement,
-    read_image,
     render,
     resize_for_evaluation,
     whole,

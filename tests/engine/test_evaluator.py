@@ -72,6 +72,7 @@ class Loader:
                 mask_BM=paddle.to_tensor(mask_BM),
                 image_index_B=paddle.to_tensor(np.array(index_B, np.int64)),
                 scale_B2=paddle.to_tensor(np.array([SCALE_YX] * 2, np.float32)),
+                offset_B2=paddle.zeros([2, 2]),
             )
 
 
@@ -116,13 +117,13 @@ def on_ranks(argument):
     if argument == "twice":
         share = [0, *share] if dist.rank() else share
     under_test = evaluator(share)
-    detections = under_test.detect(Oracle(five_images()))
+    detections = under_test.predict(Oracle(five_images()))
     result = under_test.evaluate(Oracle(five_images()))
     return {"result": result, "detections": detections.tolist()}
 
 
 def test_boxes_come_back_in_original_pixels_and_inside_the_image():
-    detections_R7 = evaluator().detect(Oracle(five_images()))
+    detections_R7 = evaluator().predict(Oracle(five_images()))
     assert detections_R7.dtype == np.float32
     assert (np.diff(detections_R7[:, 0]) >= 0).all()
     third = detections_R7[detections_R7[:, 0] == 2]
@@ -135,7 +136,7 @@ def test_boxes_come_back_in_original_pixels_and_inside_the_image():
 def test_the_metrics_are_those_of_the_detections():
     under_test = evaluator()
     result = under_test.evaluate(Oracle(five_images()))
-    detections_R7 = under_test.detect(Oracle(five_images()))
+    detections_R7 = under_test.predict(Oracle(five_images()))
     expected = evaluate_boxes(five_images(), detections_R7)
     assert {key: result[key] for key in expected} == expected
     assert result["mAP50"] == pytest.approx(1.0) and result["eval_seconds"] > 0
@@ -144,7 +145,7 @@ def test_the_metrics_are_those_of_the_detections():
 
 def test_two_ranks_with_uneven_shares_get_what_one_rank_gets():
     alone = evaluator().evaluate(Oracle(five_images()))
-    detections = evaluator().detect(Oracle(five_images())).tolist()
+    detections = evaluator().predict(Oracle(five_images())).tolist()
     first, second = run_on_ranks(2, "tests.engine.test_evaluator:on_ranks")
     assert first == second
     assert first["detections"] == detections
@@ -191,7 +192,7 @@ def test_a_model_that_finds_nothing_scores_zero():
             return scores_BNC * 0, boxes_BN4
 
     under_test = evaluator()
-    assert under_test.detect(Blind(five_images())).shape == (0, 7)
+    assert under_test.predict(Blind(five_images())).shape == (0, 7)
     assert under_test.evaluate(Blind(five_images()))["mAP"] == 0.0
 
 
@@ -204,7 +205,7 @@ def test_an_untrained_model_gives_a_bounded_number_of_boxes():
             scores_BNC = rng.random((len(outputs), 2000, CLASSES)).astype(np.float32)
             return paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4)
 
-    detections_R7 = evaluator().detect(Untrained(five_images()))
+    detections_R7 = evaluator().predict(Untrained(five_images()))
     counts = np.bincount(detections_R7[:, 0].astype(int))
     assert len(counts) == IMAGES and counts.max() <= NMSConfig().keep
 
@@ -229,5 +230,5 @@ def test_padding_is_not_drawn():
 def test_a_long_evaluation_reports_how_far_it_is(monkeypatch, caplog):
     monkeypatch.setattr("ppdist.engine.evaluator._REPORT_SECONDS", -1.0)
     with caplog.at_level(logging.INFO, logger="ppdist"):
-        evaluator().detect(Oracle(five_images()))
+        evaluator().predict(Oracle(five_images()))
     assert "evaluated 2/5 images, ETA 0s" in caplog.text

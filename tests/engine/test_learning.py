@@ -9,7 +9,7 @@ from ppdist.config import parse_config
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import ExperimentConfig, build_training
 
-# 100 steps of 8 images, 25 s of one CPU core.  Seeds 0 and 1 reached mAP 0.96 and 1.00 in 80.
+# 8 images a step; 20 and 25 s of one CPU core.
 CONFIG = """
 data:
   root: {root}
@@ -18,28 +18,33 @@ data:
   workers: 0
   augment: {{distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
 model: {{{model}, num_classes: 3, image_size: [128, 128]}}
-train: {{epochs: 100, batch_size_per_card: 8, clip_norm: 10.0, ema: {{decay: 0.9}}}}
-optimizer: {{name: adamw, lr: 0.005, weight_decay: 0.0}}
+train: {{epochs: {epochs}, batch_size_per_card: 8, clip_norm: 10.0, ema: {{decay: 0.9}}}}
+optimizer: {{name: adamw, lr: {lr}, weight_decay: 0.0}}
 schedule: {{warmup_epochs: 2}}
 evaluate: {{every_epochs: 50}}
-checkpoint: {{every_epochs: 100}}
+checkpoint: {{every_epochs: 300}}
 log: {{visualdl: false}}
 {more}
 """
-DETECTORS = {
+DETECTORS = {  # model, steps, learning rate, more
     "ppyoloe": (
         "name: ppyoloe, variant: plus, depth_multiple: 0.33, width_multiple: 0.25",
+        100,
+        0.005,
         "loss: {static_assigner_epochs: 10}",
     ),
+    # Longer: its running statistics forget 3 % a step, so they need a hundred to settle.
+    "yolov5": ("name: yolov5, size: n", 200, 0.01, ""),
 }
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_eight_images_are_learned_by_heart(detector, tmp_path):
     make_shapes(tmp_path / "data", train=8, val=1, size=128, seed=0)
-    model, more = DETECTORS[detector]
+    model, epochs, lr, more = DETECTORS[detector]
     file = tmp_path / "learn.yml"
-    file.write_text(CONFIG.format(root=tmp_path / "data", model=model, more=more))
+    values = {"model": model, "epochs": epochs, "lr": lr, "more": more}
+    file.write_text(CONFIG.format(root=tmp_path / "data", **values))
     config = parse_config(file, (), ExperimentConfig)
     dist.init("cpu", config.distributed)
     out = tmp_path / "out"
@@ -48,7 +53,8 @@ def test_eight_images_are_learned_by_heart(detector, tmp_path):
         assert experiment.trainer.fit() == 0
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     scores = [record for record in map(json.loads, lines) if "mAP" in record]
-    assert [record["step"] for record in scores] == [50, 100]
+    assert [record["step"] for record in scores] == list(range(50, epochs + 1, 50))
     assert scores[-1]["mAP"] > 0.9
     assert scores[-1]["mAP"] > scores[0]["mAP"]
-    assert (out / "checkpoints" / "best").resolve().name == "step-00000100"
+    best = max(scores, key=lambda record: record["mAP"])
+    assert (out / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"

@@ -7,8 +7,11 @@ from paddle import nn
 from ppdist import dist
 from ppdist.data.sample import Batch
 from ppdist.engine.step import AmpConfig, Clock, TrainStep
-from ppdist.losses import LossOutput
+from ppdist.losses import Loss, LossOutput
+from ppdist.optim.schedule import Rates
 from tests.distributed import run_on_ranks
+
+RATES = Rates(lr=0.1, bias_lr=0.1, momentum=0.9)
 
 
 class Scale(nn.Layer):
@@ -26,8 +29,9 @@ class Scale(nn.Layer):
         return self.w.astype("float32") * images_B3HW.mean([1, 2, 3])
 
 
-def total(outputs_B, boxes_BM4, labels_BM, mask_BM, step):
-    return LossOutput(outputs_B.sum(), paddle.to_tensor(float(len(outputs_B))), {})
+class Total(Loss):
+    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+        return LossOutput(outputs_B.sum(), paddle.to_tensor(float(len(outputs_B))), {})
 
 
 class RecordingOptimizer:
@@ -53,7 +57,7 @@ class RecordingOptimizer:
 def batch(value: float) -> Batch:
     image = paddle.full([1, 3, 2, 2], value)
     empty = paddle.zeros([1, 1])
-    return Batch(image, paddle.zeros([1, 1, 4]), empty, empty, empty, empty)
+    return Batch(image, paddle.zeros([1, 1, 4]), empty, empty, empty, empty, empty)
 
 
 def build() -> tuple[TrainStep, RecordingOptimizer]:
@@ -61,7 +65,7 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
     optimizer = RecordingOptimizer(model.w)
     step = TrainStep(
         model=model,
-        loss=total,
+        loss=Total(),
         optimizer=optimizer,
         ema=None,
         amp=AmpConfig(),
@@ -93,7 +97,7 @@ def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it():
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
     scales = []
     for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
-        result = step(iter([batch(value)]), 1, number, 0.1, False, Clock())
+        result = step(iter([batch(value)]), 1, number, RATES, False, Clock())
         assert result.applied == (value < 5)
         scales.append(step.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
@@ -106,7 +110,7 @@ def accumulate(argument):
     rank = dist.rank()
     for number in range(2):
         micro = iter([batch(1.0 + rank), batch(3.0 + rank)])
-        step(micro, 2, number, 0.1, False, Clock())
+        step(micro, 2, number, RATES, False, Clock())
     return optimizer.gradients
 
 

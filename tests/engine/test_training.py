@@ -13,6 +13,8 @@ from ppdist import dist
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
 from ppdist.errors import CheckpointError, ConfigError
+from ppdist.models.yolov5 import P5_ANCHORS
+from tests.data.classified import write_patterns
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config
 
@@ -30,9 +32,17 @@ def shapes(tmp_path_factory):
     return folder
 
 
-def run(shapes, output_dir, *overrides, resume=False, evaluate=False, before=lambda trainer: None):
+def run(
+    data,
+    output_dir,
+    *overrides,
+    model="ppyoloe",
+    resume=False,
+    evaluate=False,
+    before=lambda trainer: None,
+):
     dist.init("cpu", dist.DistributedConfig())
-    config = tiny_config(shapes, [*OVERRIDES, *overrides])
+    config = tiny_config(data, [*OVERRIDES, *overrides], model)
     experiment = build_training(
         config,
         output_dir=output_dir,
@@ -80,12 +90,55 @@ def assert_same_run(first, second):
     assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(shapes, tmp_path):
+# What a step depends on besides weights, by what has most of it: model, overrides.
+RESUMED = {
+    "ppyoloe": ("ppyoloe", []),
+    "an auxiliary head": (
+        "ppyoloe", ["model.size=t", "model.auxiliary=true", "loss.auxiliary_attached_epochs=3"],
+    ),
+    "yolov5": (
+        "yolov5",
+        ["data.resize=letterbox", "data.augment.mosaic=1", "data.augment.close_mosaic_epochs=1",
+         "data.augment.mixup=0.5", "data.augment.affine={scale: 0.5, translate: 0.1}",
+         "schedule={warmup_epochs: 3, warmup_bias_lr: 0.1, warmup_momentum: 0.8}",
+         "optimizer={nesterov: true, decay_biases: false}", "train.ema.ramp_steps=100",
+         "loss.anchor_threshold=1.2"],  # fits anchors of its own, which a resumed run must not
+    ),
+    "a classifier with dropout": ("yolov5_cls", ["model.dropout=0.3"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, tmp_path):
+    model, overrides = RESUMED[case]
+    data = shapes
+    if model == "yolov5_cls":
+        data = tmp_path / "data"
+        write_patterns(data / "train", 4, seed=0)
+        overrides = [*overrides, "data.train={images: train}", "data.val={images: train}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(shapes, whole)
-    run(shapes, parts, "train.max_steps=7")  # in the middle of an epoch
-    run(shapes, parts, resume=True)
+    run(data, whole, *overrides, model=model)
+    run(data, parts, *overrides, "train.max_steps=7", model=model)  # in the middle of an epoch
+    run(data, parts, *overrides, model=model, resume=True)
     assert_same_run(whole, parts)
+    assert len({record["loss"] for record in records(whole)}) == len(records(whole))
+
+
+def test_anchors_fitted_before_training_are_part_of_the_checkpoint(shapes, tmp_path):
+    before = {"anchors": None}
+
+    def note(trainer):
+        before["anchors"] = trainer.train_step.model.anchors_LA2
+
+    overrides = ["loss.anchor_threshold=1.2", "train.max_steps=1"]
+    run(shapes, tmp_path, *overrides, model="yolov5", before=note)
+    saved = weights(tmp_path)["head.anchors"] * np.float32([8, 16, 32])[:, None, None]
+    np.testing.assert_array_equal(saved, before["anchors"])
+    assert np.abs(saved - np.array(P5_ANCHORS)).max() > 1
+    assert "others fitted to them" in (tmp_path / "train.log").read_text()
+    given = "model.anchors=[[[4,4],[5,5],[6,6]],[[8,8],[9,9],[10,10]],[[12,12],[14,14],[16,16]]]"
+    run(shapes, tmp_path / "given", *overrides, given, model="yolov5", before=note)
+    assert before["anchors"][0, 0].tolist() == [4, 4]  # what the user gave stays
 
 
 def two_ranks(argument):
@@ -111,10 +164,10 @@ def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
     def interrupt(trainer):
         original = trainer.train_step.__call__
 
-        def step(batches, count, step, lr, stop, clock):
+        def step(batches, count, step, rates, stop, clock):
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return original(batches, count, step, lr, stop, clock)
+            return original(batches, count, step, rates, stop, clock)
 
         trainer.train_step = SimpleStep(trainer.train_step, step)
 
@@ -145,14 +198,12 @@ def poison_one_rank(argument):
 
     def poison(trainer):
         step = trainer.train_step
-        loss = step.loss
 
-        def poisoned(*arguments):
-            output = loss(*arguments)
-            bad = dist.rank() == 1 and arguments[-1] == 1
+        def poisoned(loss, arguments, output):
+            bad = dist.rank() == 1 and arguments[4] == 1
             return output._replace(total=output.total * (float("nan") if bad else 1.0))
 
-        step.loss = poisoned
+        step.loss.register_forward_post_hook(poisoned)
 
         def call(*arguments):
             result = step(*arguments)
@@ -190,8 +241,8 @@ def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
 
 def test_a_run_that_is_asked_to_stop_saves_without_evaluating_first(shapes, tmp_path):
     def stop_now(trainer):
-        def call(batches, count, step, lr, stop, clock):
-            return original(batches, count, step, lr, True, clock)
+        def call(batches, count, step, rates, stop, clock):
+            return original(batches, count, step, rates, True, clock)
 
         original = trainer.train_step
         trainer.train_step = SimpleStep(original, call)

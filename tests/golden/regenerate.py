@@ -24,17 +24,22 @@ FOLDER = Path(__file__).parent
 STEPS = 20
 ATSS_STEPS = 10
 DATASET = 16  # images tiny.py derives from: 2 steps an epoch of 8
-DETECTORS = ("ppyoloe",)
+DETECTORS = ("ppyoloe", "yolov5")
 
 
 def golden_config(detector: str, folder: Path) -> ExperimentConfig:
     """The tiny detector of tests/engine/tiny.py in Paddle's own arithmetic; folder is scratch."""
-    assert detector in DETECTORS
     steps_per_epoch = DATASET // IMAGES
-    overrides = ["seed=0", "optimizer.lr=0.01", "schedule.warmup_epochs=2"]
+    overrides = ["schedule.warmup_epochs=2"]
     overrides += [f"train.epochs={STEPS // steps_per_epoch}", "train.cpu_convolutions=plain"]
-    overrides += [f"loss.static_assigner_epochs={ATSS_STEPS // steps_per_epoch}"]
-    return tiny_config(folder, overrides)
+    if detector == "ppyoloe":
+        overrides += ["optimizer.lr=0.01"]
+        overrides += [f"loss.static_assigner_epochs={ATSS_STEPS // steps_per_epoch}"]
+    else:  # what its recipe has of its own, and decay enough to be seen
+        overrides += ["optimizer.nesterov=true", "optimizer.decay_biases=false"]
+        overrides += ["optimizer.weight_decay=0.05", "optimizer.momentum=0.937"]
+        overrides += ["schedule.warmup_bias_lr=0.001", "schedule.warmup_momentum=0.8"]
+    return tiny_config(folder, overrides, detector)
 
 
 def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
@@ -46,7 +51,7 @@ def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {}
     for step in range(STEPS):
         batches = iter([fixed_batch(step, 0, IMAGES)])
-        result = train_step(batches, 1, step, schedule(step), False, Clock())
+        result = train_step(batches, 1, step, schedule.rates(step), False, Clock())
         assert result.applied
         for name, value in {**result.losses, "gradient_norm": result.gradient_norm}.items():
             losses.setdefault(name, []).append(value)

@@ -74,14 +74,23 @@ def atss_by_loops(box: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def tal_by_loops(
-    scores_CN: np.ndarray, pred: np.ndarray, box: np.ndarray, labels: np.ndarray, mask: np.ndarray
+    scores_CN: np.ndarray,
+    pred: np.ndarray,
+    box: np.ndarray,
+    labels: np.ndarray,
+    mask: np.ndarray,
+    radius: float | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    points, _ = cells()
+    points, strides = cells()
     overlap = iou(box, pred)
     align = scores_CN[labels] * overlap**6
     named = np.zeros(overlap.shape, bool)
     for m in range(len(box)):
-        allowed = inside(points, box[m])
+        if radius is None:
+            allowed = inside(points, box[m])
+        else:
+            centre = (box[m, :2] + box[m, 2:]) / 2
+            allowed = np.hypot(*(points - centre).T) < radius * strides[:, 0]
         best = np.argsort(-align[m] * allowed, kind="stable")[:13]
         named[m, best] = allowed[best] & (mask[m] > 0)
     owner = settle(named, overlap)
@@ -128,8 +137,11 @@ def test_atss_equals_loops_over_its_definition(boxes: int, real: tuple[int, int]
     assert (owner >= 0).any()
 
 
+@pytest.mark.parametrize("radius", [None, 2.0])
 @pytest.mark.parametrize(("boxes", "real"), [(3, (3, 2)), (12, (12, 0)), (60, (60, 41))])
-def test_task_alignment_equals_loops_over_its_definition(boxes: int, real: tuple[int, int]) -> None:
+def test_task_alignment_equals_loops_over_its_definition(
+    boxes: int, real: tuple[int, int], radius: float | None
+) -> None:
     points, strides = cells()
     rng = np.random.default_rng(7)
     reach = rng.uniform(0.5, 4, (2, 420, 4)).astype("float32") * strides
@@ -137,11 +149,13 @@ def test_task_alignment_equals_loops_over_its_definition(boxes: int, real: tuple
     scores = rng.uniform(0.01, 1, (2, CLASSES, 420)).astype("float32")
     truths = [random_truth(boxes, n, seed) for seed, n in enumerate(real)]
     slots = task_aligned_slots(
-        paddle.to_tensor(scores), paddle.to_tensor(pred), paddle.to_tensor(points), *batch(truths)
+        *(paddle.to_tensor(x) for x in (scores, pred, points)),
+        *batch(truths),
+        reach_N1=None if radius is None else paddle.to_tensor(strides * radius),
     )
     owner, score = planes(slots, 420)
-    for i, (box_M4, labels_M, mask_M) in enumerate(truths):
-        want_owner, want_score = tal_by_loops(scores[i], pred[i], box_M4, labels_M, mask_M)
+    for i, truth in enumerate(truths):
+        want_owner, want_score = tal_by_loops(scores[i], pred[i], *truth, radius)
         # Zero-aligned candidates are a tie among predictions that do not overlap: no soft label.
         real_N = want_score > 1e-6
         assert np.array_equal(owner[i][real_N], want_owner[real_N])

@@ -8,7 +8,8 @@ import pytest
 
 from ppdist.errors import UserError
 from ppdist.models import build_model
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, anchor_points, decode_boxes
+from ppdist.models.detector import anchor_points
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, decode_boxes
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}
 TRAIN = {"s": (8_084_605, 8_084_611), "m": (24_134_909, 24_134_921),

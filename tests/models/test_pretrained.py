@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 from ppdist.errors import WeightsError
 from ppdist.models import build_model
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
-from ppdist.models.pretrained import load_weights
+from ppdist.models.pretrained import load_weights, official_arrays_of
+from ppdist.models.weight_files import write_arrays
 
 
 def tiny(num_classes: int = 3, width: float = 0.125, seed: int = 0) -> PPYOLOE:
@@ -57,6 +58,14 @@ def test_every_kind_of_file_gives_back_every_value(tmp_path: Path, name: str) ->
     assert len(report.loaded) == len(source.state_dict())
     assert not report.fresh and not report.ignored
     assert str(report) == f"weights: {len(report.loaded)} tensors from {tmp_path / name}"
+
+
+def test_paddle_reads_the_pdparams_that_we_write(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    write_arrays(tmp_path / "w.pdparams", official_arrays_of(source))
+    missing, unexpected = target.set_state_dict(paddle.load(str(tmp_path / "w.pdparams")))
+    assert not missing and not unexpected
+    assert_same(target, source)
 
 
 def test_another_class_count_leaves_the_class_layers_fresh_and_says_so(tmp_path: Path) -> None:
@@ -119,7 +128,7 @@ def test_a_file_of_another_architecture_is_an_error(tmp_path: Path) -> None:
         ("none.pdparams", None, "no such weight file or checkpoint directory"),
         ("w.onnx", b"x", "cannot read weights from .onnx"),
         ("w.pdparams", b"not a pickle", "damaged or not a .pdparams file"),
-        ("w.pdparams", pickle.dumps([1, 2]), "expected a dict of arrays, found list"),
+        ("w.pdparams", pickle.dumps([1, 2]), "no weights in it: expected a state dict"),
         ("w.npz", b"PK not a zip", "damaged or not a .npz file"),
         ("w.safetensors", b"\x08\0\0\0\0\0\0\0garbage!", "damaged or not a .safetensors file"),
     ],
@@ -165,10 +174,95 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_nothing_runs(tmp_path: P
 
 def test_an_npz_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
-    np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object), allow_pickle=True)
-    with pytest.raises(WeightsError, match=r"damaged or not a \.npz file"):
+    np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object))
+    with pytest.raises(WeightsError, match=r"expected arrays of numbers; found w\.npy"):
         load_weights(tiny(), tmp_path / "evil.npz")
     assert not trace.exists()
+
+
+MISTAKEN = [
+    ("w.pt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer instead of the"),
+    ("w.pt", b"<!DOCTYPE html><html>404", "not a .pt file but a web page"),
+    ("w.safetensors", b"<html>", "not a .safetensors file but a web page"),
+    ("w.pt", b"", "an empty file"),
+    ("w.npz", b"\x93NUMPY\x01\0", "not a .npz file but a single array of np.save"),
+    ("w.pdparams", b"PK\x03\x04", "a zip archive as torch.save and np.savez write it; name it .pt"),
+    ("w.npz", b"\x80\x02}.", "a pickle as paddle.save and old torch.save write it; name"),
+    ("w.npz", b"\x10\0\0\0\0\0\0\0{\"__metadata__", "one of safetensors: name it so"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), MISTAKEN)
+def test_common_mistakes_are_recognised_by_their_first_bytes(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(tiny(), tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_the_case_of_an_ending_and_other_names_of_a_kind_do_not_matter(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    first = save(source, tmp_path / "w.pdparams")
+    for name in ("W.PDPARAMS", "w.pdema"):
+        (tmp_path / name).write_bytes(first.read_bytes())
+        load_weights(target, tmp_path / name)
+        assert_same(target, source)
+    for name in ("w.pth", "W.PT"):
+        write_arrays(tmp_path / name, official_arrays_of(source))
+    (tmp_path / "w.ckpt").write_bytes((tmp_path / "w.pth").read_bytes())
+    for name in ("w.ckpt", "W.PT"):
+        load_weights(tiny(seed=3), tmp_path / name)
+
+
+@pytest.mark.parametrize("names", [("model",), ("ema",), ("state_dict",), ("ema", "module")])
+def test_a_state_dict_of_paddle_is_found_inside_another_dict(tmp_path: Path, names) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    for state in (source.state_dict(), arrays_of(source)):  # tensors: tuple((name, array)) inside
+        content: dict = state
+        for name in reversed(names):
+            content = {name: content, "epoch": 3}
+        paddle.save(content, str(tmp_path / "w.pdparams"))
+        load_weights(target, tmp_path / "w.pdparams")
+        assert_same(target, source)
+    paddle.save({"epoch": 3, "lr": 0.1}, str(tmp_path / "none.pdparams"))
+    with pytest.raises(WeightsError, match=r"no weights in it: .*; found 'epoch', 'lr'"):
+        load_weights(target, tmp_path / "none.pdparams")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model."])
+def test_what_wrappers_put_before_every_key_is_taken_away(tmp_path: Path, prefix: str) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    np.savez(tmp_path / "w.npz", **{prefix + key: v for key, v in arrays_of(source).items()})
+    report = load_weights(target, tmp_path / "w.npz")
+    assert_same(target, source)
+    assert str(report).endswith(f"w.npz, keys without their '{prefix}'")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.ones([4, 3, 3, 3], "int8"), "holds int8 numbers, expected floating point"),
+        (np.full([4, 3, 3, 3], np.nan, "float32"), "108 of 108 values are NaN or infinite"),
+        (np.full([4, 3, 3, 3], 1e300), "108 of 108 values are NaN or infinite"),
+    ],
+)
+def test_numbers_that_are_no_weights_are_an_error(tmp_path: Path, value, message) -> None:
+    model = tiny(seed=2)
+    before = arrays_of(model)
+    key = "backbone.stem.conv1.conv.weight"
+    np.savez(tmp_path / "w.npz", **{**arrays_of(tiny(seed=1)), key: value})
+    with pytest.raises(WeightsError, match=rf"{key}: {message}"):
+        load_weights(model, tmp_path / "w.npz")
+    assert all(np.array_equal(before[key], value) for key, value in arrays_of(model).items())
+
+
+def test_notes_beside_the_weights_are_left_out(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    np.savez(tmp_path / "w.npz", **arrays_of(source), info=np.array("made by x"))
+    assert not load_weights(target, tmp_path / "w.npz").ignored
+    assert_same(target, source)
 
 
 def test_bfloat16_bit_patterns_are_understood(tmp_path: Path) -> None:

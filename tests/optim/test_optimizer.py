@@ -6,13 +6,16 @@ import pytest
 from paddle import nn
 
 from ppdist.errors import CheckpointError
-from ppdist.optim.ema import EMA
+from ppdist.optim.ema import EMA, Decay
 from ppdist.optim.optimizer import (
     OptimizerConfig,
+    biases,
     build_optimizer,
     load_optimizer_arrays,
     optimizer_arrays,
+    set_rates,
 )
+from ppdist.optim.schedule import Rates
 
 
 def network():
@@ -69,7 +72,7 @@ def test_optimizer_state_of_another_model_is_refused():
 
 def test_average_follows_its_formula_and_covers_statistics():
     model = network()
-    ema = EMA(model, decay=0.9)
+    ema = EMA(model, decay=Decay(0.9))
     expected = model.state_dict()["1._mean"].numpy().copy()
     for step in range(1, 40):
         model.state_dict()["1._mean"].set_value(np.full(4, step, "float32"))
@@ -77,9 +80,47 @@ def test_average_follows_its_formula_and_covers_statistics():
         keep = min(0.9, (1 + step) / (10 + step))
         expected = keep * expected + (1 - keep) * step
     np.testing.assert_allclose(ema.average["1._mean"].numpy(), expected, rtol=1e-5)
-    twin = EMA(network(), decay=0.9)
+    twin = EMA(network(), decay=Decay(0.9))
     twin.load(ema.state(), ema.updates)
     assert all(np.array_equal(twin.state()[key], value) for key, value in ema.state().items())
+
+
+def test_the_average_of_a_constant_is_the_constant():
+    model = network()
+    constant = np.float32([0.1, 1.25, 3.40625, 12.3])
+    model.state_dict()["1._mean"].set_value(constant)
+    ema = EMA(model, Decay(0.9998))
+    for _ in range(100):
+        ema.update({})
+    np.testing.assert_array_equal(ema.average["1._mean"].numpy(), constant)
+
+
+def test_biases_and_momentum_follow_rates_of_their_own():
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.0), 0.1, False)
+    expected = {key: value.numpy().astype("float64") for key, value in model.state_dict().items()}
+    velocity = {key: 0.0 for key in expected}
+    for step in range(4):
+        rates = Rates(lr=0.01 * (step + 1), bias_lr=0.1 / (step + 1), momentum=0.5 + 0.1 * step)
+        optimizer.clear_grad()
+        model(paddle.ones([4, 3])).square().sum().backward()
+        set_rates(optimizer, biases(model), rates)
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            velocity[key] = rates.momentum * velocity[key] + parameter.grad.numpy()
+            lr = rates.bias_lr if key == "bias" else rates.lr
+            expected[key] = expected[key] - lr * velocity[key]
+            np.testing.assert_allclose(parameter.numpy(), expected[key], rtol=1e-5, atol=1e-6)
+
+
+def test_biases_can_be_spared_from_decay():
+    model = network()
+    for decay_biases in (True, False):
+        config = OptimizerConfig(weight_decay=1.0, decay_biases=decay_biases)
+        groups = build_optimizer(model, config, 0.1, False)._param_groups
+        ids = {id(p) for g in groups if g["regularization_coeff"] for p in g["params"]}
+        decayed = {key for key, p in model.named_parameters() if id(p) in ids}
+        assert decayed == {"0.weight", *(["0.bias"] if decay_biases else [])}
 
 
 def half_precision_network():

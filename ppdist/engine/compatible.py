@@ -1,0 +1,58 @@
+"""What parts of a configuration ask of each other: one sentence about the first that does not fit.
+
+Each part has been checked by itself; a key that would be ignored without a word is a misfit too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ppdist.engine.classification import ClassificationEvaluator
+from ppdist.engine.evaluator import Evaluator
+
+
+def misfits(config: Any) -> Iterator[str]:
+    """Everything that does not fit, in the user's words; `config` is an ExperimentConfig."""
+    name, classifies = config.model.name, config.data.classifies
+    if classifies != (name == "yolov5_cls"):
+        has, learns = ("classes", "boxes") if classifies else ("boxes", "classes")
+        yield (
+            f"data.format: {config.data.format} has {has} of images, model.name: {name} learns "
+            f"{learns}; choose the other model or the other format"
+        )
+    if config.loss.name != name:
+        yield (
+            f"loss.name: {config.loss.name} is the loss of another model than model.name: {name}; "
+            f"leave loss.name out"
+        )
+    metric = config.evaluate.metric
+    known = ClassificationEvaluator.headline if classifies else Evaluator.headline
+    if metric not in (None, *known):
+        yield (
+            f"evaluate.metric: {metric} is not measured for model.name: {name}; expected one of "
+            f"{', '.join(known)}"
+        )
+    yield from _ignored(config)
+
+
+def _ignored(config: Any) -> Iterator[str]:
+    augment = config.data.augment
+    if config.data.classifies:
+        of_boxes = {
+            "data.augment.mosaic": augment.mosaic,
+            "data.augment.mixup": augment.mixup,
+            "data.augment.affine": augment.affine.moves,
+            "data.augment.close_mosaic_epochs": augment.close_mosaic_epochs,
+            "data.resize": config.data.resize != "stretch",
+            "nms": config.nms != type(config.nms)(),
+        }
+        for key, given in of_boxes.items():
+            if given:
+                yield f"{key}: means nothing to a classifier; leave it out"
+    if config.optimizer.name == "adamw":
+        of_momentum = {
+            "optimizer.nesterov": config.optimizer.nesterov,
+            "schedule.warmup_momentum": config.schedule.warmup_momentum is not None,
+        }
+        for key, given in of_momentum.items():
+            if given:
+                yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"

@@ -1,0 +1,59 @@
+"""Files that a user named for results: a path that cannot be written is the user's error."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ppdist.errors import UserError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what the system refuses (no such place, no permission, a full disk) is a UserError
+    that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that is to be written to, and those above it, where it is not there.
+
+    Raises: UserError: it cannot be made, or not be written to.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: cannot be written to: it is a file; expected a folder")
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{path}: cannot be written to: no permission")
+
+
+def make_parent(path: Path) -> None:
+    """Makes the folder of a file that is to be written; call it before the work whose result it is.
+
+    Raises: UserError: it cannot be made, or not be written to, or the path is a folder.
+    """
+    make_folder(path.parent)
+    if path.is_dir():
+        raise UserError(f"{path}: cannot be written: it is a folder; expected a file name")
+
+
+def write_json(path: Path, content: object, indent: int | None = None) -> None:
+    """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
+
+    Raises: UserError: it cannot be written.
+    """
+    make_parent(path)
+    text = json.dumps(content, ensure_ascii=False, indent=indent)
+    with writing(path):
+        if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        draft = target.with_name(target.name + ".tmp")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)

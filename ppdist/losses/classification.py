@@ -1,0 +1,83 @@
+"""Cross entropy of a classifier, with label smoothing.
+
+    ClassificationLoss.build(config: ClassificationLossConfig, model, steps_per_epoch)
+
+`config` is the `loss:` section, `name: yolov5_cls`.
+"""
+
+from typing import Any, Literal
+
+import paddle.nn.functional as F
+from paddle import Tensor
+from pydantic import Field
+
+from ppdist.config import Section
+from ppdist.losses import Loss, LossOutput
+from ppdist.models.detector import ImageModel
+
+
+class ClassificationLossConfig(Section):
+    """Cross entropy."""
+
+    name: Literal["yolov5_cls"] = Field(
+        default="yolov5_cls", description="cross entropy of one class per image"
+    )
+    label_smoothing: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="part of the target that is spread over all classes alike, 0..1",
+    )
+
+
+class ClassificationLoss(Loss):
+    """Mean cross entropy over the images of all micro-batches and ranks of a step.
+
+    With smoothing e, C classes and log-probabilities l, an image of class y costs
+
+        -(1 - e) * l_y - e / C * sum_c l_c
+
+    Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    @classmethod
+    def build(
+        cls,
+        config: ClassificationLossConfig,
+        model: ImageModel,
+        steps_per_epoch: int,
+        reference_batch: int = 64,
+    ) -> "ClassificationLoss":
+        return cls(config.label_smoothing)
+
+    def forward(
+        self,
+        outputs: Any,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+        totals: Tensor | None = None,
+    ) -> LossOutput:
+        """As `Loss.forward`; outputs are logits_BC, and the class of an image is that of its first
+        box.  An image without a box has no class and no say.
+
+        Returns: normalizer is the number of images; the part `train_top1` counts those whose class
+            has the highest logit.
+        """
+        log_p_BC = F.log_softmax(outputs.astype("float32"), axis=1)
+        real_B = mask_BM[:, 0].astype("float32")
+        label_B = labels_BM[:, 0] * real_B.astype("int64")  # a valid class where it is padding too
+        chosen_B = log_p_BC.take_along_axis(label_B.unsqueeze(1), 1).squeeze(1)
+        smooth = self.label_smoothing
+        cost_B = -(1.0 - smooth) * chosen_B - smooth * log_p_BC.mean(axis=1)
+        right_B = (log_p_BC.argmax(axis=1) == label_B).astype("float32")
+        return LossOutput(
+            total=(cost_B * real_B).sum(),
+            normalizer=real_B.sum().detach(),
+            parts={"train_top1": (right_B * real_B).sum().detach()},
+        )

@@ -1,0 +1,225 @@
+"""The YOLOv5 loss: CIoU + objectness + class, over anchors matched by shape."""
+
+from typing import Literal, NamedTuple
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+from pydantic import Field
+
+from ppdist.boxes import aligned_ciou, cxcywh_to_xyxy
+from ppdist.config import Section
+from ppdist.losses import Loss, LossOutput
+from ppdist.losses.anchor_match import Matches, match_anchors
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+
+NOMINAL_BATCH = 64  # images that the recipe's learning rate is for
+LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
+
+
+class YOLOv5LossConfig(Section):
+    """Matching and gains."""
+
+    name: Literal["yolov5"] = Field(default="yolov5", description="that of the model")
+    box_gain: float = Field(default=0.05, ge=0, description="weight of 1 - CIoU, for 3 levels")
+    object_gain: float = Field(
+        default=1.0, ge=0, description="weight of the objectness, at 640 pixels and for 3 levels"
+    )
+    class_gain: float = Field(
+        default=0.5, ge=0, description="weight of the classes, for 80 of them and 3 levels"
+    )
+    anchor_threshold: float = Field(
+        default=4.0,
+        gt=1,
+        description="an anchor learns a box when no side of one is this many times the other's",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="part of a class label spread over yes and no alike"
+    )
+
+
+class Gains(NamedTuple):
+    """Weights of the three terms, scaled to image size, classes and levels."""
+
+    box: float
+    object: float
+    classes: float
+
+
+class YOLOv5Loss(Loss):
+    """Scores raw outputs against padded ground truth.
+
+    Every term is a mean over the whole step's batch: `counts` says by how much to divide, and
+    nothing is left for the step to divide.  Computed in float32 whatever the outputs are.  No
+    collective, no host synchronisation, and a gradient for every output even where no image has
+    an object.
+    """
+
+    def __init__(
+        self,
+        gains: Gains,
+        *,
+        num_classes: int,
+        strides: tuple[int, ...],
+        anchors_LA2: Tensor,
+        threshold: float,
+        label_smoothing: float = 0.0,
+        reference_batch: int = NOMINAL_BATCH,
+    ) -> None:
+        """
+        Args:
+            num_classes: C; labels are in [0, C).
+            strides: pixels per cell of each level, rising, in the order of the outputs.
+            anchors_LA2: width, height in cells of their level; the model's own buffer, so that
+                anchors set or loaded later count here too.
+            threshold, label_smoothing: see YOLOv5LossConfig.
+            reference_batch: images of a step that the learning rate was tuned for.
+        """
+        super().__init__()
+        self.gains = gains
+        self.num_classes = num_classes
+        self.strides = strides
+        self.anchors_LA2 = anchors_LA2
+        self.threshold = threshold
+        self.label_smoothing = label_smoothing
+        self.reference_batch = reference_batch
+
+    @classmethod
+    def build(
+        cls,
+        config: YOLOv5LossConfig,
+        model: YOLOv5,
+        steps_per_epoch: int,
+        reference_batch: int = NOMINAL_BATCH,
+    ) -> "YOLOv5Loss":
+        """Gains as the original scales them: an even share of each level, objectness by area."""
+        share = 3 / len(model.strides)
+        gains = Gains(
+            box=config.box_gain * share,
+            object=config.object_gain * (max(model.image_size) / 640) ** 2 * share,
+            classes=config.class_gain * model.num_classes / 80 * share,
+        )
+        return cls(
+            gains,
+            num_classes=model.num_classes,
+            strides=model.strides,
+            anchors_LA2=model.head.anchors,
+            threshold=config.anchor_threshold,
+            label_smoothing=config.label_smoothing,
+            reference_batch=reference_batch,
+        )
+
+    @paddle.no_grad()
+    def counts(
+        self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
+    ) -> Tensor:
+        """Images, and matches of each level: float32 [1 + L]; see `Loss.counts`."""
+        levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
+        images = paddle.full([], float(boxes_BM4.shape[0]))
+        return paddle.stack([images, *[level.taken_BAS.sum() for level in levels]])
+
+    def matches(
+        self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
+    ) -> list[Matches]:
+        """What each level learns; `size` is (height, width) of the input in pixels."""
+        return [
+            match_anchors(
+                boxes_BM4,
+                labels_BM,
+                mask_BM,
+                self.anchors_LA2[level].astype("float32"),
+                (size[0] // stride, size[1] // stride),
+                stride,
+                self.threshold,
+            )
+            for level, stride in enumerate(self.strides)
+        ]
+
+    def forward(
+        self,
+        outputs: YOLOv5Outputs,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+        totals: Tensor | None = None,
+    ) -> LossOutput:
+        """The loss of one micro-batch; see `Loss.forward`.
+
+            total = reference_batch * sum over levels of
+                gain_box * mean over matches of (1 - CIoU)
+                + gain_object * level weight * mean over all predictions of BCE(objectness, t)
+                + gain_class * mean over matches and classes of BCE(class, label)
+
+        t is the CIoU of a matched prediction, at least 0, and 0 elsewhere.  The original
+        multiplies by the images of its batch and keeps the learning rate; here the factor is the
+        batch the rate was tuned for, and the rate goes with the batch: the same update.
+
+        Args:
+            totals: the step's sum of `counts`; None: this micro-batch is the whole step.
+
+        Returns: parts `loss_box`, `loss_obj`, `loss_cls`, gains included, which add up to the
+            mean loss of the step; the normalizer is 0.
+        """
+        with paddle.amp.auto_cast(enable=False):
+            maps = outputs.logits
+            size = maps[0].shape[2] * self.strides[0], maps[0].shape[3] * self.strides[0]
+            levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
+            if totals is None:
+                totals = self.counts(boxes_BM4, labels_BM, mask_BM, size)
+            divisor = totals.clip(min=1.0).detach()
+            weights = LEVEL_WEIGHTS[len(self.strides)]
+            terms = []
+            for level, (logits, matches) in enumerate(zip(maps, levels)):
+                box, found, classes = self._score(
+                    logits, matches, self.anchors_LA2[level].astype("float32")
+                )
+                per_match = 1.0 / divisor[1 + level]
+                cells = self.anchors_LA2.shape[1] * logits.shape[2] * logits.shape[3]
+                per_cell = weights[level] / (divisor[0] * cells)
+                per_class = per_match / self.num_classes
+                terms.append(paddle.stack([box * per_match, found * per_cell, classes * per_class]))
+            box, found, classes = paddle.add_n(terms).unbind(0)
+            parts = {
+                "loss_box": box * self.gains.box,
+                "loss_obj": found * self.gains.object,
+                "loss_cls": classes * self.gains.classes,
+            }
+            return LossOutput(
+                total=self.reference_batch * paddle.add_n(list(parts.values())),
+                normalizer=paddle.zeros([]),
+                parts={name: part.detach() for name, part in parts.items()},
+            )
+
+    def _score(
+        self, logits: Tensor, matches: Matches, anchors_A2: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums of 1 - CIoU, of the objectness and of the class terms of one level."""
+        batch, anchors = logits.shape[0], anchors_A2.shape[0]
+        logits_BAKN = logits.astype("float32").reshape([batch, anchors, 5 + self.num_classes, -1])
+        index_B11S = matches.cell_BS.reshape([batch, 1, 1, -1])
+        chosen_BAKS = paddle.take_along_axis(logits_BAKN, index_B11S, axis=3)
+
+        boxes_BAS4 = _decode(chosen_BAKS[:, :, :4], anchors_A2)
+        target_B1S4 = cxcywh_to_xyxy(matches.target_BS4).unsqueeze(1)
+        ciou_BAS = aligned_ciou(boxes_BAS4, target_B1S4)
+        box = ((1.0 - ciou_BAS) * matches.taken_BAS).sum()
+
+        # BCE(x, t) = softplus(x) - t x, and t is 0 except at the winning slots.
+        target_BAS = ciou_BAS.detach().clip(min=0.0) * matches.wins_BAS
+        everywhere = F.softplus(logits_BAKN[:, :, 4]).sum()
+        found = everywhere - (target_BAS * chosen_BAKS[:, :, 4]).sum()
+
+        class_BACS = chosen_BAKS[:, :, 5:]
+        label_B11S = matches.label_BS.reshape([batch, 1, 1, -1])
+        named_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
+        yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
+        bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * named_BAS
+        return box, found, (bce_BAS * matches.taken_BAS).sum()
+
+
+def _decode(logits_BA4S: Tensor, anchors_A2: Tensor) -> Tensor:
+    """Boxes [B, A, S, 4], xyxy in cells from the corner of the cell of each prediction."""
+    doubled = F.sigmoid(logits_BA4S).transpose([0, 1, 3, 2]) * 2.0
+    wh = doubled[..., 2:].square() * anchors_A2.reshape([1, -1, 1, 2])
+    return cxcywh_to_xyxy(paddle.concat([doubled[..., :2] - 0.5, wh], axis=-1))

@@ -1,0 +1,355 @@
+"""YOLOv5 (release 6): CSP backbone, PAN neck, three anchors per cell.
+
+    images -> Backbone -> strides 8, 16, 32 (, 64) -> Neck -> the same strides -> Head -> logits
+
+A level is named by the power of two of its stride: level 3 has stride 8.  Module names are ours;
+`yolov5_keys` maps the state dict to that of the original.
+Sources: CSPNet arXiv:1911.11929, PANet arXiv:1803.01534; pooling: SPP arXiv:1406.4729, chained.
+"""
+
+import math
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from pydantic import Field, ValidationInfo, field_validator
+
+from ppdist.config import Section
+from ppdist.models.blocks import ConvNorm, upsample2x
+from ppdist.models.detector import Detector, anchor_points
+from ppdist.models.yolov5_keys import P5_ROWS, P6_ROWS, original_keys
+
+DEPTH_WIDTH = {
+    "n": (0.33, 0.25),
+    "s": (0.33, 0.50),
+    "m": (0.67, 0.75),
+    "l": (1.0, 1.0),
+    "x": (1.33, 1.25),
+}
+# Channels of levels 1 (the stem) and up at width 1; repeats of the stages of levels 2 and up.
+P5_CHANNELS, P5_REPEATS = (64, 128, 256, 512, 1024), (3, 6, 9, 3)
+P6_CHANNELS, P6_REPEATS = (64, 128, 256, 512, 768, 1024), (3, 6, 9, 3, 3)
+NECK_REPEATS = 3
+ANCHORS_PER_CELL = 3  # A
+NORM_EPSILON, NORM_MOMENTUM = 1e-3, 0.97
+# [w, h] in pixels, per level; they fit the boxes of COCO at 640 (P5) and 1280 (P6) pixels.
+P5_ANCHORS = (
+    ((10, 13), (16, 30), (33, 23)),
+    ((30, 61), (62, 45), (59, 119)),
+    ((116, 90), (156, 198), (373, 326)),
+)
+P6_ANCHORS = (
+    ((19, 27), (44, 40), (38, 94)),
+    ((96, 68), (86, 152), (180, 137)),
+    ((140, 301), (303, 264), (238, 542)),
+    ((436, 615), (739, 380), (925, 792)),
+)
+
+_Side = Annotated[float, Field(gt=0)]
+_Anchor = tuple[_Side, _Side]
+
+
+class YOLOv5Config(Section):
+    """Which YOLOv5."""
+
+    name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
+    size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
+        default="s",
+        description="depth and width multiples; with 6: a fourth level of stride 64, for large "
+        "images",
+    )
+    depth_multiple: float | None = Field(
+        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
+    )
+    width_multiple: float | None = Field(
+        default=None, gt=0, description="channels as a multiple of size l; null: from size"
+    )
+    num_classes: int = Field(default=80, ge=1, description="object classes C")
+    pretrained: str | None = Field(
+        default=None,
+        description="weight file (.pt, .pdparams, .safetensors, .npz) or checkpoint folder",
+    )
+    image_size: tuple[int, int] = Field(
+        default=(640, 640),
+        description="input [height, width] in pixels, multiples of 32 (of 64 with four levels)",
+    )
+    anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
+        default=None,
+        description="three [width, height] per level, fine to coarse, in input pixels; null: the "
+        "published ones",
+    )
+    auto_anchor: bool = Field(
+        default=True,
+        description="fit new anchors to the training set before training when fewer than 98 % of "
+        "its boxes could be matched by the present ones (best possible recall); `anchors` stay",
+    )
+
+    @field_validator("anchors")
+    @classmethod
+    def _one_row_per_level(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
+        levels = 4 if str(info.data.get("size", "")).endswith("6") else 3
+        if anchors is not None and "size" in info.data and len(anchors) != levels:
+            raise ValueError(
+                f"anchors of {len(anchors)} levels, size {info.data['size']} has {levels}"
+            )
+        return anchors
+
+
+class YOLOv5Outputs(NamedTuple):
+    """Raw outputs, the same in training and evaluation.
+
+    logits: [B, A * (5 + C), H, W] per level, strides rising; channel a * (5 + C) + k, with k:
+        x, y, w, h, objectness, classes.
+    """
+
+    logits: tuple[Tensor, ...]
+
+
+def scaled_channels(channels: tuple[int, ...], width: float) -> list[int]:
+    """Each times `width`, rounded up to a multiple of 8."""
+    return [math.ceil(c * width / 8) * 8 for c in channels]
+
+
+def scaled_repeats(repeats: int, depth: float) -> int:
+    """Blocks of a stage at a depth multiple: rounded, at least 1."""
+    return max(round(repeats * depth), 1)
+
+
+def _conv(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int | None = None
+) -> ConvNorm:
+    return ConvNorm(
+        in_channels, out_channels, kernel, stride,
+        padding=padding, epsilon=NORM_EPSILON, momentum=NORM_MOMENTUM,
+    )  # fmt: skip
+
+
+class Bottleneck(nn.Layer):
+    """1x1, then 3x3; plus the input when `residual`."""
+
+    def __init__(self, channels: int, residual: bool) -> None:
+        super().__init__()
+        self.conv1 = _conv(channels, channels, 1)
+        self.conv2 = _conv(channels, channels, 3)
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.conv1(x))
+        return x + y if self.residual else y
+
+
+class CSPStage(nn.Layer):
+    """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
+
+    def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
+        super().__init__()
+        half = out_channels // 2
+        self.conv1 = _conv(in_channels, half, 1)
+        self.conv2 = _conv(in_channels, half, 1)
+        self.conv3 = _conv(2 * half, out_channels, 1)
+        self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(paddle.concat([self.blocks(self.conv1(x)), self.conv2(x)], axis=1))
+
+
+class ChainedPooling(nn.Layer):
+    """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = _conv(channels, channels // 2, 1)
+        self.conv2 = _conv(channels // 2 * 4, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.conv1(x)]
+        for _ in range(3):
+            maps.append(F.max_pool2d(maps[-1], 5, stride=1, padding=2))
+        return self.conv2(paddle.concat(maps, axis=1))
+
+
+class Backbone(nn.Layer):
+    """Images to features of levels 3 and up, the last after ChainedPooling if `pooling`.
+
+    Args:
+        channels: of levels 1 and up, scaled.
+        blocks: bottlenecks in the stage of each level from 2, scaled.
+    """
+
+    def __init__(self, channels: list[int], blocks: list[int], pooling: bool) -> None:
+        super().__init__()
+        # Layers are registered in the order they run: data parallel training sends gradients in
+        # buckets of neighbours, which are ready together only then.
+        before = channels[0]
+        self.stem = _conv(3, before, 6, stride=2, padding=2)
+        self.levels = tuple(range(2, 1 + len(channels)))
+        for level, width, count in zip(self.levels, channels[1:], blocks, strict=True):
+            self.add_sublayer(f"down{level}", _conv(before, width, 3, stride=2))
+            self.add_sublayer(f"stage{level}", CSPStage(width, width, count, residual=True))
+            before = width
+        self.sppf = ChainedPooling(before) if pooling else None
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        features = [self.stem(images)]
+        for level in self.levels:
+            down, stage = getattr(self, f"down{level}"), getattr(self, f"stage{level}")
+            features.append(stage(down(features[-1])))
+        if self.sppf is not None:
+            features[-1] = self.sppf(features[-1])
+        return features[2:]
+
+
+class Neck(nn.Layer):
+    """PAN: what coarse levels know goes down to the fine ones, then back up.
+
+    Features of levels 3 and up, with the channels they came with, in the same order.
+    """
+
+    def __init__(self, channels: list[int], blocks: int) -> None:
+        super().__init__()
+        self.levels = tuple(range(3, 3 + len(channels)))
+        width = dict(zip(self.levels, channels, strict=True))
+
+        def stage(in_channels: int, out_channels: int) -> CSPStage:
+            return CSPStage(in_channels, out_channels, blocks, residual=False)
+
+        for level in reversed(self.levels[1:]):
+            self.add_sublayer(f"reduce{level}", _conv(width[level], width[level - 1], 1))
+            fused = stage(2 * width[level - 1], width[level - 1])
+            self.add_sublayer(f"topdown{level - 1}", fused)
+        for level in self.levels[1:]:
+            below = width[level - 1]
+            self.add_sublayer(f"down{level}", _conv(below, below, 3, stride=2))
+            self.add_sublayer(f"bottomup{level}", stage(2 * below, width[level]))
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        x = features[-1]
+        reduced = []
+        for level in reversed(self.levels[1:]):
+            x = getattr(self, f"reduce{level}")(x)
+            reduced.append(x)
+            x = paddle.concat([upsample2x(x), features[level - 4]], axis=1)
+            x = getattr(self, f"topdown{level - 1}")(x)
+        results = [x]
+        for level, beside in zip(self.levels[1:], reversed(reduced)):
+            x = paddle.concat([getattr(self, f"down{level}")(x), beside], axis=1)
+            x = getattr(self, f"bottomup{level}")(x)
+            results.append(x)
+        return results
+
+
+class Head(nn.Layer):
+    """A 1x1 convolution per level, and the anchors.
+
+    anchors: [L, A, 2] width and height in cells of their level, float32, part of the state dict.
+    """
+
+    def __init__(self, channels: list[int], num_classes: int) -> None:
+        super().__init__()
+        self.levels = tuple(range(3, 3 + len(channels)))
+        self.register_buffer("anchors", paddle.ones([len(channels), ANCHORS_PER_CELL, 2]))
+        self._cast_to_low_precision = False  # Paddle's AMP O2 would round the anchors as well
+        for level, width in zip(self.levels, channels, strict=True):
+            predictor = nn.Conv2D(width, ANCHORS_PER_CELL * (5 + num_classes), 1)
+            self.add_sublayer(f"predict{level}", predictor)
+
+    def forward(self, features: list[Tensor]) -> YOLOv5Outputs:
+        maps = [getattr(self, f"predict{i}")(x) for i, x in zip(self.levels, features)]
+        return YOLOv5Outputs(tuple(maps))
+
+
+class YOLOv5(Detector):
+    """The detector; see the module text and `Detector`.
+
+    Attributes:
+        image_size: (height, width) in pixels the anchors are meant for.
+    """
+
+    class_layers = ("head.predict",)
+
+    def __init__(self, config: YOLOv5Config) -> None:
+        four_levels = config.size.endswith("6")
+        channels = P6_CHANNELS if four_levels else P5_CHANNELS
+        repeats = P6_REPEATS if four_levels else P5_REPEATS
+        strides = tuple(2**level for level in range(3, 1 + len(channels)))
+        super().__init__(config.num_classes, strides, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
+        depth, width = DEPTH_WIDTH[config.size[0]]
+        depth, width = config.depth_multiple or depth, config.width_multiple or width
+        self.image_size = config.image_size
+        self._rows = P6_ROWS if four_levels else P5_ROWS
+        scaled = scaled_channels(channels, width)
+        blocks = [scaled_repeats(n, depth) for n in repeats]
+        self.backbone = Backbone(scaled, blocks, pooling=True)
+        self.neck = Neck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
+        self.head = Head(scaled[2:], config.num_classes)
+        start_uniform(self)
+        self._start_predictors()
+        published = P6_ANCHORS if four_levels else P5_ANCHORS
+        self.set_anchors(np.array(config.anchors or published))
+
+    @paddle.no_grad()
+    def _start_predictors(self) -> None:
+        """Biases that say: 8 objects per 640 x 640 image, each class at 0.6 / C."""
+        for level, stride in zip(self.head.levels, self.strides):
+            bias_AK = np.zeros((ANCHORS_PER_CELL, 5 + self.num_classes), "float32")
+            bias_AK[:, 4] = math.log(8 / (640 / stride) ** 2)
+            bias_AK[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
+            getattr(self.head, f"predict{level}").bias.set_value(bias_AK.ravel())
+
+    @property
+    def anchors_LA2(self) -> np.ndarray:
+        """Width and height of every anchor in input pixels, float32."""
+        stride_L11 = np.array(self.strides, "float32").reshape(-1, 1, 1)
+        return self.head.anchors.astype("float32").numpy() * stride_L11
+
+    def set_anchors(self, pixels_LA2: np.ndarray) -> None:
+        """Replaces the anchors (width and height in input pixels, levels fine to coarse), in place.
+
+        Every rank must do so alike; before an average of the weights or a graph is made.
+        """
+        assert pixels_LA2.shape == (len(self.strides), ANCHORS_PER_CELL, 2), pixels_LA2.shape
+        stride_L11 = np.array(self.strides, "float32").reshape(-1, 1, 1)
+        self.head.anchors.set_value((pixels_LA2 / stride_L11).astype("float32"))
+
+    def official_keys(self) -> dict[str, str]:
+        return original_keys(list(self.state_dict()), self._rows)
+
+    def forward(self, images_B3HW: Tensor) -> YOLOv5Outputs:
+        return self.head(self.neck(self.backbone(images_B3HW)))
+
+    def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
+        """scores_BNC = objectness * class, boxes_BN4 xyxy in input pixels; N runs level by level
+        (strides rising), anchor by anchor, row by row.  float32, not clipped to the image.
+
+            s = sigmoid(logit),  centre = (2 s - 0.5 + cell) * stride,  size = (2 s)**2 * anchor
+        """
+        scores, boxes = [], []
+        for level, (logits, stride) in enumerate(zip(outputs.logits, self.strides)):
+            points_S2, _ = anchor_points((logits,), (stride,))  # (cell + 0.5) * stride
+            anchors_A12 = self.head.anchors[level].astype("float32").unsqueeze(1) * stride
+            s_BXS = F.sigmoid(logits.astype("float32")).flatten(2)
+            s_BAKS = s_BXS.reshape([0, ANCHORS_PER_CELL, 5 + self.num_classes, -1])
+            s_BASK = s_BAKS.transpose([0, 1, 3, 2])
+            centre = (2 * s_BASK[:, :, :, 0:2] - 1) * stride + points_S2
+            half = (2 * s_BASK[:, :, :, 2:4]).square() * anchors_A12 * 0.5
+            boxes.append(paddle.concat([centre - half, centre + half], axis=-1).flatten(1, 2))
+            scores.append((s_BASK[:, :, :, 4:5] * s_BASK[:, :, :, 5:]).flatten(1, 2))
+        return paddle.concat(scores, axis=1), paddle.concat(boxes, axis=1)
+
+
+@paddle.no_grad()
+def start_uniform(model: nn.Layer) -> None:
+    """Draws convolution and linear weights from U(-b, b), b = fan_in ** -0.5, torch's default.
+
+    Paddle's default is sqrt(6) times as large.  Behind a batch norm the length of a weight does not
+    matter to the output but divides its learning rate (arXiv:1706.05350), so the published recipe
+    needs this start.
+    """
+    for layer in model.sublayers():
+        if isinstance(layer, nn.Conv2D | nn.Linear):
+            shape = layer.weight.shape
+            fan_in = shape[0] if isinstance(layer, nn.Linear) else math.prod(shape[1:])
+            bound = fan_in**-0.5
+            layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))

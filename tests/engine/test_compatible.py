@@ -1,0 +1,73 @@
+"""Parts of a configuration that do not fit each other are told apart, in the user's words."""
+
+import re
+
+import pytest
+
+from ppdist.errors import ConfigError
+from tests.engine.tiny import tiny_config
+
+MISFITS = {
+    "boxes for a classifier": (
+        "yolov5_cls",
+        "data.format=coco",
+        "data.format: coco has boxes of images, model.name: yolov5_cls learns classes; "
+        "choose the other model or the other format",
+    ),
+    "classes for a detector": (
+        "yolov5",
+        "data.format=folder",
+        "data.format: folder has classes of images, model.name: yolov5 learns boxes; "
+        "choose the other model or the other format",
+    ),
+    "another model's loss": (
+        "yolov5",
+        "loss={name: ppyoloe}",
+        "loss.name: ppyoloe is the loss of another model than model.name: yolov5; "
+        "leave loss.name out",
+    ),
+    "a metric of classifiers": (
+        "ppyoloe",
+        "evaluate.metric=top1",
+        "evaluate.metric: top1 is not measured for model.name: ppyoloe; expected one of "
+        "mAP, mAP50, fitness",
+    ),
+    "a metric of detectors": (
+        "yolov5_cls",
+        "evaluate.metric=fitness",
+        "evaluate.metric: fitness is not measured for model.name: yolov5_cls; expected one of "
+        "top1, top5",
+    ),
+    "mosaic for a classifier": (
+        "yolov5_cls",
+        "data.augment.mosaic=1",
+        "data.augment.mosaic: means nothing to a classifier; leave it out",
+    ),
+    "letterbox for a classifier": (
+        "yolov5_cls",
+        "data.resize=letterbox",
+        "data.resize: means nothing to a classifier; leave it out",
+    ),
+    "suppression for a classifier": (
+        "yolov5_cls",
+        "nms.keep=5",
+        "nms: means nothing to a classifier; leave it out",
+    ),
+    "momentum for AdamW": (
+        "ppyoloe",
+        "optimizer={name: adamw, nesterov: true}",
+        "optimizer.nesterov: means nothing to optimizer.name: adamw; set it to false or null",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_parts_that_do_not_fit_are_refused(case, tmp_path):
+    model, override, message = MISFITS[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny_config(tmp_path, [override], model)
+
+
+def test_the_tiny_configurations_fit(tmp_path):
+    for model in ("ppyoloe", "yolov5", "yolov5_cls"):
+        assert tiny_config(tmp_path, (), model).loss.name == model

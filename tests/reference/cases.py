@@ -1,0 +1,151 @@
+"""The small cases: five models of tiny width by our code and by numpy."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+
+from ppdist.losses.classification import ClassificationLoss
+from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
+from ppdist.models.detector import ImageModel
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
+from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.parity.reference import padded_truth, set_weights
+from tests.reference import formulas, layers, ppyoloe, yolov5
+from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
+
+NAMES = ("ppyoloe_crn", "ppyoloe_plus", "yolov5", "yolov5_p6", "yolov5_cls")
+LABELS = np.array([3, 0])  # of the classifier's training images
+CLS_TRAIN_CASE = (2, 64, 64, 4)
+
+
+class Outcome(NamedTuple):
+    """What one implementation says.
+
+    outputs: by name, arrays of the evaluation image.
+    losses: by name, of the training images with and without boxes in the second.
+    """
+
+    outputs: dict[str, np.ndarray]
+    losses: dict[str, float]
+
+
+def build(name: str) -> ImageModel:
+    """Our model of a case, weights by the formulas."""
+    tiny = {"num_classes": CLASSES, "depth_multiple": 0.33, "width_multiple": 0.125}
+    model: ImageModel
+    if name.startswith("ppyoloe"):
+        config = {"variant": name.removeprefix("ppyoloe_"), **tiny}
+        model = PPYOLOE(PPYOLOEConfig.model_validate(config))
+    elif name == "yolov5_cls":
+        model = YOLOv5Classifier(YOLOv5ClsConfig.model_validate(tiny))
+    else:
+        size = {"size": "n6" if name == "yolov5_p6" else "n", "image_size": TRAIN_CASE[1:3]}
+        model = YOLOv5(YOLOv5Config.model_validate({**size, **tiny}))
+    set_weights(model, formulas)
+    return model
+
+
+def by_ours(name: str) -> Outcome:
+    """Our model and loss, float32."""
+    model = build(name)
+    model.eval()
+    kind = "normal" if name.startswith("ppyoloe") else "unit"
+    case = CLS_CASE if name == "yolov5_cls" else EVAL_CASE
+    outputs = model(paddle.to_tensor(parity_image(kind, *case)))
+    if name == "yolov5_cls":
+        found = {"logits": outputs, "probabilities": model.decode(outputs)}
+    else:
+        found = dict(zip(("scores", "boxes"), model.decode(outputs)))
+    model.train()
+    case = CLS_TRAIN_CASE if name == "yolov5_cls" else TRAIN_CASE
+    outputs = model(paddle.to_tensor(parity_image(kind, *case)))
+    return Outcome({k: x.numpy() for k, x in found.items()}, _our_losses(model, outputs))
+
+
+def _our_losses(model: ImageModel, outputs: Any) -> dict[str, float]:
+    losses: dict[str, float] = {}
+    if isinstance(model, YOLOv5Classifier):
+        truth = paddle.zeros([2, 1, 4]), paddle.to_tensor(LABELS[:, None]), paddle.ones([2, 1])
+        for smoothing in (0.0, 0.1):
+            result = ClassificationLoss(smoothing)(outputs, *truth, 0)
+            losses[f"smoothing {smoothing}"] = float(result.total) / float(result.normalizer)
+        return losses
+    for variant, empty in (("full", False), ("empty1", True)):
+        truth = padded_truth(formulas.parity_targets(empty))
+        if isinstance(model, YOLOv5):
+            result = YOLOv5Loss.build(YOLOv5LossConfig(), model, 1)(outputs, *truth, 0)
+            losses |= {f"{variant} {key}": float(x) for key, x in result.parts.items()}
+            losses[f"{variant} total"] = float(result.total)
+        else:
+            for phase, static_steps in (("atss", 1), ("tal", 0)):
+                criterion = PPYOLOELoss(
+                    PPYOLOELossConfig(), num_classes=CLASSES, static_steps=static_steps
+                )
+                result, label = criterion(outputs, *truth, 0), f"{variant} {phase}"
+                divisor = max(1.0, float(result.normalizer))
+                losses |= {f"{label} {key}": float(x) / divisor for key, x in result.parts.items()}
+                losses[f"{label} score_sum"] = float(result.normalizer)
+                losses[f"{label} total"] = float(result.total) / divisor
+    return losses
+
+
+def by_numpy(name: str) -> Outcome:
+    """The independent computation, float64."""
+    if name == "yolov5_cls":
+        return _classifier_by_numpy()
+    plus, levels = name == "ppyoloe_plus", 4 if name == "yolov5_p6" else 3
+    losses: dict[str, float] = {}
+    if name.startswith("ppyoloe"):
+        images = parity_image("normal", *EVAL_CASE), parity_image("normal", *TRAIN_CASE)
+        seen = ppyoloe.detector(ppyoloe.Layers(False, plus), images[0])
+        maps = ppyoloe.detector(ppyoloe.Layers(True, plus), images[1])
+        decoded = ppyoloe.decode(seen)
+    else:
+        images = parity_image("unit", *EVAL_CASE), parity_image("unit", *TRAIN_CASE)
+        seen = yolov5.detector(yolov5.Rows(False), images[0], levels)
+        maps = yolov5.detector(yolov5.Rows(True), images[1], levels)
+        decoded = yolov5.decode(seen)
+    for variant, empty in (("full", False), ("empty1", True)):
+        targets = formulas.parity_targets(empty)
+        if name.startswith("ppyoloe"):
+            for phase in ("atss", "tal"):
+                parts = ppyoloe.loss(maps, targets, phase)
+                losses |= {f"{variant} {phase} {key}": value for key, value in parts.items()}
+                total = parts["loss_cls"] + 2.5 * parts["loss_iou"] + 0.5 * parts["loss_dfl"]
+                losses[f"{variant} {phase} total"] = total
+        else:
+            parts = yolov5.loss(maps, targets)
+            losses |= {f"{variant} {key}": value for key, value in parts.items()}
+            losses[f"{variant} total"] = 64 * sum(parts.values())
+    return Outcome(dict(zip(("scores", "boxes"), decoded)), losses)
+
+
+def _classifier_by_numpy() -> Outcome:
+    logits = yolov5.classifier(yolov5.Rows(False), parity_image("unit", *CLS_CASE))
+    trained = yolov5.classifier(yolov5.Rows(True), parity_image("unit", *CLS_TRAIN_CASE))
+    losses = {}
+    for smoothing in (0.0, 0.1):
+        target = np.full((2, CLASSES), smoothing / CLASSES)
+        target[np.arange(2), LABELS] += 1 - smoothing
+        cost = -(target * np.log(layers.softmax(trained))).sum(1)
+        losses[f"smoothing {smoothing}"] = float(cost.mean())
+    return Outcome({"logits": logits, "probabilities": layers.softmax(logits)}, losses)
+
+
+def keys_of(name: str) -> dict[str, list[int]]:
+    """Key and shape of every weight the numpy computation uses in evaluation."""
+    net: layers.Net
+    if name.startswith("ppyoloe"):
+        net = ppyoloe.Layers(False, name == "ppyoloe_plus")
+        ppyoloe.detector(net, parity_image("normal", *EVAL_CASE))
+    elif name == "yolov5_cls":
+        net = yolov5.Rows(False)
+        yolov5.classifier(net, parity_image("unit", *CLS_CASE))
+    else:
+        net = yolov5.Rows(False)
+        levels = 4 if name == "yolov5_p6" else 3
+        yolov5.detector(net, parity_image("unit", *EVAL_CASE), levels)
+    return net.asked
