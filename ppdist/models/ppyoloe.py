@@ -73,7 +73,8 @@ class PPYOLOEConfig(Section):
     )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
-        default=None, description="weight file (.pdparams, .safetensors, .npz) or checkpoint folder"
+        default=None,
+        description="weight file (.pdparams, .pt, .safetensors, .npz) or checkpoint folder",
     )
     image_size: tuple[int, int] = Field(
         default=(640, 640),
