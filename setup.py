@@ -33,7 +33,10 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2,<3.4"],
         "onnx": ["paddle2onnx==2.1.0", "onnxruntime>=1.17"],
-        "dev": ["pycocotools>=2.0.8", "pytest>=8", "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
+        "dev": [
+            "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5",
+            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML",
+        ],
     },
     entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},
     classifiers=[

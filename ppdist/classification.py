@@ -29,8 +29,7 @@ class EagerClassifier:
 
     @paddle.no_grad()
     def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        images = self.model.normalize(paddle.to_tensor(images_B3HW))
-        return self.model.decode(self.model(images)).numpy()
+        return self.model.predict(paddle.to_tensor(images_B3HW)).numpy()
 
 
 class PaddleClassifier:

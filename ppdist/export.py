@@ -70,7 +70,7 @@ class RawModel(nn.Layer):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.model.decode(self.model(self.model.normalize(images)))
+        return self.model.predict(images)
 
 
 class KeptModel(nn.Layer):
@@ -82,7 +82,7 @@ class KeptModel(nn.Layer):
         self.nms = nms
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        scores, boxes = self.detector.decode(self.detector(self.detector.normalize(images)))
+        scores, boxes = self.detector.predict(images)
         return multiclass_nms(scores, boxes, self.nms)
 
 

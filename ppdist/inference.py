@@ -45,8 +45,7 @@ class EagerPredictor:
 
     @paddle.no_grad()
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
-        images = self.model.normalize(paddle.to_tensor(images_B3HW))
-        scores_BNC, boxes_BN4 = self.model.decode(self.model(images))
+        scores_BNC, boxes_BN4 = self.model.predict(paddle.to_tensor(images_B3HW))
         return suppress(scores_BNC, boxes_BN4, self.nms)
 
 

@@ -1,8 +1,5 @@
 """What one training or evaluation sample of a classifier is: a part of an image and its class.
 
-    ClassifyTrainSamples(dataset, bad_images, augment, seed)    as TrainSamples
-    ClassifyEvalSamples(dataset, bad_images)                    as EvalSamples
-
 The class is the label of one box that covers the input, so batches are those of detection:
 `labels_BM[:, 0]` is the class.  Training sees a random part, mirrored and recoloured at random (of
 data.augment: crop, crop_least, flip, flip_vertical, distort, hsv, random_interpolation);

@@ -1,9 +1,4 @@
-"""Accuracy of a classifier over a whole set, sharded over the ranks.
-
-ClassificationEvaluator(dataset, loader, max_pictures=0)
-.evaluate(model) -> {"top1", "top5", "eval_seconds"} on every rank; .headline; .pictures
-.predict(model)  -> Ranking of the whole set on every rank; .measure(it), .save(path, it); .metrics
-"""
+"""Accuracy of a classifier over a whole set, sharded over the ranks."""
 
 import time
 from collections.abc import Iterable
@@ -122,4 +117,4 @@ class ClassificationEvaluator:
 @paddle.no_grad()
 def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> np.ndarray:
     """probabilities_BC of uint8 or float RGB images 0..255; the caller has set the model's mode."""
-    return model.decode(model(model.normalize(images_B3HW))).numpy()
+    return model.predict(images_B3HW).numpy()

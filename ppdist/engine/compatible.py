@@ -1,4 +1,4 @@
-"""What parts of a configuration ask of each other: one sentence about the first that does not fit.
+"""What parts of a configuration ask of each other, and a sentence about each that does not fit.
 
 Each part has been checked by itself; a key that would be ignored without a word is a misfit too.
 """

@@ -201,7 +201,7 @@ def detect(
         and int64 [B], how many rows each image has.
     """
     with paddle.no_grad():
-        scores_BNC, boxes_BN4 = model.decode(model(model.normalize(images_B3HW)))
+        scores_BNC, boxes_BN4 = model.predict(images_B3HW)
         rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, nms)
     return rows_R6.numpy(), count_B.numpy().astype(np.int64)
 

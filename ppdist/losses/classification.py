@@ -1,9 +1,4 @@
-"""Cross entropy of a classifier, with label smoothing.
-
-    ClassificationLoss.build(config: ClassificationLossConfig, model, steps_per_epoch)
-
-`config` is the `loss:` section, `name: yolov5_cls`.
-"""
+"""Cross entropy of a classifier, with label smoothing."""
 
 from typing import Any, Literal
 

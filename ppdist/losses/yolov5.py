@@ -114,9 +114,7 @@ class YOLOv5Loss(Loss):
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor:
         """Images, and matches of each level: float32 [1 + L]; see `Loss.counts`."""
-        levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
-        images = paddle.full([], float(boxes_BM4.shape[0]))
-        return paddle.stack([images, *[level.taken_BAS.sum() for level in levels]])
+        return _counts(boxes_BM4.shape[0], self.matches(boxes_BM4, labels_BM, mask_BM, size))
 
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
@@ -166,7 +164,7 @@ class YOLOv5Loss(Loss):
             size = maps[0].shape[2] * self.strides[0], maps[0].shape[3] * self.strides[0]
             levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
             if totals is None:
-                totals = self.counts(boxes_BM4, labels_BM, mask_BM, size)
+                totals = _counts(boxes_BM4.shape[0], levels)
             divisor = totals.clip(min=1.0).detach()
             weights = LEVEL_WEIGHTS[len(self.strides)]
             terms = []
@@ -216,6 +214,11 @@ class YOLOv5Loss(Loss):
         yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
         bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * named_BAS
         return box, found, (bce_BAS * matches.taken_BAS).sum()
+
+
+def _counts(images: int, levels: list[Matches]) -> Tensor:
+    matches = [level.taken_BAS.sum() for level in levels]
+    return paddle.stack([paddle.full([], float(images)), *matches])
 
 
 def _decode(logits_BA4S: Tensor, anchors_A2: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class ImageModel(nn.Layer):
 
         outputs = model(model.normalize(images_B3HW))     # in eval mode as in train mode
         loss = criterion(outputs, ...)                    # training
-        model.decode(outputs)                             # inference
+        model.predict(images_B3HW)                        # inference: normalise, forward, decode
 
     Attributes:
         num_classes: C.
@@ -76,6 +76,10 @@ class ImageModel(nn.Layer):
         """Raw outputs to what a user wants to know."""
         raise NotImplementedError
 
+    def predict(self, images_B3HW: Tensor) -> Any:
+        """What a user wants to know of RGB images 0..255; the caller sets mode and gradients."""
+        return self.decode(self(self.normalize(images_B3HW)))
+
     def parameter_count(self) -> int:
         """Weights, biases and norm scales, frozen ones too; running statistics are not counted."""
         return sum(
@@ -95,7 +99,7 @@ class ImageModel(nn.Layer):
 class Detector(ImageModel):
     """Base of all detectors.
 
-        scores_BNC, boxes_BN4 = model.decode(outputs)
+        scores_BNC, boxes_BN4 = model.predict(images_B3HW)
 
     Attributes:
         strides: pixels per cell of each output level, in the order of the outputs.

@@ -20,6 +20,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from ppdist.errors import WeightsError
+from ppdist.files import make_parent
 from ppdist.models.inert_pickle import NotSupportedError, shown
 from ppdist.models.paddle_file import read_pdparams, write_pdparams
 from ppdist.models.torch_file import MAX_KEY_LENGTH, read_torch
@@ -105,9 +106,13 @@ def _detail(error: Exception) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raises: WeightsError: `write_arrays` does not know the ending."""
+    """Makes the folder of a file that `write_arrays` is to write.
+
+    Raises: WeightsError: it does not know the ending; UserError: the folder cannot be made.
+    """
     if path.suffix.lower() not in _WRITERS:
         raise WeightsError(f"{path}: cannot write this ending; expected {', '.join(_WRITERS)}")
+    make_parent(path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -119,7 +124,6 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     writer = _WRITERS[path.suffix.lower()]
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         writer(draft, {key: np.asarray(value, order="C") for key, value in arrays.items()})
         draft.replace(path)
     except OSError as error:

@@ -23,6 +23,7 @@ from ppdist.parity.measure import (
     places,
 )
 from ppdist.parity.reference import (
+    VARIANTS,
     Reference,
     Values,
     gradients,
@@ -67,7 +68,6 @@ NOTES = {
 }
 LEVELS, AUXILIARY = 3, "aux_head."
 BEST = 50  # rows of kept boxes in a file that has so many
-VARIANTS = {"full": False, "empty1": True}  # name -> the second image has no box
 PHASES = ("atss", "tal")
 
 

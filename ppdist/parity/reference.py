@@ -15,6 +15,7 @@ from ppdist.models.detector import ImageModel
 
 FORMULAS = "parity_weights.py"
 NEEDED = ("parity_value", "parity_image", "parity_targets", "EVAL_CASE", "TRAIN_CASE")
+VARIANTS = {"full": False, "empty1": True}  # of detectors; name -> the second image has no box
 _KINDS = {float: "a number", int: "a whole number from 1 on", list: "a list", dict: "an object"}
 STATISTICS = ("._mean", "._variance", ".running_mean", ".running_var")
 

@@ -23,6 +23,7 @@ from ppdist.parity.measure import (
     places,
 )
 from ppdist.parity.reference import (
+    VARIANTS,
     Reference,
     Values,
     gradients,
@@ -45,7 +46,6 @@ NMS = re.compile(
 )
 # What our loss does, where the original could be told to do otherwise.
 FIXED = {"cls_pw": 1.0, "obj_pw": 1.0, "fl_gamma": 0.0}
-VARIANTS = {"full": False, "empty1": True}  # name -> the second image has no box
 
 
 def build(name: str, num_classes: int = 80, keys: Collection[str] = ()) -> YOLOv5:

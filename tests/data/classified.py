@@ -9,6 +9,24 @@ from ppdist.data.sample import DetectionSet, ImageRecord
 
 PATTERNS = ("across", "dots", "upright")
 
+# A training on train/ and val/ below {root}, as write_patterns makes them.
+CONFIG = """
+data:
+  format: folder
+  root: {root}
+  train: {{images: train}}
+  val: {{images: val}}
+  workers: 0
+  augment: {{crop_least: 0.7, distort: 0.3, flip: 0.5, random_interpolation: false}}
+model: {{name: yolov5_cls, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
+        image_size: [64, 64]}}
+train: {{epochs: 24, batch_size_per_card: 8, ema: {{decay: 0.9}}}}
+optimizer: {{name: adamw, lr: 0.003, weight_decay: 0.01}}
+schedule: {{warmup_epochs: 1}}
+checkpoint: {{every_epochs: 100}}
+log: {{visualdl: false}}
+"""
+
 
 def classified_set(labels: list[int], names: tuple[str, ...]) -> DetectionSet:
     """Images /images/N.jpg (not on disk) of the given classes."""

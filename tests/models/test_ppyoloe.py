@@ -10,6 +10,7 @@ from ppdist.errors import UserError
 from ppdist.models import build_model
 from ppdist.models.detector import anchor_points
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, decode_boxes
+from tests.models.saved_graph import Decoded, saved_graph
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}
 TRAIN = {"s": (8_084_605, 8_084_611), "m": (24_134_909, 24_134_921),
@@ -123,20 +124,7 @@ def test_decoding_measures_sides_outwards_in_strides() -> None:
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = tiny()
     shake(model)
-    model.eval()
-
-    class Raw(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-            return self.model.decode(self.model(images))
-
-    spec = [paddle.static.InputSpec([None, 3, None, None], "float32", "images")]
-    static = paddle.jit.to_static(Raw(), input_spec=spec, full_graph=True, backend=None)
-    paddle.jit.save(static, str(tmp_path / "m"))
-    loaded = paddle.jit.load(str(tmp_path / "m"))
+    loaded = saved_graph(Decoded(model), tmp_path)
     for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):
         image = paddle.randn(shape)
         for got, want in zip(loaded(image), model.decode(model(image))):

@@ -11,6 +11,7 @@ from ppdist.models import build_model
 from ppdist.models.cpu_conv import self_check
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
 from ppdist.models.pretrained import load_weights
+from tests.models.saved_graph import Decoded, saved_graph
 from tests.models.test_ppyoloe import shake
 
 LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
@@ -37,20 +38,7 @@ def loss_of(model: PPYOLOE, size: int = 64) -> paddle.Tensor:
 
 def static_outputs(model: PPYOLOE, folder: Path, image: paddle.Tensor) -> list[np.ndarray]:
     """Decoded outputs of the saved graph, which must not hold a weight of the auxiliary head."""
-
-    class Raw(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-            return self.model.decode(self.model(images))
-
-    model.eval()
-    spec = [paddle.static.InputSpec([None, 3, None, None], "float32", "images")]
-    static = paddle.jit.to_static(Raw(), input_spec=spec, full_graph=True, backend=None)
-    paddle.jit.save(static, str(folder / "m"))
-    loaded = paddle.jit.load(str(folder / "m"))
+    loaded = saved_graph(Decoded(model), folder)
     weights = sum(int(np.prod(p.shape)) for p in loaded.parameters())
     needed = [v for k, v in model.state_dict().items() if not k.startswith(model.training_only)]
     assert weights <= sum(int(np.prod(v.shape)) for v in needed)

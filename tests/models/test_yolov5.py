@@ -21,6 +21,7 @@ from ppdist.models.blocks import ConvNorm
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Config, YOLOv5Outputs
 from ppdist.postprocess import NMSConfig
+from tests.models.saved_graph import Decoded, saved_graph
 
 PARAMETERS = {"n": 1_872_157, "s": 7_235_389, "m": 21_190_557, "n6": 3_246_940}
 ROW_ANCHORS = (((8, 16), (16, 8), (32, 32)), ((64, 32), (32, 64), (64, 64)),
@@ -237,20 +238,7 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
 
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = adapt(tiny())
-    model.eval()
-
-    class Raw(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-            return self.model.decode(self.model(images))
-
-    spec = [paddle.static.InputSpec([None, 3, None, None], "float32", "images")]
-    static = paddle.jit.to_static(Raw(), input_spec=spec, full_graph=True, backend=None)
-    paddle.jit.save(static, str(tmp_path / "m"))
-    loaded = paddle.jit.load(str(tmp_path / "m"))
+    loaded = saved_graph(Decoded(model), tmp_path)
     for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):
         image = paddle.rand(shape)
         for got, want in zip(loaded(image), model.decode(model(image))):

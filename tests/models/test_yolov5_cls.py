@@ -11,6 +11,7 @@ from ppdist.models import build_model, onednn
 from ppdist.models.cpu_conv import self_check
 from ppdist.models.yolov5 import YOLOv5Config
 from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from tests.models.saved_graph import saved_graph
 from tests.models.test_yolov5 import load_formulas
 
 
@@ -103,11 +104,7 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
 
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = tiny()
-    model.eval()
-    spec = [paddle.static.InputSpec([None, 3, None, None], "float32", "images")]
-    static = paddle.jit.to_static(model, input_spec=spec, full_graph=True, backend=None)
-    paddle.jit.save(static, str(tmp_path / "m"))
-    loaded = paddle.jit.load(str(tmp_path / "m"))
+    loaded = saved_graph(model, tmp_path)
     for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):
         image = paddle.rand(shape)
         np.testing.assert_allclose(loaded(image).numpy(), model(image).numpy(), atol=1e-5)

@@ -12,26 +12,10 @@ import numpy as np
 import pytest
 
 from ppdist.infer_spec import read_spec
-from tests.data.classified import PATTERNS, write_patterns
+from tests.data.classified import CONFIG, PATTERNS, write_patterns
 from tests.test_infer import write_video
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-data:
-  format: folder
-  root: {root}
-  train: {{images: train}}
-  val: {{images: val}}
-  workers: 0
-  augment: {{crop_least: 0.7, distort: 0.3, flip: 0.5, random_interpolation: false}}
-model: {{name: yolov5_cls, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
-        image_size: [64, 64]}}
-train: {{epochs: 24, batch_size_per_card: 8, ema: {{decay: 0.9}}}}
-optimizer: {{name: adamw, lr: 0.003, weight_decay: 0.01}}
-schedule: {{warmup_epochs: 1}}
-checkpoint: {{every_epochs: 100}}
-log: {{visualdl: false}}
-"""
 
 
 def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
