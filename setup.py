@@ -21,13 +21,14 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "pillow>=10",
-        "opencv-python-headless>=4.8",
+        "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
         "faster-coco-eval>=1.8",
         "safetensors>=0.6",
         "rich>=13",
         "visualdl>=2.5.3",
+        "matplotlib>=3.8",
         "protobuf<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
     ],
     extras_require={

@@ -25,7 +25,7 @@ import numpy as np
 import paddle
 
 from ppdist import dist
-from ppdist.data.loader import measure_loader
+from ppdist.data import loading_speed
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.engine.experiment import build_evaluator, build_training
 from ppdist.engine.step import Clock
@@ -151,7 +151,7 @@ def _start(name: str, config: "ExperimentConfig", folder: Path) -> _Variant:
             config, output_dir=folder, evaluate=False, resume=None, command=["benchmark"]
         )
         experiment.log.close()
-    return _Variant(name, experiment.trainer, experiment.trainer.batches(0))
+    return _Variant(name, experiment.trainer, experiment.trainer.feed.batches(0, None))
 
 
 def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:
@@ -177,14 +177,17 @@ def _all_reduce_seconds(size: int, repeats: int = 5) -> float:
     return median(seconds[1:])
 
 
-def measure_loading(config: "ExperimentConfig", dataset: DetectionSet, seconds: float) -> Report:
-    """Images per second of the training loader, over all workers and per worker."""
-    return measure_loader(
+def measure_loading(
+    config: "ExperimentConfig", dataset: DetectionSet, seconds: float, epochs: int
+) -> Report:
+    """Images per second of the training loader, and its memory; see loading_speed."""
+    return loading_speed.measure_loading(
         dataset,
         config.data,
         image_size=config.model.image_size,
         batch_size=config.train.batch_size_per_card,
         seconds=seconds,
+        epochs=epochs,
     )
 
 
@@ -196,7 +199,7 @@ def measure_evaluation(
     Raises: ConfigError: the model is a classifier.
     """
     _require_detector(config, "evaluation")
-    evaluator = build_evaluator(config, dataset)
+    evaluator = build_evaluator(config, dataset, model)
     finding, whole = [], []
     for _ in range(repeats):
         began = time.perf_counter()

@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,6 +66,16 @@ def world_size() -> int:
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
+def local_rank() -> int:
+    """This process's place among the ranks of its host, from 0."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
+def local_size() -> int:
+    """Number of ranks on this host; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+
+
 def is_main() -> bool:
     """True on rank 0.  Never put a collective behind it: see `on_main`."""
     return rank() == 0
@@ -85,6 +96,10 @@ def init(device: str, config: DistributedConfig) -> None:
     """
     global _patience_seconds
     _patience_seconds = config.timeout_seconds
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # Not quite: Paddle has put a handler of its own below Python's, which prints a page about a
+        # "FatalError" when this rank is ended because another one failed.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     usable = paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if device == "gpu" and not usable:
         found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
@@ -167,6 +182,16 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
     return np.concatenate([part[:count] for part, count in zip(gathered_WRK, counts_W)])
 
 
+def all_gather_objects(value: Any) -> list[Any]:
+    """What every rank gave, in rank order; it must survive JSON.
+
+    Every rank calls it; ranks may arrive minutes apart.
+    """
+    line = f"{json.dumps(value)}\n".encode()
+    bytes_R1 = all_gather_rows(np.frombuffer(line, np.uint8).reshape(-1, 1))
+    return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
+
+
 def barrier() -> None:
     """Waits, up to the configured patience, until every rank is here; no collective is used."""
     if world_size() == 1:
@@ -231,14 +256,14 @@ def together(work: Callable[[], Any]) -> Any:
         result = work()
     except Exception as error:
         kind = "user" if isinstance(error, UserError) else "bug"
-        store.set(f"{key}/{kind}", f"rank {rank()} failed: {error}")
+        store.set(f"{key}/{kind}", json.dumps(f"rank {rank()} failed: {error}"))
         store.add(f"{key}/{kind}s", 1)
         _arrive(key)
         _leave(key)
         raise
     _arrive(key)
     failures = {
-        kind: bytes(store.get(f"{key}/{kind}")).decode()
+        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
         for kind in ("bug", "user")
         if store.add(f"{key}/{kind}s", 0) > 0
     }

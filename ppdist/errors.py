@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 a
 (traceback); 75 stopped by a signal after a clean checkpoint.
 """
 
+import io
 import json
 import os
 import sys
@@ -56,6 +57,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     Under our launcher every rank ends here; each leaves `rank-N.json` in $PPDIST_EXIT_DIR and the
     launcher prints one message for the whole job instead of one per rank.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
+            stream.reconfigure(errors="backslashreplace")
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
     code, message = 0, ""

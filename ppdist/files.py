@@ -45,15 +45,17 @@ def make_parent(path: Path) -> None:
 def write_json(path: Path, content: object, indent: int | None = None) -> None:
     """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
 
+    A file name that is not UTF-8 gets JSON's escapes of the characters Python has for its bytes.
+
     Raises: UserError: it cannot be written.
     """
     make_parent(path)
     text = json.dumps(content, ensure_ascii=False, indent=indent)
     with writing(path):
         if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
             return
         target = path.resolve()
         draft = target.with_name(target.name + ".tmp")
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         draft.replace(target)

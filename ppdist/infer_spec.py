@@ -13,9 +13,9 @@ import yaml
 from pydantic import Field, model_validator
 
 from ppdist.config import Section, parse_config
+from ppdist.data.augment.transforms import GREY, Resize
 from ppdist.data.dataset import read_annotations
 from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import GREY, Resize
 from ppdist.errors import ConfigError, ExportError, UserError
 from ppdist.postprocess import NMSConfig
 

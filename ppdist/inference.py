@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 import paddle
 
-from ppdist.data.transforms import Resize, fitted, resize_for_evaluation
+from ppdist.data.augment.transforms import Resize, fitted, resize_for_evaluation
 from ppdist.errors import ExportError, WeightsError
 from ppdist.infer_spec import SPEC_FILE, InferenceSpec, read_spec
 from ppdist.models.detector import Detector, ImageModel

@@ -224,7 +224,8 @@ class RunLog:
         _LOGGER.propagate = False
         self._handlers.append(_ConsoleHandler(self._console))
         try:
-            file = _FileHandler(output_dir / "train.log", encoding="utf-8")
+            path = output_dir / "train.log"
+            file = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             _LOGGER.addHandler(self._handlers[0])
             self._warn_once("train.log", error)

@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tools",),
     ("benchmark", "search", "ensemble", "plan", "plots"),
     (
+        "arguments",
         "classification",
         "export",
         "export_check",

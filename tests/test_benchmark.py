@@ -1,14 +1,19 @@
 """The benchmark measures the product's own parts and says what it measured, as JSON."""
 
 import json
+import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ppdist import benchmark
 from ppdist.benchmark import _compare, _launch, _Variant, measure_scaling
+from ppdist.data import loading_speed
 from ppdist.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,10 +53,36 @@ def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, caps
     assert report["result"]["peak_rss_mb"] > 100
 
 
-def test_the_loader_is_measured_without_a_model(monkeypatch, capsys):
-    report = run(monkeypatch, capsys, "loader", "--seconds", "0.3")
-    assert report["result"]["images"] > 0
-    assert report["result"]["images_per_second_per_worker"] > 0
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_is_measured_in_turns_with_a_straightforward_one(monkeypatch, capsys, workers):
+    options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
+    result = run(monkeypatch, capsys, "loader", *options)["result"]
+    assert result["images"] > 0 and result["workers"] == workers
+    assert result["images_per_second_per_worker"] == result["images_per_second"] > 0
+    assert result["without_cache"]["images_per_second"] > 0
+    assert result["times_straightforward"]["clock"] == pytest.approx(
+        result["images_per_second"] / result["straightforward"]["images_per_second"]
+    )
+    memory = result["memory"]
+    assert set(memory) == {"rss_mb", "pss_mb", "own_mb"}
+    assert all(len(row) == 2 for row in memory.values())
+    assert 1 < memory["own_mb"][1] <= memory["pss_mb"][1] <= memory["rss_mb"][1]
+
+
+def test_memory_that_is_shared_counts_once_in_pss_and_not_as_own():
+    shared = np.ones(64 << 20, np.uint8)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    try:
+        one, both = (loading_speed.memory_of(those) for those in ([child], [child, os.getpid()]))
+        assert child in loading_speed._children()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert shared[0] == 1
+    assert one["rss_mb"] > 64 > one["own_mb"] and one["pss_mb"] > 32
+    assert both["rss_mb"] - both["pss_mb"] > 64
 
 
 def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):

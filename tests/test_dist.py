@@ -1,5 +1,8 @@
 """The seam: collectives and store meetings on one process and on real gloo ranks."""
 
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -16,6 +19,7 @@ def meet(argument):
     me = dist.rank()
     total = dist.all_reduce_sum(paddle.to_tensor([1.0 + me]))
     rows = dist.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
+    objects = dist.all_gather_objects({"rank": me, "text": "höhe\n" * me})
     slow = dist.on_main(lambda: time.sleep(0.3) or {"from": dist.rank()})
     try:
         dist.on_main(lambda: 1 / 0 if me == 0 else None)
@@ -23,13 +27,21 @@ def meet(argument):
     except (ZeroDivisionError, UserError) as error:
         failure = f"{type(error).__name__}: {error}"
     dist.barrier()
-    return {"sum": total.tolist(), "rows": rows.tolist(), "slow": slow, "failure": failure}
+    return {
+        "sum": total.tolist(),
+        "rows": rows.tolist(),
+        "objects": objects,
+        "slow": slow,
+        "failure": failure,
+    }
 
 
 def test_collectives_and_meetings_agree_on_two_ranks():
     first, second = run_on_ranks(2, "tests.test_dist:meet")
     assert first["sum"] == second["sum"] == [3.0]
     assert first["rows"] == second["rows"] == [[1.0] * 3] * 2
+    objects = [{"rank": 0, "text": ""}, {"rank": 1, "text": "höhe\n"}]
+    assert first["objects"] == second["objects"] == objects
     assert first["slow"] == second["slow"] == {"from": 0}
     assert first["failure"] == "ZeroDivisionError: division by zero"
     assert second["failure"] == "UserError: rank 0 failed: division by zero"
@@ -46,7 +58,7 @@ def fail_alone(argument):
         return dist.rank()
 
     said = []
-    for error in (None, DataError("no images"), KeyError("bug")):
+    for error in (None, DataError("no image \udcd6.jpg"), KeyError("bug")):  # a name in GBK
         try:
             said.append(dist.together(lambda error=error: work(error)))
         except (ValueError, KeyError, RuntimeError) as failure:
@@ -62,9 +74,9 @@ def fail_alone(argument):
 
 def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
     first, second = run_on_ranks(2, "tests.test_dist:fail_alone")
-    named = ["UserError: rank 1 failed: no images", "RuntimeError: rank 1 failed: 'bug'"]
+    named = ["UserError: rank 1 failed: no image \udcd6.jpg", "RuntimeError: rank 1 failed: 'bug'"]
     assert first == [0, *named, "TypeError", 7]
-    assert second == [1, "DataError: no images", "KeyError: 'bug'", "UserError", 7]
+    assert second == [1, "DataError: no image \udcd6.jpg", "KeyError: 'bug'", "UserError", 7]
 
 
 def test_one_process_needs_no_ranks():
@@ -81,3 +93,18 @@ def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():
         pytest.skip("this Paddle can use a GPU")
     with pytest.raises(ConfigError, match=r"device: gpu was asked for.*device: cpu"):
         dist.init("gpu", dist.DistributedConfig())
+
+
+def test_a_rank_that_is_ended_because_of_another_prints_nothing():
+    waiting = (
+        "import time; from ppdist import dist; dist.init('cpu', dist.DistributedConfig()); "
+        "print('here', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", waiting],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as rank:  # fmt: skip
+        assert rank.stdout.readline() == "here\n"
+        rank.terminate()
+        assert rank.wait(30) == -signal.SIGTERM
+        assert rank.stdout.read() + rank.stderr.read() == ""

@@ -18,6 +18,12 @@ def test_a_file_is_written_whole_with_the_folders_it_needs(tmp_path: Path) -> No
         assert list(file.parent.iterdir()) == [file]
 
 
+def test_a_name_that_is_not_utf8_comes_back_as_the_same_file(tmp_path: Path) -> None:
+    name = os.fsdecode("图.jpg".encode("gbk"))
+    write_json(tmp_path / "names.json", [name])
+    assert json.loads((tmp_path / "names.json").read_text(encoding="utf-8")) == [name]
+
+
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     write_json(tmp_path / "link.json", 7)

@@ -8,11 +8,8 @@ import pytest
 from PIL import Image
 
 from ppdist.config import load_config
-from ppdist.data.augment import AugmentConfig
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
-from ppdist.data.loader import EvalLoader
-from ppdist.data.sample import DetectionSet, ImageRecord
-from ppdist.data.transforms import (
+from ppdist.data.augment.config import AugmentConfig
+from ppdist.data.augment.transforms import (
     GREY,
     fitted,
     letterbox,
@@ -20,6 +17,9 @@ from ppdist.data.transforms import (
     random_placement,
     resize_for_evaluation,
 )
+from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.loader import EvalLoader
+from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator
 from ppdist.infer_spec import describe, read_spec, write_spec
 from ppdist.inference import detect, prepare

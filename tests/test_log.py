@@ -200,7 +200,7 @@ def test_on_a_terminal_a_bar_moves_and_the_file_still_gets_lines(tmp_path, monke
 def test_messages_of_any_module_reach_console_and_file_once(tmp_path, capsys):
     with open_log(tmp_path) as log:
         log.info("from the run [0, 1]")
-        logging.getLogger("ppdist.data.coco").warning("12 boxes clipped")
+        logging.getLogger("ppdist.data.formats.coco").warning("12 boxes clipped")
         log.table("derived", [("total batch", "16", "2 ranks x 8 images")])
     out, err = capsys.readouterr()
     text = (tmp_path / "train.log").read_text()

@@ -2,7 +2,9 @@
 
   train    img/s and the step split into its parts; under fleetrun, of all ranks.  `--vs k=v ...`
            adds a second variant whose steps alternate with the first's in the same process
-  loader   img/s of the training loader, over all workers and per worker
+  loader   img/s of the training loader, over all workers and per worker, with and without
+           data.cache, and as a multiple of a straightforward pipeline measured in turns with it;
+           `--epochs N` adds the memory of all workers after each of N epochs
   eval     seconds and img/s of evaluating the validation split
   infer    milliseconds of one call: eager, exported, exported with oneDNN
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, in turns
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
+    from ppdist.arguments import at_least, seconds
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,16 +38,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
     parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="train: further overrides that make the second variant")  # fmt: skip
-    parser.add_argument("--synthetic", type=int, nargs="?", const=64, metavar="IMAGES",
+    parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
                         help="measure on data it draws itself (default: 64 images)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=10, help="train, scaling: steps measured")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before that, not counted")
-    parser.add_argument("--seconds", type=float, default=10, help="loader: how long")
-    parser.add_argument("--repeats", type=int, default=3, help="eval, infer, scaling: how often")
-    parser.add_argument("--batch", type=int, default=1, help="infer: images in one call")
-    parser.add_argument("--threads", type=int, default=1, help="infer: CPU threads, exported model")
     parser.add_argument(
-        "--processes", type=int, nargs="+", default=[1, 2], help="scaling: of these"
+        "--steps", type=at_least(1), default=10, help="train, scaling: steps measured"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
+    )
+    parser.add_argument("--seconds", type=seconds, default=10, help="loader: how long, each way")
+    parser.add_argument(
+        "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="eval, infer, scaling: how often"
+    )
+    parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="infer: CPU threads, exported model"
+    )
+    parser.add_argument(
+        "--processes", type=at_least(1), nargs="+", default=[1, 2], help="scaling: of these"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     return parser.parse_args()
@@ -126,7 +141,7 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     config = join_ranks(arguments)
     dataset = read_split(config.data, "train", config.model.num_classes)
-    return measure_loading(config, dataset, arguments.seconds)
+    return measure_loading(config, dataset, arguments.seconds, arguments.epochs)
 
 
 def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:

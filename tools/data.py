@@ -1,14 +1,21 @@
-"""Checks and counts data, of detection or classification, and makes some.
+"""Checks, counts, shows, converts and divides data, of detection or classification; makes some.
 
-tools/data.py check -c cfg.yml [-o k=v ...] [--decode]   both splits: can they be trained on?
-tools/data.py stats -c cfg.yml [-o k=v ...] [--json F]   counts alone
-tools/data.py anchors -c cfg.yml [-o k=v ...]            anchors (YOLOv5) fitted to the training set
-tools/data.py synthetic --out DIR [--train N] [--val N]  a small made-up set in COCO format
+tools/data.py check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
+tools/data.py stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
+tools/data.py show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
+tools/data.py convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
+tools/data.py split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
+tools/data.py anchors -c cfg.yml                                 anchors fitted to the training set
+tools/data.py synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
+
+SOURCE: -c cfg.yml, or --format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
+With -c also -o KEY=VALUE ...
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,103 +25,290 @@ from rich.table import Table
 from ppdist import errors
 
 if TYPE_CHECKING:
+    from ppdist.data.check.audit import Report
     from ppdist.data.dataset import DataConfig
-    from ppdist.data.sample import DetectionSet
+    from ppdist.engine.experiment import ExperimentConfig
+
+_MOST_CLASSES = 100  # that a table lists
 
 
 def parse() -> argparse.Namespace:
+    from ppdist.arguments import add_config, add_source, at_least
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="check both splits of a configuration")
-    stats = commands.add_parser("stats", help="count both splits of a configuration")
-    anchors = commands.add_parser("anchors", help="fit the anchors of a YOLOv5 to the training set")
-    for command in (check, stats, anchors):
-        command.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
-        command.add_argument(
-            "-o", "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE"
-        )
-    check.add_argument("--decode", action="store_true", help="decode every image too (minutes)")
+
+    check = commands.add_parser("check", help="find what is wrong with both splits")
+    check.add_argument("--fast", action="store_true", help="headers of the images only")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write everything found here")
+    check.add_argument("--fix", type=Path, metavar="DIR", help="write a clean copy there")
+    check.add_argument("--workers", type=at_least(0), default=0, metavar="N",
+                       help="processes (0: one per core)")  # fmt: skip
+    stats = commands.add_parser("stats", help="count both splits")
     stats.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
-    anchors.add_argument(
-        "--generations", type=int, default=1000, help="of the genetic refinement (1000)"
-    )
-    anchors.add_argument("--seed", type=int, help="of the fit (that of the configuration)")
+    stats.add_argument("--plots", type=Path, metavar="DIR", help="write plots (PNG) there")
+    show = commands.add_parser("show", help="draw samples as the model sees them")
+    show.add_argument("--out", type=Path, required=True, metavar="FILE", help="the PNG file")
+    show.add_argument("--eval", action="store_true", help="inputs of evaluation, not of training")
+    show.add_argument("--epoch", type=at_least(0), default=0, metavar="N",
+                      help="counted from 0, as data.augment.combine_epochs (0)")  # fmt: skip
+    show.add_argument("--count", type=at_least(1), default=16, metavar="N",
+                      help="how many samples (16)")  # fmt: skip
+    anchors = commands.add_parser("anchors", help="fit the anchors of a YOLOv5 to the training set")
+    anchors.add_argument("--generations", type=at_least(0), default=1000, metavar="N",
+                         help="of the genetic refinement (1000)")  # fmt: skip
+    anchors.add_argument("--seed", type=at_least(0), metavar="N",
+                         help="of the fit (that of the configuration)")  # fmt: skip
+    for command in (check, stats, show, anchors):
+        add_config(command, required=True)
+    convert = commands.add_parser("convert", help="write the set in another format")
+    convert.add_argument("--to", required=True, choices=("coco", "voc", "yolo"),
+                         help="the format to write")  # fmt: skip
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    for command in (check, convert):
+        command.add_argument("--image-files", default="copy", choices=("copy", "link", "none"),
+                             help="in what is written: copies (the default), links, or paths as "
+                             "they are")  # fmt: skip
+    split = commands.add_parser("split", help="divide the training split, classes evenly")
+    split.add_argument("--parts", nargs="+", required=True, metavar="NAME=SHARE",
+                       help="two or more, whose shares make 1")  # fmt: skip
+    split.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of chance (0)")
+    split.add_argument("--out", type=Path, metavar="DIR",
+                       help="folder of the new files (that of the annotations)")  # fmt: skip
+    for command in (convert, split):
+        add_source(command)
     synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
-    synthetic.add_argument("--out", type=Path, required=True, help="data.root to be")
-    synthetic.add_argument("--train", type=int, default=160, help="training images (160)")
-    synthetic.add_argument("--val", type=int, default=80, help="validation images (80)")
-    synthetic.add_argument("--size", type=int, default=256, help="side in pixels (256)")
-    synthetic.add_argument("--seed", type=int, default=0)
+    synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    for name, least, default, what in (
+        ("--train", 1, 160, "training images"),
+        ("--val", 1, 80, "validation images"),
+        ("--size", 64, 256, "side in pixels"),
+        ("--seed", 0, 0, "of everything"),
+    ):
+        synthetic.add_argument(
+            name, type=at_least(least), default=default, metavar="N", help=f"{what} ({default})"
+        )
     return parser.parse_args()
 
 
 def main() -> int:
     arguments = parse()
-    if arguments.command == "synthetic":
-        make(arguments)
-    elif arguments.command == "check":
-        check(arguments)
-    elif arguments.command == "anchors":
-        fit(arguments)
-    else:
-        stats(arguments)
+    commands = {
+        "check": check,
+        "stats": stats,
+        "show": show,
+        "convert": convert,
+        "split": split,
+        "anchors": fit,
+        "synthetic": make,
+    }
+    return commands[arguments.command](arguments) or 0
+
+
+def load(arguments: argparse.Namespace) -> "ExperimentConfig":
+    from ppdist.config import load_config
+
+    return load_config(arguments.config, arguments.override)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    from ppdist.data.check.audit import audit
+    from ppdist.data.check.consistency import check_same_classes
+    from ppdist.data.cores import available_cores
+    from ppdist.data.dataset import read_split
+    from ppdist.files import make_folder, make_parent, write_json
+
+    config = load(arguments)
+    if arguments.json:
+        make_parent(arguments.json)
+    if arguments.fix:
+        if config.data.classifies:
+            raise errors.ConfigError(f"--fix: data.format {config.data.format} has no boxes to fix")
+        make_folder(arguments.fix)
+        if any(arguments.fix.iterdir()):
+            raise errors.ConfigError(f"--fix {arguments.fix}: is not empty; choose a new folder")
+    workers = arguments.workers or max(1, int(available_cores()))
+    report = audit(config.data, decode=not arguments.fast, workers=workers)
+    for split, audited in report.splits.items():
+        print(f"{split}: {audited.raw.source}: {len(audited.raw.images)} images")
+    rows = []
+    for row in report.rows():
+        counts = [str(row.counts[split]) for split in report.splits]
+        rows.append([row.kind.severity, row.name, *counts, row.kind.meaning, row.kind.training])
+        more = row.count - len(row.examples)
+        print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
+    if rows:
+        table(["", "kind", *report.splits, "what it is", "training"], rows)
+    if arguments.json:
+        write_json(arguments.json, report.as_json(), indent=1)
+    if arguments.fix:
+        fix(arguments, config.data, report)
+    if report.errors:
+        print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
+        return 2
+    num_classes = config.model.num_classes
+    train, val = (read_split(config.data, split, num_classes) for split in report.splits)
+    check_same_classes(train, val)
+    looked = "every image decodes" if report.decoded else "headers of the images alone (--fast)"
+    print(f"ok: both splits can be used; {looked}")
     return 0
 
 
-def check(arguments: argparse.Namespace) -> None:
-    from ppdist.config import load_config
-    from ppdist.data.check import check_images, check_same_classes, unused_classes
-    from ppdist.data.dataset import read_split
+def fix(arguments: argparse.Namespace, config: "DataConfig", report: "Report") -> None:
+    """Writes the clean copy and says what was done."""
+    from ppdist.data.check.clean import clean_copy
+    from ppdist.data.formats.convert import snippet
 
-    config = load_config(arguments.config, arguments.override)
-    train, val = (
-        read_split(config.data, split, config.model.num_classes) for split in ("train", "val")
-    )
-    check_same_classes(train, val)
-    damaged = []
-    for name, dataset in (("train", train), ("val", val)):
-        show(f"{name}: {dataset.source}", counts(config.data, dataset))
-        damaged += check_images(dataset) if arguments.decode else []
-    if damaged:
-        lines = "\n".join(f"  {line}" for line in damaged)
-        raise errors.DataError(f"{len(damaged)} images cannot be used:\n{lines}")
-    decoded = "every image decodes" if arguments.decode else "images not decoded (--decode)"
-    print(f"ok: both splits can be used; {decoded}", flush=True)
-    unused = unused_classes(train)
-    if unused:
-        kind = "image" if config.data.classifies else "object"
-        names = ", ".join(unused[:10]) + (", ..." if len(unused) > 10 else "")
-        print(
-            f"ppdist: warning: {len(unused)} of {len(train.class_names)} classes have no {kind} in "
-            f"the training split, so they cannot be learned: {names}",
-            file=sys.stderr,
-        )
+    files = arguments.image_files
+    cleaned = clean_copy(report, config.format, arguments.fix, images=files)
+    for line in cleaned.lines:
+        print(f"fixed: {line}")
+    print(f"wrote {arguments.fix}; to use it:")
+    print(snippet(cleaned.raws, config.format, arguments.fix, images=files), end="")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    from ppdist.arguments import source_of
+    from ppdist.data.dataset import read_raw
+    from ppdist.data.formats.annotations import Strictly
+    from ppdist.data.formats.convert import convert as write
+    from ppdist.data.formats.convert import snippet
+
+    config, kind, files = source_of(arguments), arguments.to, arguments.image_files
+    strictly = Strictly()
+    splits = ("train", "val") if arguments.config else ("train",)
+    raws = {split: read_raw(config, split, strictly) for split in splits}
+    strictly.report()
+    for split, raw in raws.items():
+        lines = write(raw, kind, arguments.out, images=files, split=split)
+        objects = sum(len(image.objects) for image in raw.images)
+        print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
+        print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
+    print(f"wrote {arguments.out}; to use it:")
+    print(snippet(raws, kind, arguments.out, images=files), end="")
 
 
 def stats(arguments: argparse.Namespace) -> None:
-    from ppdist.config import load_config
+    from ppdist.data.check.consistency import check_same_classes
     from ppdist.data.dataset import read_split
-    from ppdist.files import make_parent, write_json
+    from ppdist.data.statistics import class_rows, objects_of, overview, summary
+    from ppdist.files import make_folder, make_parent, write_json
 
-    config = load_config(arguments.config, arguments.override)
+    config = load(arguments)
     if arguments.json:
         make_parent(arguments.json)
-    report = {}
-    for split in ("train", "val"):
-        dataset = read_split(config.data, split)
-        rows = counts(config.data, dataset)
-        report[split] = [(what.strip(), value) for what, value in rows]
-        show(f"{split}: {dataset.source}", rows)
+    if arguments.plots:
+        make_folder(arguments.plots)
+    sets = {split: read_split(config.data, split) for split in ("train", "val")}
+    check_same_classes(*sets.values())
+    boxes = not config.data.classifies
+    objects = {
+        split: objects_of(dataset, config.model.image_size, config.data.resize)
+        for split, dataset in sets.items()
+    }
+    report = {
+        split: summary(dataset, objects[split], boxes=boxes) for split, dataset in sets.items()
+    }
+    for split, dataset in sets.items():
+        print(f"{split}: {dataset.source}")
+    both = zip(*(overview(counts) for counts in report.values()))
+    table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
+    columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
+    table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
     if arguments.json:
         write_json(arguments.json, report, indent=1)
+    if arguments.plots:
+        from ppdist.plots import plot_statistics
+
+        names = sets["train"].class_names
+        for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
+            print(f"wrote {path}")
 
 
-def counts(config: "DataConfig", dataset: "DetectionSet") -> list[tuple[str, str]]:
-    from ppdist.data.check import describe, describe_classes
+def show(arguments: argparse.Namespace) -> None:
+    from ppdist.data.dataset import read_split
+    from ppdist.data.show import evaluation_pictures, grid, png, training_pictures
+    from ppdist.engine.experiment import build_model
+    from ppdist.files import make_parent, writing
 
-    return describe_classes(dataset) if config.classifies else describe(dataset)
+    config = load(arguments)
+    epochs = math.ceil(config.train.epochs)
+    if arguments.epoch >= epochs:
+        raise errors.ConfigError(
+            f"--epoch {arguments.epoch}: the run has {epochs} (train.epochs), counted from 0; "
+            f"expected {epochs - 1} at most"
+        )
+    if arguments.out.suffix.lower() != ".png":
+        raise errors.ConfigError(
+            f"--out {arguments.out}: the picture is a PNG file; expected a name ending in .png"
+        )
+    make_parent(arguments.out)
+    split = "val" if arguments.eval else "train"
+    masks = not arguments.eval and config.data.augment.copy_paste > 0
+    dataset = read_split(config.data, split, config.model.num_classes, masks=masks)
+    if arguments.eval:
+        pictures = evaluation_pictures(
+            dataset,
+            config.data,
+            image_size=config.model.image_size,
+            shape_multiple=(
+                build_model(config).size_multiple if config.evaluate.rectangular else None
+            ),
+            count=arguments.count,
+        )
+    else:
+        pictures = training_pictures(
+            dataset,
+            config.data,
+            sizes=config.train.multi_scale or (config.model.image_size,),
+            batch_size=config.train.batch_size_per_card,
+            seed=config.seed,
+            epochs=epochs,
+            epoch=arguments.epoch,
+            count=arguments.count,
+        )
+    with writing(arguments.out):
+        arguments.out.write_bytes(png(grid(pictures)))
+    when = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
+    print(f"wrote {len(pictures)} samples of {split}, as in {when}, to {arguments.out}")
+
+
+def split(arguments: argparse.Namespace) -> None:
+    from ppdist.arguments import source_of
+    from ppdist.data.dataset import read_split
+    from ppdist.data.split import (
+        absent_classes,
+        divide,
+        groups_of_one_content,
+        rows_of_parts,
+        settings,
+        shares_of,
+        write_parts,
+    )
+
+    shares = shares_of(arguments.parts)
+    config = source_of(arguments)
+    dataset = read_split(config, "train")
+    group_N = groups_of_one_content([record.path for record in dataset.records])
+    classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
+    part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
+    files = write_parts(config, dataset, part_N, [*shares], arguments.out)
+    print(f"{dataset.source}: images of each class")
+    named = [f"{name} ({part:.4g})" for name, part in shares.items()]
+    table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
+    copies = len(group_N) - len(set(group_N.tolist()))
+    if copies:
+        print(f"{copies} images are copies of others, and with them in one part")
+    for file in files:
+        print(f"wrote {file}")
+    print(
+        f"to train and evaluate with them:\n{settings(config, dataset, files, [*shares])}", end=""
+    )
+    absent = absent_classes(dataset, part_N, [*shares])
+    if absent:
+        print(f"ppdist: warning: no image of {', '.join(absent)}", file=sys.stderr)
 
 
 def fit(arguments: argparse.Namespace) -> None:
@@ -169,8 +363,6 @@ def sides(anchor: Iterable[float]) -> str:
 def make(arguments: argparse.Namespace) -> None:
     from ppdist.data.synthetic import CLASS_NAMES, make_shapes
 
-    if min(arguments.train, arguments.val) < 1 or arguments.size < 64:
-        raise errors.DataError("--train and --val must be 1, --size 64, at least")
     make_shapes(
         arguments.out,
         train=arguments.train,
@@ -184,12 +376,11 @@ def make(arguments: argparse.Namespace) -> None:
     )
 
 
-def show(title: str, rows: list[tuple[str, str]]) -> None:
-    print(title)  # not as the table's title, which would break a long path over two lines
-    table = Table(show_header=False)
-    for what, value in rows:
-        table.add_row(what, value)
-    Console().print(table)
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    drawn = Table(*header)
+    for row in rows:
+        drawn.add_row(*row)
+    Console().print(drawn)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
 
 def check_experiment(path: str, overrides: list[str]) -> Iterator[Finding]:
     from ppdist.config import load_config
-    from ppdist.data.check import check_same_classes
+    from ppdist.data.check.consistency import check_same_classes
     from ppdist.data.dataset import read_split
 
     try:

@@ -49,7 +49,7 @@ def main() -> int:
         load_all_weights(model, Path(arguments.weights))
         return read_split(config.data, "val", config.model.num_classes)
 
-    evaluator = build_evaluator(config, dist.together(load))
+    evaluator = build_evaluator(config, dist.together(load), model)
     slow = speed_up_cpu(config, [model])
     if slow and dist.is_main():
         print(f"ppdist: {slow}", file=sys.stderr)

@@ -44,7 +44,7 @@ def main() -> int:
     arguments = parse()
     from ppdist import dist
     from ppdist.config import load_config
-    from ppdist.data.names import read_names
+    from ppdist.data.formats.names import read_names
     from ppdist.engine.experiment import build_model
     from ppdist.export import FORMATS, export_classifier, export_detector
     from ppdist.infer_spec import describe, validation_set

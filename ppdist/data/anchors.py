@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppdist.data.augment.transforms import Resize, fitted
 from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import Resize, fitted
 from ppdist.errors import DataError
 
 ENOUGH_RECALL = 0.98  # of the boxes; below, new anchors are worth it

@@ -2,8 +2,9 @@
 
 The class is the label of one box that covers the input, so batches are those of detection:
 `labels_BM[:, 0]` is the class.  Training sees a random part, mirrored and recoloured at random (of
-data.augment: crop, crop_least, flip, flip_vertical, distort, hsv, random_interpolation);
-evaluation and inference see the largest centred part of the input's shape.
+data.augment: rotate90, crop, crop_least, flip, flip_vertical, random_interpolation, distort, hsv,
+blur, grey, erase, plain_epochs); evaluation and inference see the largest centred part of the
+input's shape.
 
 Sources: the random part is that of Szegedy et al. 2014 (arXiv:1409.4842, section 6).
 """
@@ -13,17 +14,16 @@ import math
 import cv2
 import numpy as np
 
-from ppdist.data.sample import SampleKey, keyed_generator
-from ppdist.data.samples import EvalSamples, Sample
-from ppdist.data.train_samples import TrainSamples
-from ppdist.data.transforms import (
+from ppdist.data.augment.original import random_turn, turned_pixels
+from ppdist.data.augment.transforms import (
     place,
     random_colours,
-    random_hsv,
     random_interpolation,
-    recolour_hsv,
     render,
 )
+from ppdist.data.sample import SampleKey, keyed_generator
+from ppdist.data.samples import EvalSamples, Sample
+from ppdist.data.train_samples import TrainSamples, finished
 
 _AUGMENT = 3  # stream of random numbers, beside the sampler's and that of detection
 _ASPECTS = (3 / 4, 4 / 3)
@@ -33,8 +33,9 @@ _TRIES = 10
 class ClassifyTrainSamples(TrainSamples):
     def make(self, key: SampleKey) -> Sample:
         index, image_HW3 = self._next_good(key.index)
-        rng = keyed_generator(self._seed, _AUGMENT, key.epoch, key.index)
-        augment = self._augment
+        rng = keyed_generator(self._seed, _AUGMENT, *key.stream)
+        augment = self._augment_in(key.epoch)
+        image_HW3 = turned_pixels(image_HW3, random_turn(augment.rotate90, rng))
         height, width = image_HW3.shape[:2]
         size = key.height, key.width
         window = centred_part(width, height, size)
@@ -48,8 +49,7 @@ class ClassifyTrainSamples(TrainSamples):
         if augment.random_interpolation:
             interpolation = random_interpolation(rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
-        if any(augment.hsv):
-            input_HW3 = recolour_hsv(input_HW3, random_hsv(augment.hsv, rng))
+        input_HW3, _ = finished(input_HW3, augment, rng)
         return _sample(input_HW3, self._dataset.records[index].labels_M, index)
 
 

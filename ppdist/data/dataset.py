@@ -6,14 +6,17 @@ from typing import Literal
 from pydantic import Field
 
 from ppdist.config import Section
-from ppdist.data.augment import AugmentConfig
-from ppdist.data.check import check_classes, check_files, check_names
-from ppdist.data.coco import read_coco
-from ppdist.data.folder import read_csv, read_folder
+from ppdist.data.augment.config import AugmentConfig
+from ppdist.data.augment.transforms import Resize
+from ppdist.data.check.consistency import check_classes, check_files, check_names
+from ppdist.data.formats.annotations import Strictly, settle
+from ppdist.data.formats.coco import read_coco
+from ppdist.data.formats.folder import read_csv, read_folder
+from ppdist.data.formats.raw import Complain, RawImage, RawObject, RawSet
+from ppdist.data.formats.voc import read_voc
+from ppdist.data.formats.yolo import read_yolo
 from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import Resize
-from ppdist.data.voc import read_voc
-from ppdist.data.yolo import read_yolo
+from ppdist.data.sampling import SamplingConfig
 from ppdist.errors import DataError
 
 _ANNOTATIONS = {"coco": "JSON file", "voc": "list of images", "csv": "CSV file"}
@@ -72,10 +75,42 @@ class DataConfig(Section):
         "stretch: height and width each to the input's, cubic in evaluation (PP-YOLOE); "
         "letterbox: the shape kept, grey beside it, linear (YOLOv5).",
     )
-    workers: int = Field(
-        default=2,
+    bad_images_limit: float = Field(
+        default=0.001,
         ge=0,
-        description="Processes per rank that prepare images; 0: the rank itself, between steps.",
+        le=1,
+        description="Share of the training images that may turn out bad (one may always) before "
+        "the run stops on all ranks with their list.",
+    )
+    check_images: Literal["none", "header", "decode"] = Field(
+        default="header",
+        description="What is looked at in every image before training. header: that it is there, "
+        "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
+        "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
+    )
+    workers: int | Literal["auto"] = Field(
+        default="auto",
+        description="Processes per rank that prepare images. 0: the rank itself, between steps; "
+        "auto: from the cores of this machine and the ranks on it.",
+    )
+    worker_timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="A worker that is busy with one image for longer counts as hung: it is "
+        "replaced, and its batches are made anew.",
+    )
+    cache: Literal["none", "ram", "disk"] = Field(
+        default="none",
+        description="Where decoded training images are kept after the first time, uint8, reduced "
+        "to what the input size needs; shared by the workers and ranks of a host. disk: in "
+        "data.cache_dir, also for later runs.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        description="Folder of data.cache: disk. null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    sampling: SamplingConfig = Field(
+        default=SamplingConfig(), description="How often each training image comes in an epoch."
     )
     augment: AugmentConfig = Field(
         default=AugmentConfig(), description="Random changes of training images."
@@ -88,18 +123,21 @@ class DataConfig(Section):
 
 
 def read_split(
-    config: DataConfig, split: Literal["train", "val"], num_classes: int | None = None
+    config: DataConfig,
+    split: Literal["train", "val"],
+    num_classes: int | None = None,
+    *,
+    masks: bool = False,
 ) -> DetectionSet:
     """Reads one split; every rank reads the same files and gets the same set.
 
     Args:
         num_classes: what the model has; the data must have as many.  None: any.
+        masks: keep the outlines of objects.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
-    root, images = _places(config, split)
-    if not images.is_dir():
-        raise DataError(f"data.{split}.images: {images} is not a folder")
-    dataset = _read(config, split, root, images)
+    _check_folder(config, split)
+    dataset = _settled(config, split, masks)
     check_files(dataset)
     if num_classes is not None:
         check_classes(dataset, num_classes)
@@ -110,9 +148,30 @@ def read_annotations(
     config: DataConfig, split: Literal["train", "val"], num_classes: int
 ) -> DetectionSet:
     """As `read_split`, for who wants to know the classes: the images need not be there."""
-    dataset = _read(config, split, *_places(config, split))
+    dataset = _settled(config, split, masks=False)
     check_classes(dataset, num_classes)
     return dataset
+
+
+def read_raw(config: DataConfig, split: Literal["train", "val"], complain: Complain) -> RawSet:
+    """A split as its files say it, with everything that conversion keeps.
+
+    Of classified images every object is one without a place: box and size are 0, not known.
+
+    Args:
+        complain: gets what is wrong with parts of the files; if it returns, they are left out.
+    Raises: DataError: a file is missing or as a whole not of the format.
+    """
+    _check_folder(config, split)
+    if config.classifies:
+        return _raw_of(_classified(config, split))
+    return _raw(config, split, complain, everything=True)
+
+
+def _check_folder(config: DataConfig, split: Literal["train", "val"]) -> None:
+    _, images = _places(config, split)
+    if not images.is_dir():
+        raise DataError(f"data.{split}.images: {images} is not a folder")
 
 
 def _places(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, Path]:
@@ -123,12 +182,44 @@ def _places(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, P
     return root, root / (config.train if split == "train" else config.val).images
 
 
-def _read(
-    config: DataConfig, split: Literal["train", "val"], root: Path, images: Path
-) -> DetectionSet:
+def _settled(config: DataConfig, split: Literal["train", "val"], masks: bool) -> DetectionSet:
+    if config.classifies:
+        return _classified(config, split)
+    strictly = Strictly()
+    raw = _raw(config, split, strictly, everything=masks)
+    dataset = settle(raw, config.bad_boxes, masks=masks, notes=strictly.report())
+    if config.format == "coco":
+        check_names(dataset, config.class_names)
+    return dataset
+
+
+def _raw(
+    config: DataConfig, split: Literal["train", "val"], complain: Complain, *, everything: bool
+) -> RawSet:
+    root, images = _places(config, split)
+    naming, annotations = _annotation_files(config, split)
+    names = config.class_names
+    if config.format == "coco":
+        return read_coco(images, annotations, complain, everything=everything)
+    if config.format == "yolo":
+        return read_yolo(root, images, annotations, names, complain)
+    return read_voc(
+        root, images, annotations, names, complain, naming_list=naming, everything=everything
+    )
+
+
+def _classified(config: DataConfig, split: Literal["train", "val"]) -> DetectionSet:
+    root, images = _places(config, split)
     if config.format == "folder":
         naming = root / config.train.images
         return read_folder(root, images, config.class_names, naming_folder=naming)
+    naming, table = _annotation_files(config, split)
+    return read_csv(root, images, table, config.class_names, naming_table=naming)
+
+
+def _annotation_files(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, Path]:
+    """Those of the training split, which may name the classes, and those of this split."""
+    root = Path(config.root)
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotations:
             raise DataError(f"data.{key}.annotations is missing: format {config.format} needs it")
@@ -141,13 +232,19 @@ def _read(
             f"data.{split}.annotations: {annotations} is a folder; expected a "
             f"{_ANNOTATIONS[config.format]}"
         )
-    names, bad_boxes = config.class_names, config.bad_boxes
-    if config.format == "coco":
-        dataset = read_coco(images, annotations, bad_boxes)
-        check_names(dataset, names)
-        return dataset
-    if config.format == "voc":
-        return read_voc(root, images, annotations, names, bad_boxes, naming_list=naming)
-    if config.format == "csv":
-        return read_csv(root, images, annotations, names, naming_table=naming)
-    return read_yolo(root, images, annotations, names, bad_boxes)
+    return naming, annotations
+
+
+def _raw_of(dataset: DetectionSet) -> RawSet:
+    images = [
+        RawImage(
+            path=Path(record.path),
+            image_id=record.image_id,
+            width=0,
+            height=0,
+            objects=[RawObject((0.0, 0.0, 0.0, 0.0), int(record.labels_M[0]), record.path)],
+            where=record.path,
+        )
+        for record in dataset.records
+    ]
+    return RawSet(images, dataset.class_names, dataset.category_ids, dataset.source)

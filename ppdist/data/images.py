@@ -5,14 +5,15 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from ppdist.data.containers import damage
 from ppdist.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+# Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
 _REDUCED = {
-    1: cv2.IMREAD_COLOR,
-    2: cv2.IMREAD_REDUCED_COLOR_2,
-    4: cv2.IMREAD_REDUCED_COLOR_4,
-    8: cv2.IMREAD_REDUCED_COLOR_8,
+    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
+    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
+    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
 }
 
 
@@ -31,6 +32,11 @@ def read_image(
 ) -> np.ndarray:
     """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
 
+    Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
+    is ignored (but a TIFF's is blended over black); of several frames the first is taken.  Pixels
+    that a cut file lacks are never made up; damage amid a JPEG shows in its picture alone, and
+    `ppdist.data.check.scan` finds it.
+
     Args:
         size: the (height, width) it must have; an image that has it without being turned stays.
         reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
@@ -39,20 +45,19 @@ def read_image(
         `reduced` pixels).
     """
     try:
-        content = np.fromfile(path, np.uint8)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-    if not content.size:
-        raise DataError(f"{path}: the file is empty")
-    if _is_cut_short(content.tobytes()):
-        raise DataError(f"{path}: the JPEG data end early (incomplete file)")
+    found = damage(content)
+    if found is not None:
+        raise DataError(f"{path}: {found.text}")
     if reduced > 1 and _is_jpeg(content) and not _turns_unnoticed(size, reduced):
         image_HW3 = _decode(path, content, _REDUCED[reduced])
         if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
-            return cv2.cvtColor(image_HW3, cv2.COLOR_BGR2RGB)
-    image_HW3 = _decode(path, content, cv2.IMREAD_COLOR)
+            return image_HW3
+    image_HW3 = _decode(path, content)
     if size is not None and image_HW3.shape[:2] != size:
-        image_HW3 = _decode(path, content, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+        image_HW3 = _decode(path, content, cv2.IMREAD_IGNORE_ORIENTATION)
     if size is not None and image_HW3.shape[:2] != size:
         height, width = image_HW3.shape[:2]
         raise DataError(
@@ -61,7 +66,7 @@ def read_image(
     if reduced > 1:
         height, width = _reduced_size(image_HW3.shape[:2], reduced)
         image_HW3 = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_AREA)
-    return cv2.cvtColor(image_HW3, cv2.COLOR_BGR2RGB)
+    return image_HW3
 
 
 def _reduced_size(size: tuple[int, ...], factor: int) -> tuple[int, int]:
@@ -75,32 +80,16 @@ def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
 
 
-def _is_jpeg(content: np.ndarray) -> bool:
-    return content[:2].tobytes() == b"\xff\xd8"
+def _is_jpeg(content: bytes) -> bool:
+    return content[:2] == b"\xff\xd8"
 
 
-def _decode(path: str | Path, content: np.ndarray, flags: int) -> np.ndarray:
+def _decode(path: str | Path, content: bytes, flags: int = 0) -> np.ndarray:
+    """Straight to RGB: a JPEG takes a sixth longer by way of BGR."""
     try:
-        image_HW3 = cv2.imdecode(content, flags)
+        image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB | flags)
     except cv2.error as error:
         raise DataError(f"{path}: OpenCV cannot decode it: {error.err}") from error
     if image_HW3 is None:
         raise DataError(f"{path}: not an image, or damaged")
     return image_HW3
-
-
-def _is_cut_short(content: bytes) -> bool:
-    """Whether a JPEG lacks its end; OpenCV would silently paint the missing part grey.
-
-    Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
-    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
-    """
-    if not content.startswith(b"\xff\xd8"):
-        return False
-    position = 2
-    while content[position : position + 1] == b"\xff" and content[position + 1 :][:1] != b"\xda":
-        if content[position + 1] in (0xFF, 0x01, *range(0xD0, 0xD9)):  # no length follows
-            position += 1 if content[position + 1] == 0xFF else 2
-        else:
-            position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
-    return content.find(b"\xff\xd9", position) < 0

@@ -1,6 +1,7 @@
 """The contract between readers, loaders, trainers and evaluators."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from paddle import Tensor
@@ -12,6 +13,8 @@ class ImageRecord:
 
     path is absolute.  boxes_M4 float32; labels_M int64 in [0, C); crowd_M bool, a box around many
     objects at once; area_M float32 square pixels, COCO's `area` or else that of the box.
+    polygons_M: the outlines of each object, float32 [K, 2] x y in the same pixels, none where there
+    is no mask; empty as a whole where masks were not asked for.
     """
 
     path: str
@@ -22,6 +25,7 @@ class ImageRecord:
     labels_M: np.ndarray
     crowd_M: np.ndarray
     area_M: np.ndarray
+    polygons_M: tuple[tuple[np.ndarray, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,17 @@ class DetectionSet:
     """A split: its images and what its classes are called.
 
     category_ids: what a COCO result file calls each class; source: the file or folder that a
-    message about this set names; notes: one line for each kind of defect that was put right.
+    message about this set names; notes: one line for each kind of defect that was put right;
+    unreadable: position in records -> why that image is never to be opened (a check found it),
+    without its path, which may be another on another host.
     """
 
-    records: tuple[ImageRecord, ...]
+    records: Sequence[ImageRecord]
     class_names: tuple[str, ...]
     category_ids: tuple[int, ...]
     source: str
     notes: tuple[str, ...] = ()
+    unreadable: Mapping[int, str] = field(default_factory=dict)
 
 
 EMPTY = -2
@@ -46,13 +53,20 @@ EMPTY = -2
 class SampleKey:
     """Everything a worker needs to make one sample.
 
-    index -1 stands for no image (padding), EMPTY for none on any rank.
+    index -1 stands for no image (padding), EMPTY for none on any rank.  copy: 0, 1, ... where an
+    epoch has an image more than once.
     """
 
     epoch: int
     index: int
     height: int
     width: int
+    copy: int = 0
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What a sample's random numbers depend on, besides the seed."""
+        return (self.epoch, self.index, self.copy) if self.copy else (self.epoch, self.index)
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,8 @@ class Batch:
     real: False for a batch of one blank image, which only keeps a rank in step with the others
         where an epoch's last images did not suffice for all.
     real_somewhere: False where no rank has an image.
+    bad_images: position in DetectionSet.records -> why, of the images met here that could not be
+        used; the path, which may differ between hosts, is not part of why.
     """
 
     images_B3HW: Tensor
@@ -79,6 +95,7 @@ class Batch:
     offset_B2: Tensor
     real: bool = True
     real_somewhere: bool = True
+    bad_images: Mapping[int, str] = field(default_factory=dict)
 
 
 def keyed_generator(seed: int, *key: int) -> np.random.Generator:

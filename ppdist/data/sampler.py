@@ -2,38 +2,53 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from ppdist.data.sample import EMPTY, SampleKey, keyed_generator
+from ppdist.data.sampling import epoch_size, whole_copies
 
 _ORDER, _SIZE = 0, 1  # streams of random numbers
 
 
-@lru_cache(maxsize=2)
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [size], the permutation of an epoch: a function of seed and epoch alone; read-only."""
-    order_N = keyed_generator(seed, _ORDER, epoch).permutation(size)
-    order_N.flags.writeable = False
-    return order_N
+    """int64 [size], the permutation of an epoch: a function of seed and epoch alone."""
+    return keyed_generator(seed, _ORDER, epoch).permutation(size)
 
 
-@dataclass(frozen=True)
+def repeated_order(copies_N: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """int64 [epoch_size(copies_N), 2]: position of an image, and which of its copies; shuffled.
+
+    A function of the three arguments alone.
+
+    Args:
+        copies_N: how often each image is expected; see ppdist/data/sampling.py.
+    """
+    rng = keyed_generator(seed, _ORDER, epoch)
+    times_N = whole_copies(copies_N, rng.random())
+    index_E = np.repeat(np.arange(len(times_N)), times_N)
+    first_E = np.repeat(np.cumsum(times_N) - times_N, times_N)
+    copy_E = np.arange(len(index_E)) - first_E
+    return np.stack([index_E, copy_E], axis=1)[rng.permutation(len(index_E))]
+
+
+@dataclass(frozen=True, eq=False)
 class TrainSampler:
     """Keys of every micro-batch of this rank from start_step to end_step; iterate it anew at will.
 
-    An epoch has ceil(N / (world * accumulate * batch_size_per_card)) optimizer steps.  Each takes
-    the next `world * accumulate * batch_size_per_card` positions of the epoch's order; the last
-    takes what is left, dealt out over all micro-batches of all ranks as evenly as it goes.  So
-    every image comes exactly once an epoch, and the images of a step do not depend on how world,
-    accumulation and batch make up the total batch.  A micro-batch that gets nothing holds one
-    padding key, so that every rank has as many micro-batches as the others: index -1, or EMPTY
-    where no rank got anything.
+    An epoch has ceil(epoch_size / (world * accumulate * batch_size_per_card)) optimizer steps.
+    Each takes the next `world * accumulate * batch_size_per_card` positions of the epoch's order;
+    the last takes what is left, dealt out over all micro-batches of all ranks as evenly as it goes.
+    So every image comes exactly once an epoch, or as often as its `copies_N` says, and the images
+    of a step do not depend on how world, accumulation and batch make up the total batch.  A
+    micro-batch that gets nothing holds one padding key, so that every rank has as many
+    micro-batches as the others: index -1, or EMPTY where no rank got anything.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
-    multi-scale training; one is drawn per step, the same on all ranks.
+    multi-scale training; one is drawn per step, the same on all ranks.  `copies_N`: how often each
+    image is expected in an epoch (`ppdist.data.sampling.copies`); None: once.
     """
 
     dataset_size: int
@@ -45,6 +60,13 @@ class TrainSampler:
     start_step: int
     end_step: int
     sizes: Sequence[tuple[int, int]]
+    copies_N: np.ndarray | None = None
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def epoch_size(self) -> int:
+        """Samples of an epoch over all ranks."""
+        return self.dataset_size if self.copies_N is None else epoch_size(self.copies_N)
 
     @property
     def total_batch(self) -> int:
@@ -53,7 +75,7 @@ class TrainSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.dataset_size / self.total_batch)
+        return math.ceil(self.epoch_size / self.total_batch)
 
     def __len__(self) -> int:
         return (self.end_step - self.start_step) * self.accumulate
@@ -71,26 +93,40 @@ class TrainSampler:
     def micro_batches(self, step: int) -> list[list[SampleKey]]:
         """This rank's keys of one optimizer step, one list per micro-batch."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order_N = epoch_order(self.dataset_size, self.seed, epoch)
         first = within * self.total_batch
         shares = np.array_split(
-            order_N[first : first + self.total_batch], self.world * self.accumulate
+            self._order(epoch)[first : first + self.total_batch], self.world * self.accumulate
         )
         height, width = self.size_of(step)
         # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an
         # epoch goes to the ranks in turn, and rank 0 has nothing only where nobody has.
         return [
-            [SampleKey(epoch, int(index), height, width) for index in share]
+            [SampleKey(epoch, index, height, width, copy) for index, copy in share.tolist()]
             or [SampleKey(epoch, -1 if len(of_rank_0) else EMPTY, height, width)]
             for share, of_rank_0 in zip(shares[self.rank :: self.world], shares[:: self.world])
         ]
 
+    def _order(self, epoch: int) -> np.ndarray:
+        """int64 [epoch_size, 2]: image and copy at each position; the last epoch's is kept."""
+        if epoch not in self._orders:
+            self._orders.clear()
+            if self.copies_N is None:
+                once_N = epoch_order(self.dataset_size, self.seed, epoch)
+                self._orders[epoch] = np.stack([once_N, np.zeros_like(once_N)], axis=1)
+            else:
+                self._orders[epoch] = repeated_order(self.copies_N, self.seed, epoch)
+        return self._orders[epoch]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class EvalSampler:
-    """Keys of this rank's share of a set: every image once over all ranks, in order, no padding.
+    """Keys of this rank's share of a set: every image once over all ranks, no padding.
 
-    Rank r takes images r, r + world, ...; ranks may differ by one in the number of their batches.
+    Without `shapes_N2` all inputs have `size` (height, width), and rank r takes images r,
+    r + world, ... in order.  With it (what `rectangular_shapes` gave) image i gets the input
+    shapes_N2[i]: images of one shape share batches, the largest shapes first, and rank r takes
+    batches r, r + world, ...; what is in a batch does not depend on the number of ranks.
+    Either way ranks may differ by one in the number of their batches.
     """
 
     dataset_size: int
@@ -98,12 +134,58 @@ class EvalSampler:
     rank: int
     world: int
     size: tuple[int, int]
+    shapes_N2: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return math.ceil(len(range(self.rank, self.dataset_size, self.world)) / self.batch_size)
+        return len(self._batches())
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        share = range(self.rank, self.dataset_size, self.world)
-        for first in range(0, len(share), self.batch_size):
-            indices = share[first : first + self.batch_size]
-            yield [SampleKey(0, index, *self.size) for index in indices]
+        for indices, (height, width) in self._batches():
+            yield [SampleKey(0, index, height, width) for index in indices]
+
+    def _batches(self) -> list[tuple[Sequence[int], tuple[int, int]]]:
+        """Positions of the images, and height and width of the input, of each batch."""
+        if self.shapes_N2 is None:
+            share = range(self.rank, self.dataset_size, self.world)
+            return [(part, self.size) for part in _parts(share, self.batch_size)]
+        members: dict[tuple[int, int], list[int]] = {}
+        for index, (height, width) in enumerate(self.shapes_N2.tolist()):
+            members.setdefault((height, width), []).append(index)
+        largest_first = sorted(members, key=lambda shape: (-shape[0] * shape[1], shape))
+        batches = [
+            (part, shape)
+            for shape in largest_first
+            for part in _parts(members[shape], self.batch_size)
+        ]
+        return batches[self.rank :: self.world]
+
+
+def _parts(indices: Sequence[int], most: int) -> list[Sequence[int]]:
+    return [indices[first : first + most] for first in range(0, len(indices), most)]
+
+
+def rectangular_shapes(
+    sizes_N2: Sequence[tuple[int, int]] | np.ndarray, size: tuple[int, int], multiple: int
+) -> np.ndarray:
+    """The smallest input in which each image is letterboxed as in `size`, int64 [N, 2].
+
+    In such an input an image has the very pixels that it has in `size`, with less grey beside
+    them: its shape is a function of the image alone, whoever evaluates it and beside which others.
+
+        scale = min(size / image),  side = min(size, image * scale rounded up to `multiple`)
+
+    Args:
+        sizes_N2: height and width of each image in pixels; one of size 0 (not known) gets `size`.
+        size: (height, width) of the largest input.
+        multiple: of the sides, in pixels; that of the model's largest stride.
+    """
+    image_N2 = np.asarray(sizes_N2, np.int64).reshape(-1, 2)
+    height_N, width_N = np.maximum(1, image_N2).T
+    # The limiting side fills its own; the other is rounded up in whole numbers, lest an input be
+    # a hair smaller than its image needs and scale it down.
+    wide = height_N * size[1] <= width_N * size[0]  # the width limits
+    tall_N = np.where(wide, -(-height_N * size[1] // width_N), size[0])
+    wide_N = np.where(wide, size[1], -(-width_N * size[0] // height_N))
+    sides_N2 = -(-np.stack([tall_N, wide_N], axis=1) // multiple) * multiple
+    known_N1 = (image_N2 > 0).all(axis=1, keepdims=True)
+    return np.where(known_N1, np.minimum(sides_N2, size), size)

@@ -5,7 +5,8 @@ arguments give the same annotations on every machine, and the same pixels with t
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -27,40 +28,66 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
     """Writes `images/{train,val}/NNNNN.jpg` and `annotations/instances_{train,val}.json`.
 
     Args:
-        root: made if need be; files of an earlier call are overwritten.
+        root: made if need be; of these two folders it may hold what these arguments make, as an
+            earlier call left it, and nothing else.
         train, val: number of images.
         size: side of the square images in pixels, 64 at least.
         seed: of everything.
-    Raises: DataError: root cannot be written.
+    Raises: DataError: root holds other files there, all of which stay as they are, or cannot be
+        written.
     """
-    for split, (name, count) in enumerate(zip(_SPLITS, (train, val))):
-        try:
-            _write_split(root, name, count, lambda index: scene(size, seed, split, index))  # noqa: B023
-        except OSError as error:
-            raise DataError(f"{root}: cannot be written: {error.strerror or error}") from error
+
+    def files() -> Iterator[tuple[str, bytes]]:
+        for split, (name, count) in enumerate(zip(_SPLITS, (train, val))):
+            yield from _split(name, [partial(scene, size, seed, split, n) for n in range(count)])
+
+    try:
+        there = {
+            path.relative_to(root).as_posix()
+            for folder in ("annotations", "images")
+            for path in (root / folder).rglob("*")
+            if not path.is_dir()
+        }
+        wanted: Iterable[tuple[str, bytes]] = files()
+        if there:
+            found = list(wanted)
+            same = {name for name, content in found if _holds(root / name, content)}
+            _refuse(root, sorted(there - same))
+            wanted = [(name, content) for name, content in found if name not in same]
+        for name, content in wanted:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
+    except OSError as error:
+        raise DataError(f"{root}: cannot be written: {error.strerror or error}") from error
 
 
-def _write_split(
-    root: Path,
-    name: str,
-    count: int,
-    make: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]],
-) -> None:
-    folder = root / "images" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (root / "annotations").mkdir(exist_ok=True)
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _refuse(root: Path, others: Sequence[str]) -> None:
+    if others:
+        raise DataError(
+            f"{root}: holds {len(others)} files that these arguments do not make, such as "
+            f"{others[0]}; expected no `annotations` and `images` in it, or those of an earlier "
+            f"call with the same arguments; remove both folders, or choose another --out"
+        )
+
+
+def _split(
+    name: str, scenes: Sequence[Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]]
+) -> Iterator[tuple[str, bytes]]:
+    """The files of a split, (name below the root, content): images, then their annotations."""
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []
-    for index in range(count):
-        image_HW3, boxes_M4, labels_M = make(index)
-        file = folder / f"{index:05d}.jpg"
+    for index, make in enumerate(scenes):
+        image_HW3, boxes_M4, labels_M = make()
+        file = f"{name}/{index:05d}.jpg"
         bgr_HW3 = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
         _, content = cv2.imencode(".jpg", bgr_HW3, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
-        file.write_bytes(content.tobytes())
+        yield f"images/{file}", content.tobytes()
         height, width = image_HW3.shape[:2]
-        images.append(
-            {"id": index + 1, "file_name": f"{name}/{file.name}", "width": width, "height": height}
-        )
+        images.append({"id": index + 1, "file_name": file, "width": width, "height": height})
         for (x1, y1, x2, y2), label in zip(boxes_M4.tolist(), labels_M.tolist()):
             annotations.append(
                 {
@@ -78,8 +105,7 @@ def _write_split(
         "annotations": annotations,
         "categories": [{"id": n, "name": text} for n, text in enumerate(CLASS_NAMES, 1)],
     }
-    target = root / "annotations" / f"instances_{name}.json"
-    target.write_text(json.dumps(description), encoding="utf-8")
+    yield f"annotations/instances_{name}.json", json.dumps(description).encode()
 
 
 def scene(

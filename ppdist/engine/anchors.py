@@ -6,8 +6,8 @@ import numpy as np
 
 from ppdist import dist
 from ppdist.data.anchors import refit, sizes_in_input
+from ppdist.data.augment.transforms import Resize
 from ppdist.data.sample import DetectionSet
-from ppdist.data.transforms import Resize
 from ppdist.log import RunLog
 
 

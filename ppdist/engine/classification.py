@@ -63,6 +63,9 @@ class ClassificationEvaluator:
         """See `ppdist.metrics.classification.accuracy`."""
         return accuracy(found)
 
+    def class_scores(self, metrics: dict[str, float]) -> None:
+        """Nothing: accuracy is of all classes together."""
+
     def save(self, path: Path, found: Ranking) -> None:
         """See `ppdist.metrics.classification.write_ranking`."""
         write_ranking(path, self._dataset, found)

@@ -3,9 +3,11 @@
 Each part has been checked by itself; a key that would be ignored without a word is a misfit too.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from ppdist.data.augment.config import COMBINES
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.evaluator import Evaluator
 
@@ -40,14 +42,21 @@ def _ignored(config: Any) -> Iterator[str]:
         of_boxes = {
             "data.augment.mosaic": augment.mosaic,
             "data.augment.mixup": augment.mixup,
+            "data.augment.cutmix": augment.cutmix,
+            "data.augment.copy_paste": augment.copy_paste,
+            "data.augment.combine_epochs": augment.combine_epochs is not None,
             "data.augment.affine": augment.affine.moves,
             "data.augment.close_mosaic_epochs": augment.close_mosaic_epochs,
+            "data.sampling.name: difficulty": config.data.sampling.name == "difficulty",
+            "evaluate.rectangular": config.evaluate.rectangular,
             "data.resize": config.data.resize != "stretch",
             "nms": config.nms != type(config.nms)(),
         }
         for key, given in of_boxes.items():
             if given:
                 yield f"{key}: means nothing to a classifier; leave it out"
+    if config.evaluate.rectangular and config.data.resize != "letterbox":
+        yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     if config.optimizer.name == "adamw":
         of_momentum = {
             "optimizer.nesterov": config.optimizer.nesterov,
@@ -56,3 +65,16 @@ def _ignored(config: Any) -> Iterator[str]:
         for key, given in of_momentum.items():
             if given:
                 yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"
+
+
+def surprises(config: Any) -> Iterator[str]:
+    """What a configuration does that its author may not expect; the run goes on all the same."""
+    augment, epochs = config.data.augment, math.ceil(config.train.epochs)
+    by_epoch = [augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
+    for name in COMBINES:
+        chance = getattr(augment, name)
+        if chance and not any(getattr(one, name) for one in by_epoch):
+            yield (
+                f"data.augment.{name}: {chance:g} never acts: combine_epochs, close_mosaic_epochs "
+                f"and plain_epochs leave none of the {epochs} epochs to it"
+            )

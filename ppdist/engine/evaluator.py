@@ -1,6 +1,7 @@
 """Detection quality of a model over a whole set, sharded over the ranks."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ class EvaluateConfig(Section):
         default=8,
         ge=1,
         description="Images per rank in one forward pass of an evaluation.",
+    )
+    rectangular: bool = Field(
+        default=False,
+        description="With data.resize: letterbox, make each input no larger than its image needs "
+        "(sides in multiples of the largest stride), images of one shape together; faster.",
     )
 
 
@@ -110,6 +116,11 @@ class Evaluator:
         """
         metrics = evaluate_boxes(self._dataset, found_R7)
         return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
+
+    def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
+        """AP of each class of what `measure` gave; None where the set has no object of it."""
+        scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
+        return [score if math.isfinite(score) else None for score in scores]
 
     def save(self, path: Path, found_R7: np.ndarray) -> None:
         """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""

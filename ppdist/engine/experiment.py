@@ -1,7 +1,5 @@
 """The config tree and the build: the one place where data, models, losses and optim meet."""
 
-import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +19,17 @@ from ppdist.checkpoint import (
 )
 from ppdist.config import Section, dump_yaml
 from ppdist.config_yaml import Node, merge
-from ppdist.data.check import check_same_classes
-from ppdist.data.dataset import DataConfig, read_split
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sample import Batch, DetectionSet
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.dataset import DataConfig
+from ppdist.data.loader import EvalLoader
+from ppdist.data.sample import DetectionSet
 from ppdist.engine.anchors import better_anchors
+from ppdist.engine.bad_images import BadImages
 from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.compatible import misfits
+from ppdist.engine.compatible import misfits, surprises
 from ppdist.engine.derived import Derived, derive
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
+from ppdist.engine.feed import Feed, images_of_epoch, read_sets
 from ppdist.engine.step import TrainStep
 from ppdist.engine.trainer import TrainConfig, Trainer
 from ppdist.errors import CheckpointError, ConfigError
@@ -134,7 +132,7 @@ def build_model(config: ExperimentConfig) -> ImageModel:
 
 
 def build_evaluator(
-    config: ExperimentConfig, dataset: DetectionSet, max_pictures: int = 0
+    config: ExperimentConfig, dataset: DetectionSet, model: ImageModel, max_pictures: int = 0
 ) -> Evaluator | ClassificationEvaluator:
     """Evaluation of this rank's share of a split; every rank builds one."""
     loader = EvalLoader(
@@ -144,6 +142,8 @@ def build_evaluator(
         batch_size=config.evaluate.batch_size_per_card,
         rank=dist.rank(),
         world=dist.world_size(),
+        ranks_on_host=dist.local_size(),
+        shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
     )
     if config.data.classifies:
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures)
@@ -169,19 +169,18 @@ def build_training(
     """
     _check_precision(config)
     checkpoint, passed_over = dist.together(lambda: _find_checkpoint(resume))
-    train_set, val_set = dist.together(lambda: _read_sets(config, evaluate))
+    train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
+    bad_images = BadImages(train_set, config.data.bad_images_limit)
     model, evaluated_model = build_model(config), build_model(config)
     loaded = None if checkpoint else _load_pretrained(config, model)
-    derived = derive_run(config, len(train_set.records))
-    config_yaml = dump_yaml(config)
-    dist.on_main(lambda: describe_run(output_dir, config_yaml, command))
+    derived = derive_run(config, images_of_epoch(train_set, config.data.sampling))
+    dist.on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     start = None if checkpoint is None else checkpoint.state["step"]
-    total, per_epoch = derived.total_steps, derived.steps_per_epoch
-    log = RunLog(output_dir, dist.is_main(), total, per_epoch, config.log, start)
+    log = _open_log(config, output_dir, derived, start)
     with ExitStack() as undo:
         undo.callback(log.close)
-        for reason in passed_over:
-            log.warning(f"passed over: {reason}")
+        for warning in (*found, *surprises(config), *map("passed over: {}".format, passed_over)):
+            log.warning(warning)
         if loaded:
             log.info(f"{loaded}")
         if checkpoint is None:
@@ -191,13 +190,14 @@ def build_training(
             log.warning(slow)
         trainer = Trainer(
             train_step=build_train_step(config, derived, model),
-            batches=lambda step: _batches(config, train_set, derived, step),
+            feed=build_feed(config, train_set, derived),
+            bad_images=bad_images,
             derived=derived,
-            evaluator=val_set and build_evaluator(config, val_set, config.log.images),
+            evaluator=_evaluator_of_training(config, val_set, model),
             evaluated_model=evaluated_model,
             log=log,
             output_dir=output_dir,
-            config_yaml=config_yaml,
+            config_yaml=dump_yaml(config),
             checkpoint=config.checkpoint,
             evaluate=config.evaluate,
             log_every=config.log.every_steps,
@@ -205,11 +205,26 @@ def build_training(
         )
         if checkpoint is not None:
             trainer.restore(checkpoint)
-            log.info(f"resumed from {checkpoint.path} after step {checkpoint.state['step']}")
+            log.info(f"resumed from {checkpoint.path} after step {start}")
         _set_aside(output_dir, start or 0, log)
         log.table("derived", derived.rows())
         undo.pop_all()
     return Experiment(trainer=trainer, log=log, output_dir=output_dir)
+
+
+def _open_log(
+    config: ExperimentConfig, output_dir: Path, derived: Derived, start: int | None
+) -> RunLog:
+    total, per_epoch = derived.total_steps, derived.steps_per_epoch
+    return RunLog(output_dir, dist.is_main(), total, per_epoch, config.log, start)
+
+
+def _evaluator_of_training(
+    config: ExperimentConfig, val_set: DetectionSet | None, model: ImageModel
+) -> Evaluator | ClassificationEvaluator | None:
+    if val_set is None:
+        return None
+    return build_evaluator(config, val_set, model, config.log.images)
 
 
 def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
@@ -228,17 +243,6 @@ def _set_aside(output_dir: Path, start: int, log: RunLog) -> None:
     aside = dist.on_main(lambda: f"{set_aside(output_dir / 'checkpoints', start) or ''}")
     if aside:
         log.warning(f"checkpoints of another run, or beyond the step resumed from, are in {aside}")
-
-
-def _read_sets(
-    config: ExperimentConfig, evaluate: bool
-) -> tuple[DetectionSet, DetectionSet | None]:
-    train_set = read_split(config.data, "train", config.model.num_classes)
-    if not evaluate:
-        return train_set, None
-    val_set = read_split(config.data, "val", config.model.num_classes)
-    check_same_classes(train_set, val_set)
-    return train_set, val_set
 
 
 def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageModel) -> TrainStep:
@@ -267,6 +271,17 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
     )
 
 
+def build_feed(config: ExperimentConfig, train_set: DetectionSet, derived: Derived) -> Feed:
+    """This rank's training micro-batches; every rank builds one at the same time."""
+    return Feed(
+        train_set,
+        config.data,
+        derived,
+        sizes=config.train.multi_scale or (config.model.image_size,),
+        seed=config.seed,
+    )
+
+
 def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:
     return derive(
         world=dist.world_size(),
@@ -279,24 +294,6 @@ def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:
         schedule=config.schedule,
         ema=config.train.ema,
     )
-
-
-def _batches(
-    config: ExperimentConfig, dataset: DetectionSet, derived: Derived, first_step: int
-) -> Iterator[Batch]:
-    sampler = TrainSampler(
-        dataset_size=len(dataset.records),
-        batch_size_per_card=config.train.batch_size_per_card,
-        accumulate=config.train.accumulate_steps,
-        rank=dist.rank(),
-        world=dist.world_size(),
-        seed=config.seed,
-        start_step=first_step,
-        end_step=derived.total_steps,
-        sizes=config.train.multi_scale or (config.model.image_size,),
-    )
-    epochs = math.ceil(derived.schedule_steps / derived.steps_per_epoch)
-    return iter(TrainLoader(dataset, config.data, sampler, seed=config.seed, epochs=epochs))
 
 
 def _check_precision(config: ExperimentConfig) -> None:

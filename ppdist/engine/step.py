@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -59,6 +59,8 @@ class StepResult:
     gradient_norm: float  # before clipping
     applied: bool  # False: something was not finite somewhere and no rank updated
     stop_requested: bool  # some rank was asked to stop
+    bad_images: dict[int, str]  # position -> why: what this rank alone met, and was not known
+    bad_somewhere: bool  # some rank met one
 
 
 class TrainStep:
@@ -117,11 +119,16 @@ class TrainStep:
         rates: Rates,
         stop: bool,
         clock: Clock,
+        known_bad: Container[int] = (),
     ) -> StepResult:
-        """Takes `count` micro-batches from `batches` and makes one optimizer step."""
+        """Takes `count` micro-batches from `batches` and makes one optimizer step.
+
+        Args: known_bad: positions of images that all ranks know to be bad.
+        """
         self.optimizer.clear_grad()
         self.loss.prepare(self.model, step)
         images = 0
+        bad_images: dict[int, str] = {}
         sums: dict[str, paddle.Tensor] = {}
         micro_batches = [next(batches) for _ in range(count)]
         clock.lap("data")
@@ -132,14 +139,16 @@ class TrainStep:
             with nullcontext() if last else dist.local_gradients(self.wrapped):
                 output = self._forward_backward(batch, step, totals, clock)
             images += batch.images_B3HW.shape[0] if batch.real else 0
+            bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
             terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
             for name, value in terms.items():
                 sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
         finite = paddle.isfinite(sums["loss"]).astype("float32")
-        facts = [paddle.to_tensor([float(images), float(stop)]), 1.0 - finite, *sums.values()]
+        counts = paddle.to_tensor([float(images), float(stop), float(len(bad_images))])
+        facts = [counts, 1.0 - finite, *sums.values()]
         tally = dist.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
-        total_images, stops, broken, normalizer, *values = (float(value) for value in tally)
+        total_images, stops, bad, broken, normalizer, *values = (float(value) for value in tally)
         divisor = max(1.0, normalizer)
         norm, applied = self._update(rates, divisor, broken == 0)
         clock.lap("optimizer")
@@ -150,6 +159,8 @@ class TrainStep:
             gradient_norm=norm,
             applied=applied,
             stop_requested=stops > 0,
+            bad_images=bad_images,
+            bad_somewhere=bad > 0,
         )
 
     @paddle.no_grad()

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +16,11 @@ from ppdist import dist
 from ppdist.checkpoint import Checkpoint, CheckpointConfig, point, prune, save_checkpoint
 from ppdist.config import Section
 from ppdist.data.sample import Batch
+from ppdist.engine.bad_images import BadImages
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
+from ppdist.engine.feed import ClassScores, Feed
 from ppdist.engine.step import AmpConfig, Clock, StepResult, TrainStep
 from ppdist.errors import CheckpointError
 from ppdist.log import RunLog
@@ -65,12 +67,14 @@ class TrainConfig(Section):
 
 @dataclass
 class Progress:
-    """Where the run is; the first four go into checkpoints."""
+    """Where the run is; the first six go into checkpoints."""
 
     step: int = 0
     best: float = -math.inf
     best_step: int = 0
     bad_steps: int = 0  # in a row
+    evaluated_step: int = 0
+    class_scores: ClassScores | None = None  # by the last evaluation
     stop: bool = False  # this process was asked to stop
     window: list[tuple[StepResult, dict[str, float], float]] = field(default_factory=list)
 
@@ -82,7 +86,8 @@ class Trainer:
         self,
         *,
         train_step: TrainStep,
-        batches: Callable[[int], Iterator[Batch]],
+        feed: Feed,
+        bad_images: BadImages,
         derived: Derived,
         evaluator: Evaluator | ClassificationEvaluator | None,
         evaluated_model: ImageModel,
@@ -96,13 +101,14 @@ class Trainer:
     ) -> None:
         """
         Args:
-            batches: first step -> this rank's micro-batches from there to the end of the run.
+            feed: this rank's micro-batches.
             evaluator: None: no evaluation during training.
             evaluated_model: a second model that takes the averaged weights for evaluation.
             seed: of what the model draws at random (dropout), together with step and rank.
         """
         self.train_step = train_step
-        self.batches = batches
+        self.feed = feed
+        self.bad_images = bad_images
         self.derived = derived
         self.evaluator = evaluator
         self.evaluated_model = evaluated_model
@@ -128,7 +134,9 @@ class Trainer:
         """
         self._listen_for_signals()
         progress, total = self.progress, self.derived.total_steps
-        batches = self.batches(progress.step)
+        if self.evaluator and self._missed_an_evaluation():
+            self._evaluate(self.evaluator)
+        batches = self.feed.batches(progress.step, progress.class_scores)
         while progress.step < total:
             result = self._step(batches)
             progress.step += 1
@@ -139,6 +147,8 @@ class Trainer:
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
             if self.evaluator and self._due(self.evaluate_every, ended) and not stopping:
                 self._evaluate(self.evaluator)
+                if self.feed.follows_scores and not ended:
+                    batches = self.feed.batches(progress.step, progress.class_scores)
             if self._due(self.save_every, ended) or stopping:
                 self._save()
             if stopping:
@@ -147,6 +157,11 @@ class Trainer:
                 )
                 return STOPPED
         return 0
+
+    def _missed_an_evaluation(self) -> bool:
+        """Whether one was due here, but whoever asked to stop did not wait for it."""
+        step = self.progress.step
+        return 0 < step != self.progress.evaluated_step and step % self.evaluate_every == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continues from a checkpoint; every rank calls it before `fit`.
@@ -184,6 +199,9 @@ class Trainer:
             best=-math.inf if state["best"] is None else state["best"],
             best_step=state["best_step"],
             bad_steps=state["bad_steps"],
+            # Absent in checkpoints before there were these:
+            evaluated_step=state.get("evaluated_step", state["step"]),
+            class_scores=state.get("class_scores"),
         )
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
@@ -194,8 +212,11 @@ class Trainer:
         paddle.seed(int(draws.generate_state(1)[0]))
         rates = self.derived.schedule.rates(progress.step)
         count, stop = self.derived.accumulate_steps, progress.stop
-        result = self.train_step(batches, count, progress.step, rates, stop, clock)
+        known_bad = self.bad_images.known
+        result = self.train_step(batches, count, progress.step, rates, stop, clock, known_bad)
         progress.window.append((result, clock.seconds, time.perf_counter() - started))
+        if result.bad_somewhere:
+            self._meet_bad_images(result.bad_images)
         progress.bad_steps = 0 if result.applied else progress.bad_steps + 1
         if not result.applied:
             self.log.warning(
@@ -214,6 +235,16 @@ class Trainer:
         fields = {"loss": loss, "lr": f"{rates.lr:.2e}", "img/s": f"{speed:.1f}"}
         self.log.progress(progress.step + 1, fields)
         return result
+
+    def _meet_bad_images(self, found: dict[int, str]) -> None:
+        """Counts and names them; every rank calls it.  Raises: DataError, on every rank: too many.
+
+        This rank's loader has warned of its own already; rank 0 alone writes the log.
+        """
+        for line in self.bad_images.meet(found):
+            self.log.warning(f"cannot be used, another image takes its place: {line}")
+        count = len(self.bad_images.known)
+        self.log.metrics({"step": self.progress.step + 1, "bad_images": count})
 
     def _due(self, every: int, ended: bool) -> bool:
         return ended or (every > 0 and self.progress.step % every == 0)
@@ -241,6 +272,7 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator | ClassificationEvaluator) -> None:
         """Evaluates the averaged weights on all ranks; a new best is saved and named."""
         progress = self.progress
+        progress.evaluated_step = progress.step
         self.load_evaluated_weights()
         metrics = evaluator.evaluate(self.evaluated_model)
         epoch = progress.step / self.derived.steps_per_epoch
@@ -248,6 +280,9 @@ class Trainer:
         self.log.images("validation", progress.step, evaluator.pictures)
         shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in evaluator.headline)
         self.log.info(f"step {progress.step} (epoch {epoch:.1f}): {shown}")
+        if progress.step % self.evaluate_every == 0:
+            # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
+            progress.class_scores = evaluator.class_scores(metrics)
         score = metrics[self.best_metric or evaluator.headline[0]]
         if score > progress.best:
             progress.best, progress.best_step = score, progress.step
@@ -286,6 +321,8 @@ class Trainer:
             "best": progress.best if math.isfinite(progress.best) else None,
             "best_step": progress.best_step,
             "bad_steps": progress.bad_steps,
+            "evaluated_step": progress.evaluated_step,
+            "class_scores": progress.class_scores,
             "ema_updates": step.ema.updates if step.ema is not None else 0,
             "scaler": _plain(step.scaler.state_dict()),
         }

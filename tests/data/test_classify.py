@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.data.augment import AugmentConfig
+from ppdist.data.augment.config import AugmentConfig
 from ppdist.data.classify import (
     ClassifyEvalSamples,
     ClassifyTrainSamples,
@@ -83,7 +83,8 @@ def test_of_a_strip_the_centre_is_taken_where_no_random_part_fits(width, height)
 
 def test_a_training_sample_is_a_function_of_seed_epoch_and_index(dataset):
     def sample(seed: int, *key: int) -> np.ndarray:
-        samples = ClassifyTrainSamples(dataset, "skip", AugmentConfig(hsv=(0.1, 0.5, 0.5)), seed)
+        augment = AugmentConfig(hsv=(0.1, 0.5, 0.5))
+        samples = ClassifyTrainSamples(dataset, "skip", augment, seed, largest=(64, 64))
         return samples.make(SampleKey(*key, 48, 64)).image_HW3
 
     first = sample(7, 0, 2)
@@ -95,7 +96,7 @@ def test_a_training_sample_is_a_function_of_seed_epoch_and_index(dataset):
 
 def test_a_sample_is_one_object_that_covers_the_input(dataset):
     for samples in (
-        ClassifyTrainSamples(dataset, "skip", AugmentConfig(), 0),
+        ClassifyTrainSamples(dataset, "skip", AugmentConfig(), 0, largest=(64, 64)),
         ClassifyEvalSamples(dataset, "skip"),
     ):
         for index in range(9):
@@ -106,11 +107,13 @@ def test_a_sample_is_one_object_that_covers_the_input(dataset):
 
 def test_without_augmentation_training_sees_what_evaluation_sees(dataset):
     key = SampleKey(0, 5, 64, 64)
-    training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0).make(key).image_HW3
+    training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0, largest=(64, 64)).make(key).image_HW3
     evaluation = ClassifyEvalSamples(dataset, "skip").make(key).image_HW3
     np.testing.assert_array_equal(training, evaluation)
     mirror = PLAIN.model_copy(update={"flip": 1.0})
-    mirrored = ClassifyTrainSamples(dataset, "skip", mirror, 0).make(key).image_HW3
+    mirrored = (
+        ClassifyTrainSamples(dataset, "skip", mirror, 0, largest=(64, 64)).make(key).image_HW3
+    )
     np.testing.assert_array_equal(mirrored, evaluation[:, ::-1])
 
 
@@ -139,7 +142,7 @@ def test_a_damaged_image_is_replaced_in_training_blank_in_evaluation_or_an_error
     write_patterns(tmp_path / "train", 2, seed=0)
     (tmp_path / "train" / PATTERNS[1] / "000.png").write_bytes(b"no image")
     dataset = read_split(config_of(tmp_path), "train", 3)
-    samples = ClassifyTrainSamples(dataset, "skip", PLAIN, 0)
+    samples = ClassifyTrainSamples(dataset, "skip", PLAIN, 0, largest=(64, 64))
     sample = samples.make(SampleKey(0, 2, 64, 64))
     assert (sample.index, sample.labels_M.tolist()) == (3, [1])
     blank = ClassifyEvalSamples(dataset, "skip").make(SampleKey(0, 2, 64, 64))

@@ -7,7 +7,8 @@ from PIL import Image
 
 from ppdist.data.images import read_image, reduction
 from ppdist.errors import DataError
-from tests.data.test_transforms import exif, jpeg, picture
+from tests.data.augment.test_transforms import exif, jpeg, picture
+from tests.data.check.corpus import lying_png
 
 
 def smooth(height: int, width: int) -> np.ndarray:
@@ -75,3 +76,44 @@ def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
     file.write_bytes(file.read_bytes()[:600])
     with pytest.raises(DataError, match="end early"):
         read_image(file, (48, 64), 2)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "webp", "tif"])
+def test_no_pixel_is_made_up_for_a_file_that_is_cut_short(tmp_path, suffix):
+    file = tmp_path / f"a.{suffix}"
+    Image.fromarray(smooth(48, 64)).save(file)
+    content = file.read_bytes()
+    for length in range(0, len(content), max(1, len(content) // 40)):
+        file.write_bytes(content[:length])
+        with pytest.raises(DataError, match=r"a\.\w+: .*(empty|end early|no|damaged)"):
+            read_image(file)
+
+
+def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
+    rgb = smooth(48, 64)
+    grey = rgb[..., 1]
+    alike = np.repeat(grey[..., None], 3, 2)
+    clear = np.dstack([rgb, np.arange(48 * 64).reshape(48, 64) % 256]).astype(np.uint8)
+    cases = {
+        "grey.png": (Image.fromarray(grey), alike),
+        "alpha.png": (Image.fromarray(clear), rgb),
+        "grey_alpha.png": (Image.fromarray(grey).convert("LA"), alike),
+        "deep_grey.png": (Image.fromarray(grey.astype(np.uint16) * 257), alike),
+        "deep_grey.tif": (Image.fromarray(grey.astype(np.uint16) * 257), alike),
+        "print.tif": (Image.fromarray(rgb).convert("CMYK"), rgb),
+        "print.jpg": (Image.fromarray(rgb).convert("CMYK"), rgb),
+    }
+    for name, (image, expected) in cases.items():
+        image.save(tmp_path / name, **({"quality": 100} if name.endswith("jpg") else {}))
+        found = read_image(tmp_path / name)
+        assert found.shape == (48, 64, 3) and found.dtype == np.uint8, name
+        assert np.abs(found.astype(int) - expected).max() <= (4 if "print" in name else 0), name
+    assert cv2.imwrite(str(tmp_path / "deep.png"), rgb[..., ::-1].astype(np.uint16) * 257)
+    assert (read_image(tmp_path / "deep.png") == rgb).all()
+
+
+def test_a_header_that_lies_is_refused_before_the_decoder_believes_it(tmp_path):
+    file = tmp_path / "lying.png"
+    file.write_bytes(lying_png())
+    with pytest.raises(DataError, match=r"lying\.png: the PNG data end early"):
+        read_image(file)

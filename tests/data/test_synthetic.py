@@ -4,9 +4,11 @@ import json
 
 import cv2
 import numpy as np
+import pytest
 
 from ppdist.data.dataset import DataConfig, SplitConfig, read_split
 from ppdist.data.synthetic import CLASS_NAMES, make_shapes, scene
+from ppdist.errors import DataError
 
 
 def test_the_same_seed_gives_the_same_set_and_another_seed_another(tmp_path):
@@ -21,6 +23,50 @@ def test_the_same_seed_gives_the_same_set_and_another_seed_another(tmp_path):
     assert a == b
     assert all(ours != theirs for ours, theirs in zip(a, c))
     assert a[2] != a[5], "training and validation are different images"
+
+
+def contents(root) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes()
+            for path in root.rglob("*") if path.is_file()}  # fmt: skip
+
+
+def test_the_same_call_again_also_after_one_cut_short_leaves_the_same_files(tmp_path):
+    make_shapes(tmp_path, train=3, val=2, size=96)
+    before = contents(tmp_path)
+    (tmp_path / "images" / "val" / "00001.jpg").unlink()
+    (tmp_path / "annotations" / "instances_val.json").unlink()
+    (tmp_path / "cfg.yml").write_text("mine")
+    for _ in range(2):
+        make_shapes(tmp_path, train=3, val=2, size=96)
+        assert contents(tmp_path) == {**before, "cfg.yml": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "annotations/instances_train.json",
+        "annotations/mine.json",
+        "images/train/00002.jpg",
+        "images/train/00004.jpg",
+    ],
+)
+def test_a_folder_with_files_of_another_origin_stays_as_it_is(tmp_path, file):
+    make_shapes(tmp_path, train=3, val=2, size=96)
+    (tmp_path / file).write_text("mine")
+    (tmp_path / "images" / "val" / "00001.jpg").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match=rf"holds 1 files .* such as {file}; expected no"):
+        make_shapes(tmp_path, train=3, val=2, size=96)
+    assert contents(tmp_path) == before
+
+
+def test_another_set_is_not_written_over_the_first(tmp_path):
+    make_shapes(tmp_path, train=3, val=2, size=96)
+    before = contents(tmp_path)
+    for other in ({"train": 2}, {"val": 3}, {"seed": 1}, {"size": 64}):
+        with pytest.raises(DataError, match="remove both folders, or choose another --out"):
+            make_shapes(tmp_path, **{"train": 3, "val": 2, "size": 96, **other})
+    assert contents(tmp_path) == before
 
 
 def test_it_reads_as_a_clean_coco_set(tmp_path):

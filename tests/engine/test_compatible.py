@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ppdist.engine.compatible import surprises
 from ppdist.errors import ConfigError
 from tests.engine.tiny import tiny_config
 
@@ -48,6 +49,16 @@ MISFITS = {
         "data.resize=letterbox",
         "data.resize: means nothing to a classifier; leave it out",
     ),
+    "difficulty for a classifier": (
+        "yolov5_cls",
+        "data.sampling.name=difficulty",
+        "data.sampling.name: difficulty: means nothing to a classifier; leave it out",
+    ),
+    "rectangles of stretched images": (
+        "ppyoloe",
+        "evaluate.rectangular=true",
+        "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape",
+    ),
     "suppression for a classifier": (
         "yolov5_cls",
         "nms.keep=5",
@@ -71,3 +82,14 @@ def test_parts_that_do_not_fit_are_refused(case, tmp_path):
 def test_the_tiny_configurations_fit(tmp_path):
     for model in ("ppyoloe", "yolov5", "yolov5_cls"):
         assert tiny_config(tmp_path, (), model).loss.name == model
+
+
+def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
+    short = ["data.augment.mosaic=1", "data.augment.mixup=0.5", "train.epochs=10"]
+    said = [*surprises(tiny_config(tmp_path, [*short, "data.augment.close_mosaic_epochs=10"]))]
+    assert said == [
+        f"data.augment.{what} never acts: combine_epochs, close_mosaic_epochs and plain_epochs "
+        f"leave none of the 10 epochs to it"
+        for what in ("mosaic: 1", "mixup: 0.5")
+    ]
+    assert not [*surprises(tiny_config(tmp_path, [*short, "data.augment.close_mosaic_epochs=9"]))]

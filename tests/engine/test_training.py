@@ -124,6 +124,34 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, 
     assert len({record["loss"] for record in records(whole)}) == len(records(whole))
 
 
+def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp_path):
+    seen = {}
+
+    def note(trainer):
+        batches, progress = trainer.feed.batches, trainer.progress
+
+        def noting(step, scores):
+            seen[step] = scores
+            return batches(step, scores)
+
+        trainer.feed.batches = noting
+        # What so short a run learns is 0 for every class.
+        trainer.evaluator.class_scores = lambda metrics: [progress.step / 20, 0.9, None]
+
+    def train(folder, *overrides, resume=False):
+        sampled = ["data.sampling.name=difficulty", "data.workers=1", "data.cache=ram"]
+        run(shapes, folder, *sampled, *overrides, evaluate=True, resume=resume, before=note)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole)
+    expected = {0: None, 3: [0.15, 0.9, None], 6: [0.3, 0.9, None], 9: [0.45, 0.9, None]}
+    assert seen == expected
+    train(parts, "train.max_steps=7")  # evaluated at its end, too
+    train(parts, resume=True)
+    assert seen == {**expected, 7: expected[6]}
+    assert_same_run(whole, parts)
+
+
 def test_anchors_fitted_before_training_are_part_of_the_checkpoint(shapes, tmp_path):
     before = {"anchors": None}
 
@@ -164,10 +192,10 @@ def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
     def interrupt(trainer):
         original = trainer.train_step.__call__
 
-        def step(batches, count, step, rates, stop, clock):
+        def step(batches, count, step, rates, stop, *rest):
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return original(batches, count, step, rates, stop, clock)
+            return original(batches, count, step, rates, stop, *rest)
 
         trainer.train_step = SimpleStep(trainer.train_step, step)
 
@@ -239,10 +267,10 @@ def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
         run(shapes, tmp_path, "train.batch_size_per_card=2", resume=True)
 
 
-def test_a_run_that_is_asked_to_stop_saves_without_evaluating_first(shapes, tmp_path):
+def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes, tmp_path):
     def stop_now(trainer):
-        def call(batches, count, step, rates, stop, clock):
-            return original(batches, count, step, rates, True, clock)
+        def call(batches, count, step, rates, stop, *rest):
+            return original(batches, count, step, rates, True, *rest)
 
         original = trainer.train_step
         trainer.train_step = SimpleStep(original, call)
@@ -251,6 +279,9 @@ def test_a_run_that_is_asked_to_stop_saves_without_evaluating_first(shapes, tmp_
     assert run(shapes, tmp_path, evaluate=True, before=stop_now) == 75
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000001"
     assert not [record for record in records(tmp_path) if "mAP" in record]
+    assert run(shapes, tmp_path, "train.max_steps=2", evaluate=True, resume=True,
+               before=lambda trainer: setattr(trainer, "evaluate_every", 1)) == 0  # fmt: skip
+    assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [1, 2]
 
 
 def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():

@@ -1,0 +1,104 @@
+"""What the command lines of the data tools say: which data is meant, and how many of something."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppdist.errors import ConfigError
+
+if TYPE_CHECKING:  # --help need not wait for these
+    from ppdist.data.dataset import DataConfig
+
+_FORMATS = ("coco", "voc", "yolo", "csv", "folder")
+_WITH_FORMAT = ("root", "images", "annotations", "names")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """For `type=` of an option: a whole number, so large at least."""
+
+    def number(text: str) -> int:
+        if not text.lstrip("+-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number, {least} or more, found {text!r}"
+            )
+        return int(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """For `type=` of an option: a time above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
+    return found
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """-c and -o."""
+    parser.add_argument("-c", "--config", required=required, help="YAML file of the experiment")
+    parser.add_argument(
+        "-o",
+        "--override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides of keys of the YAML file",
+    )
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """-c and -o, or --format and what goes with it: for `source_of`."""
+    add_config(parser, required=False)
+    parser.add_argument("--format", choices=_FORMATS, help="of data without a YAML file")
+    parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
+    parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
+    parser.add_argument("--annotations", metavar="PATH", help="file, list or folder")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the classes, in order")
+
+
+def source_of(arguments: argparse.Namespace) -> "DataConfig":
+    """The data of the configuration, or what the command line says; then val is train.
+
+    Raises: ConfigError: it says both, neither, or too little.
+    """
+    from ppdist.config import load_config
+    from ppdist.data.dataset import DataConfig, SplitConfig
+
+    if bool(arguments.config) == bool(arguments.format):
+        raise ConfigError(f"{arguments.command} needs -c or --format, one of them")
+    if arguments.config:
+        unused = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} goes with --format; with -c the data is that of "
+                f"{arguments.config}: change it there, or by -o data.root=PATH ..."
+            )
+        data: DataConfig = load_config(arguments.config, arguments.override).data
+        return data
+    if arguments.override:
+        raise ConfigError(
+            f"-o {' '.join(arguments.override)} goes with -c; with --format the data is what "
+            f"--root, --images, --annotations and --names say"
+        )
+    if not arguments.annotations and arguments.format != "folder":
+        raise ConfigError(f"--annotations is missing: format {arguments.format} needs it")
+    root = "." if arguments.root is None else arguments.root
+    if not Path(root).is_dir():
+        raise ConfigError(f"--root {root}: is not a folder; set --root DIR")
+    part = SplitConfig(
+        images="images" if arguments.images is None else arguments.images,
+        annotations=arguments.annotations or "",
+    )
+    return DataConfig(
+        format=arguments.format,
+        root=root,
+        train=part,
+        val=part,
+        class_names=tuple(arguments.names or ()),
+    )

@@ -1,0 +1,132 @@
+"""Two inputs made one: blended (mixup), side by side (cutmix), objects of one pasted into another.
+
+Sources: mixup (Zhang et al. 2017, arXiv:1710.09412) of detections (Zhang et al. 2019,
+arXiv:1902.04103), whose objects all count in full; CutMix (Yun et al. 2019, arXiv:1905.04899,
+section 3.1); copy-paste (Ghiasi et al. 2020, arXiv:2012.07177, section 3).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from ppdist.data.augment.affine import corners, map_points
+from ppdist.data.augment.effects import left_of
+from ppdist.data.samples import Sample
+
+_MIXUP_BETA = 32.0  # both parameters of the Beta distribution: nearly half and half
+_PASTED = 0.5  # chance of each object
+_SUBPIXELS = 4  # bits
+
+
+class Donor(NamedTuple):
+    """A sample and where its objects are exactly, all in input pixels, x y.
+
+    outlines_M: the outlines of each object, [K, 2] each; none where it has no mask.
+    seen_42: the corners of all that is seen of its image.
+    """
+
+    sample: Sample
+    outlines_M: Sequence[Sequence[np.ndarray]]
+    seen_42: np.ndarray
+
+
+def donor_of(
+    sample: Sample,
+    outlines_M: Sequence[Sequence[np.ndarray]],
+    kept: np.ndarray,
+    source: Sequence[float],
+    matrix_33: np.ndarray,
+) -> Donor:
+    """Args:
+    outlines_M: of all objects of the original, in its pixels; empty: none has any.
+    kept: the positions of those that are objects of the sample.
+    source: the part (x1, y1, x2, y2) of the original that is seen, before matrix_33.
+    """
+    outlines = [
+        [map_points(outline_K2, matrix_33) for outline_K2 in outlines_M[number]]
+        for number in (kept.tolist() if outlines_M else ())
+    ]
+    return Donor(sample, outlines, corners(source, matrix_33))
+
+
+def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
+    """Both blended, with the objects of both."""
+    mixed_HW3 = blend(one.image_HW3, other.image_HW3, rng)
+    return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
+
+
+def blend(one_HW3: np.ndarray, other_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A weighted mean of two inputs; the first has a Beta(32, 32) share."""
+    share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
+    return cv2.addWeighted(one_HW3, share, other_HW3, 1 - share, 0)
+
+
+def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
+    """One input with a rectangle of another, in its place; both as much as is left of them.
+
+    The rectangle is shaped like the input, its area uniform in 0 to all of it, its middle anywhere.
+    """
+    size = np.array(one.image_HW3.shape[:2])
+    sides = size * math.sqrt(rng.random())
+    middle = rng.random(2) * size
+    top, left = np.rint(middle - sides / 2).clip(0, size).astype(int).tolist()
+    bottom, right = np.rint(middle + sides / 2).clip(0, size).astype(int).tolist()
+    other_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
+    other_HW[top:bottom, left:right] = 1
+    image_HW3 = one.image_HW3.copy()
+    image_HW3[top:bottom, left:right] = other.image_HW3[top:bottom, left:right]
+    boxes_M4, keep_M = left_of(other.boxes_M4, 1 - other_HW)
+    return _with_objects(
+        behind(replace(one, image_HW3=image_HW3), other_HW),
+        boxes_M4[keep_M],
+        other.labels_M[keep_M],
+    )
+
+
+def copy_paste(one: Sample, donor: Donor, rng: np.random.Generator) -> Sample:
+    """One input with about half the objects of another that have outlines, in their places."""
+    given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
+    chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M
+    if not chosen_M.any():
+        return one
+    pasted_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
+    for number in np.flatnonzero(chosen_M).tolist():
+        for outline_K2 in donor.outlines_M[number]:
+            _fill(pasted_HW, outline_K2)
+    seen_HW = np.zeros_like(pasted_HW)
+    _fill(seen_HW, donor.seen_42)
+    pasted_HW &= seen_HW
+    image_HW3 = one.image_HW3.copy()
+    cv2.copyTo(donor.sample.image_HW3, pasted_HW, image_HW3)
+    return _with_objects(
+        behind(replace(one, image_HW3=image_HW3), pasted_HW),
+        donor.sample.boxes_M4[chosen_M],
+        donor.sample.labels_M[chosen_M],
+    )
+
+
+def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
+    """The sample with those objects alone that are still seen where pixels are hidden."""
+    boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
+    return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
+
+
+def _with_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) -> Sample:
+    return replace(
+        sample,
+        boxes_M4=np.concatenate([sample.boxes_M4, boxes_M4]),
+        labels_M=np.concatenate([sample.labels_M, labels_M]),
+    )
+
+
+def _fill(mask_HW: np.ndarray, outline_K2: np.ndarray) -> None:
+    """Sets the pixels whose middle lies inside an outline (x, y) to 1, in place.
+
+    The outline may reach beyond the mask, and need not be convex.
+    """
+    middles_K2 = np.rint((outline_K2 - 0.5) * 2**_SUBPIXELS).astype(np.int32)
+    cv2.fillPoly(mask_HW, [middles_K2], 1, shift=_SUBPIXELS)

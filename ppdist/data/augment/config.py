@@ -1,0 +1,203 @@
+"""The `data.augment:` section: how training images are changed at random."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from ppdist.config import Section
+
+Gain = Annotated[float, Field(ge=0, le=1)]
+HueGain = Annotated[float, Field(ge=0, le=0.4)]
+COMBINES = ("mosaic", "mixup", "cutmix", "copy_paste")  # several images in one input
+
+
+class AffineConfig(Section):
+    """Turn, zoom, slant, shift and tilt about the middle of the input, uniform, of every image."""
+
+    rotate: float = Field(
+        default=0.0, ge=0, le=180, description="Largest angle either way, degrees."
+    )
+    scale: float = Field(
+        default=0.0, ge=0, lt=1, description="Zoom is 1 - scale to 1 + scale (YOLOv5: 0.5)."
+    )
+    shear: float = Field(
+        default=0.0, ge=0, lt=90, description="Largest slant along x and along y, degrees."
+    )
+    translate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Largest shift / side of the input, along x and along y (YOLOv5: 0.1).",
+    )
+    perspective: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.15,
+        description="Largest difference of zoom between the middle of the input and its edges, "
+        "along x and along y, a share.",
+    )
+
+    @property
+    def moves(self) -> bool:
+        """Whether it does anything."""
+        return any((self.rotate, self.scale, self.shear, self.translate, self.perspective))
+
+
+class AugmentConfig(Section):
+    """Random changes of training images, each with its probability; 0 switches it off.
+
+    In order: rotate90 of each image; mosaic, or else expand and crop; affine and flip; distort;
+    copy_paste; cutmix; mixup; hsv; blur; grey; erase.
+    """
+
+    distort: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Chance of each of brightness (+-32), contrast (x 0.5-1.5), saturation "
+        "(x 0.5-1.5) and hue (+-18 degrees).",
+    )
+    expand: float = Field(
+        default=0.5, ge=0, le=1, description="Chance to place the image on a larger canvas."
+    )
+    expand_most: float = Field(
+        default=4.0, ge=1, description="expand: largest side of the canvas / side of the image."
+    )
+    crop: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Chance to try a crop around objects; one try in seven leaves the image whole. "
+        "Classifier: chance to take a random part, else the centre.",
+    )
+    crop_least: float = Field(
+        default=0.3, gt=0, le=1, description="crop: smallest geometric mean of the sides that stay."
+    )
+    flip: float = Field(default=0.5, ge=0, le=1, description="Chance to mirror left to right.")
+    flip_vertical: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to mirror top to bottom, for images without an up (microscopy).",
+    )
+    rotate90: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to turn each image by 90, 180 or 270 degrees, before all else.",
+    )
+    random_interpolation: bool = Field(
+        default=True,
+        description="Resize by nearest, linear, cubic, area or Lanczos at random; false: linear, "
+        "as in a mosaic or with affine always.",
+    )
+    mosaic: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance that several images, all but one of them drawn at random, share the "
+        "input (YOLOv5: 1); such images are neither expanded nor cropped.",
+    )
+    mosaic_images: Literal[4, 9] = Field(
+        default=4,
+        description="mosaic: 4 images that meet in a random point; 9, two thirds as large, in "
+        "three rows around a random middle.",
+    )
+    mixup: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to blend the input with another made like it, share Beta(32, 32).",
+    )
+    cutmix: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance that a rectangle of the input, of any size and place, shows another "
+        "one made like it.",
+    )
+    copy_paste: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to paste about half the objects of another image, cut out along their "
+        "outlines; needs annotations with polygons.",
+    )
+    combine_epochs: tuple[int, int] | None = Field(
+        default=None,
+        description="Epochs [first, end), counted from 0, in which several images may share an "
+        "input (mosaic, mixup, cutmix, copy_paste), as in Dense O2O. null: all.",
+    )
+    close_mosaic_epochs: int = Field(
+        default=0,
+        ge=0,
+        description="The last epochs of a run, without mosaic, mixup, cutmix and copy_paste.",
+    )
+    plain_epochs: int = Field(
+        default=0, ge=0, description="The last epochs of a run, with resize and flips alone."
+    )
+    affine: AffineConfig = Field(
+        default=AffineConfig(), description="Random turn, zoom, slant, shift and tilt."
+    )
+    hsv: tuple[HueGain, Gain, Gain] = Field(
+        default=(0.0, 0.0, 0.0),
+        description="Largest change of hue (share of the circle, at most 0.4), of saturation and "
+        "of value (shares of themselves), each uniform either way (YOLOv5: 0.015, 0.7, 0.4).",
+    )
+    blur: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance of a Gaussian blur of standard deviation 0.5 to 2 input pixels.",
+    )
+    grey: float = Field(default=0.0, ge=0, le=1, description="Chance to take the colours out.")
+    erase: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Chance to put noise in place of a rectangle of 2 to 20 % of the input; "
+        "objects less than a third of which remains are dropped.",
+    )
+
+    @field_validator("combine_epochs")
+    @classmethod
+    def _some_epochs(cls, window: tuple[int, int] | None) -> tuple[int, int] | None:
+        if window is not None and not 0 <= window[0] < window[1]:
+            raise ValueError(f"[{window[0]}, {window[1]}] holds no epoch; write [first, end)")
+        return window
+
+    def in_epoch(self, epoch: int, epochs: int | None) -> "AugmentConfig":
+        """What is on in one epoch, counted from 0, of a run of so many (None: no last ones)."""
+        left = math.inf if epochs is None else epochs - epoch
+        if self.plain_epochs and left <= self.plain_epochs:
+            return AugmentConfig(
+                distort=0.0,
+                expand=0.0,
+                crop=0.0,
+                flip=self.flip,
+                flip_vertical=self.flip_vertical,
+                random_interpolation=False,
+            )
+        first, end = self.combine_epochs or (0, math.inf)
+        closed = self.close_mosaic_epochs and left <= self.close_mosaic_epochs
+        if closed or not first <= epoch < end:
+            return self.model_copy(update=dict.fromkeys(COMBINES, 0.0))
+        return self
+
+    @property
+    def counts_back(self) -> bool:
+        """Whether the length of the run matters."""
+        return bool(self.close_mosaic_epochs or self.plain_epochs)
+
+    @property
+    def most_zoom(self) -> float:
+        """How much larger than in a whole view an image may be shown, along x or y.
+
+        A crop has crop_least ** 2 of the area at least, and 0.5 to 2 times the aspect.  Affine
+        counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.
+        """
+        always_mosaic = self.mosaic == 1 and not (self.counts_back or self.combine_epochs)
+        if not self.crop or (always_mosaic and not self.copy_paste):
+            return 1.0
+        return min(math.sqrt(2) / self.crop_least, self.crop_least**-2)

@@ -1,0 +1,332 @@
+"""Decoded images, kept after the first time for all workers and ranks of a host.
+
+    ram    a file in memory that has no name (memfd_create): it does not count against /dev/shm, and
+           is gone with the last process that has it open, however that one ends
+    disk   a sparse file, named by a fingerprint of all it depends on, also for later runs
+
+Both are one file, and one code: a table of N checksums, then the pixels of each image at a place
+that follows from the sizes in the annotations.  Images are read through a mapping that cannot be
+written to, and written with `pwrite`, where a full disk is an error and not a signal.  The checksum
+goes in after the pixels, and each process compares it at its first look at an image: what a killed
+process or a power cut left half written counts as absent.  Two that write the same image at once
+write the same bytes, so nobody waits for a lock.
+"""
+
+import hashlib
+import logging
+import mmap
+import os
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import cv2
+import numpy as np
+
+from ppdist import dist
+from ppdist.data.cores import available_memory
+from ppdist.data.records import Records
+from ppdist.data.sample import DetectionSet
+
+_LOGGER = logging.getLogger("ppdist.data")
+_FORMAT = "ppdist image cache 1"
+_NAME = "images-{}.cache"
+_WRITTEN = 1 << 32  # set in a table entry, so that a checksum of 0 is told from no image
+_SHARE = 0.75  # of the memory or disk that is free at the start: training needs the rest
+_SPARE = 2 << 30  # bytes to leave free in any case
+_STEP = 256 << 20  # bytes reserved before looking again how much is left
+_GIB = 2**30
+
+
+class Layout(NamedTuple):
+    """Where each image lies in the file.
+
+    sizes_N2: int64 (height, width) of the reduced image, 0 where not known: such are never kept.
+    places_N: int64 byte at which its pixels begin; bytes: of the whole file.
+    """
+
+    sizes_N2: np.ndarray
+    places_N: np.ndarray
+    bytes: int
+
+    @classmethod
+    def of(cls, sizes_N2: np.ndarray, reductions_N: np.ndarray) -> "Layout":
+        """Args: sizes_N2: of the originals; reductions_N: 1, 2, 4 or 8, see read_image."""
+        reduced_N2 = -(-sizes_N2.astype(np.int64) // reductions_N.astype(np.int64)[:, None])
+        ends = np.cumsum([8 * len(reduced_N2), *(3 * reduced_N2.prod(axis=1)).tolist()])
+        return cls(reduced_N2, ends[:-1], int(ends[-1]))
+
+    def fitting(self, size: int) -> int:
+        """How many images, from the first on, lie within so many bytes of the file."""
+        return int(np.searchsorted([*self.places_N[1:], self.bytes], size, side="right"))
+
+
+class ImageCache:
+    """Images of a set by position; one object serves a rank and the workers forked from it."""
+
+    def __init__(self, descriptor: int, layout: Layout, kept: int) -> None:
+        """
+        Args:
+            descriptor: of a file of `layout.bytes` bytes, open for reading and writing; the
+                cache closes it.
+            kept: so many images, from the first on, may be written.
+        Raises: OSError: it cannot be mapped.
+        """
+        self._descriptor = descriptor
+        self._layout = layout
+        self._kept = kept
+        self._memory = mmap.mmap(descriptor, layout.bytes, prot=mmap.PROT_READ)
+        self._table_N = np.frombuffer(self._memory, np.int64, len(layout.places_N))
+        self._compared_N = np.zeros(len(layout.places_N), bool)  # each worker gets its own
+        self._failed = mmap.mmap(-1, 1)  # all workers see that writing failed for one of them
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def get(self, index: int) -> np.ndarray | None:
+        """The image as it was put, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+        entry = int(self._table_N[index])
+        if not entry:
+            return None
+        height, width = self._layout.sizes_N2[index].tolist()
+        place, size = int(self._layout.places_N[index]), 3 * height * width
+        pixels = np.frombuffer(self._memory, np.uint8, size, place)
+        if not self._compared_N[index]:
+            if entry != _checksum(pixels):
+                return None
+            self._compared_N[index] = True
+        return pixels.reshape(height, width, 3)
+
+    def put(self, index: int, image_HW3: np.ndarray) -> None:
+        """Keeps an image, if there is room for it.
+
+        On a full disk one line says so, of a rank and its workers, which all stop writing.
+
+        Raises: ValueError: it has not the size of its record, reduced.
+        """
+        size = tuple(self._layout.sizes_N2[index].tolist())
+        if index >= self._kept or self._failed[0] or not all(size):
+            return
+        if image_HW3.shape != (*size, 3) or image_HW3.dtype != np.uint8:
+            raise ValueError(f"image {index}: {image_HW3.shape} {image_HW3.dtype}: expected {size}")
+        pixels = np.ascontiguousarray(image_HW3).reshape(-1)
+        try:
+            self._write(pixels.data, int(self._layout.places_N[index]))
+            entry = np.array([_checksum(pixels)], np.int64)
+            self._write(entry.data.cast("B"), 8 * index)
+        except OSError as error:
+            said, self._failed[0] = self._failed[0], 1
+            if not said:
+                _warn(
+                    f"no more images are kept, because writing one failed "
+                    f"({error.strerror or error}); the run goes on and decodes the others each time"
+                )
+
+    def _write(self, content: memoryview, place: int) -> None:
+        while content:
+            written = os.pwrite(self._descriptor, content, place)
+            content, place = content[written:], place + written
+
+
+def _checksum(pixels: np.ndarray) -> int:
+    return _WRITTEN | zlib.crc32(pixels.data)
+
+
+class _Opened(NamedTuple):
+    """descriptor: of the file, -1: none; kept: how many images it has room for."""
+
+    descriptor: int
+    kept: int
+
+
+_NOTHING = _Opened(-1, 0)
+
+
+def open_cache(
+    kind: Literal["none", "ram", "disk"],
+    dataset: DetectionSet,
+    reductions_N: np.ndarray,
+    folder: str | Path | None = None,
+) -> ImageCache | None:
+    """The cache of this host's ranks; a line says what it can hold.
+
+    Its room is set aside now: where memory or disk do not suffice for all images, the first that
+    fit are kept, or none.  That is never an error, and changes no pixel.  Unless kind is `none`,
+    every rank calls it.
+
+    Args:
+        reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.
+        folder: of the file on disk; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
+    Returns: None where nothing can be kept.
+    """
+    if kind == "none":
+        return None
+    records = Records.of(dataset.records)
+    layout = Layout.of(records.sizes_N2, reductions_N)
+
+    def begin() -> _Opened:
+        if layout.bytes == 8 * len(records):
+            _warn("the annotations give no image sizes, so no image can be kept")
+            return _NOTHING
+        try:
+            if kind == "ram":
+                return _in_memory(layout)
+            return _on_disk(layout, _file(records, reductions_N, folder))
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            _warn(f"goes on without, because it cannot be made: {where}{error.strerror or error}")
+            return _NOTHING
+
+    opened = _of_first_on_host(begin)
+    if not opened.kept:
+        return None
+    try:
+        return ImageCache(opened.descriptor, layout, opened.kept)
+    except OSError as error:
+        _warn(f"goes on without, because it cannot be mapped: {error.strerror or error}")
+        return None
+
+
+def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
+    """Runs `begin` on the first rank of each host and opens the same file on its other ranks.
+
+    The others reach it through the first one's entry in /proc, which needs no name and no
+    permission but that of the same user.  Where /proc does not let them, each begins its own.
+    """
+    if dist.world_size() == 1:
+        return begin()
+    hosts_W = dist.all_gather_objects(_host())
+    first = hosts_W.index(hosts_W[dist.rank()])
+    own = dist.together(begin if first == dist.rank() else lambda: _NOTHING)
+    process, descriptor, kept = dist.all_gather_objects([os.getpid(), *own])[first]
+    if first != dist.rank() and kept:
+        try:
+            own = _Opened(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), kept)
+        except OSError as error:
+            _warn(f"not shared with rank {first}, this rank makes its own ({error.strerror})")
+            own = begin()
+    dist.barrier()  # the first keeps it open until the others have it
+    return own
+
+
+def _host() -> str:
+    """What processes have in common that see one another in /proc; of its own where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return f"{boot.strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError as error:
+        _warn(
+            f"which ranks share this machine cannot be told ({error.filename}: {error.strerror}); "
+            f"each makes its own"
+        )
+        return f"rank {dist.rank()}"
+
+
+def _in_memory(layout: Layout) -> _Opened:
+    """Memory for as many images as it has room for, taken at once, so that none lacks later.
+
+    It looks at what is left before every step, because a container that takes more than its limit
+    does not see an allocation fail: a process in it is killed.
+    """
+    most = _room(available_memory())
+    kept = layout.fitting(most)
+    needed = int(layout.places_N[kept]) if kept < len(layout.places_N) else layout.bytes
+    descriptor = os.memfd_create("ppdist-images")
+    os.truncate(descriptor, layout.bytes)
+    reserved = 0
+    while kept and reserved < needed:
+        step = min(_STEP, needed - reserved)
+        try:
+            if available_memory() < step + _SPARE:
+                raise MemoryError
+            os.posix_fallocate(descriptor, reserved, step)
+        except (OSError, MemoryError):  # somebody else took it in the meantime
+            most, kept = reserved, layout.fitting(reserved)
+            break
+        reserved += step
+    _say(f"ram: {_extent(layout, kept, most, 'memory')}")
+    return _opened(descriptor, kept)
+
+
+def _on_disk(layout: Layout, file: Path) -> _Opened:
+    """The file, made where it is not there; it takes up no more than what was written into it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    os.truncate(descriptor, layout.bytes)
+    disk, written = os.statvfs(file.parent), os.fstat(descriptor).st_blocks * 512
+    most = _room(disk.f_bavail * disk.f_frsize) + written
+    kept = layout.fitting(most)
+    _say(
+        f"disk: {_extent(layout, kept, most, 'disk')} in {file}, {written / _GIB:.2f} GiB by now"
+        + _others(file)
+    )
+    return _opened(descriptor, kept)
+
+
+def _others(file: Path) -> str:
+    """A hint to caches of other sets, sizes or files that have changed: no run deletes them."""
+    sizes: list[int] = []
+    with suppress(OSError):  # one is deleted meanwhile, or the folder cannot be listed
+        others = [other for other in file.parent.glob(_NAME.format("*")) if other != file]
+        sizes.extend(os.stat(other).st_blocks * 512 for other in others)
+    if not sizes:
+        return ""
+    caches = "1 other cache lies" if len(sizes) == 1 else f"{len(sizes)} other caches lie"
+    return f"; {caches} there, {sum(sizes) / _GIB:.2f} GiB: delete those that no run needs"
+
+
+def _opened(descriptor: int, kept: int) -> _Opened:
+    if kept:
+        return _Opened(descriptor, kept)
+    os.close(descriptor)
+    return _NOTHING
+
+
+def _room(free: int) -> int:
+    """How many of so many free bytes a cache may take."""
+    return max(0, min(int(_SHARE * free), free - _SPARE))
+
+
+def _extent(layout: Layout, kept: int, most: int, what: str) -> str:
+    total = len(layout.places_N)
+    if kept == total:
+        return f"room for all {total} images, {layout.bytes / _GIB:.2f} GiB"
+    return (
+        f"room for {kept} of {total} images, because {layout.bytes / _GIB:.2f} GiB are needed and "
+        f"{most / _GIB:.2f} GiB of {what} can be spared; the others are decoded each time"
+    )
+
+
+def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None) -> Path:
+    """Named by all that its content depends on: the files, their sizes, how they are decoded."""
+    summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
+    for index in range(len(records)):
+        path = records.path(index)
+        try:
+            found = os.stat(path)
+            version = f"{found.st_size} {found.st_mtime_ns}"
+        except OSError:
+            version = "absent"
+        summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")
+    summary.update(records.sizes_N2.tobytes())
+    summary.update(reductions_N.astype(np.uint8).tobytes())
+    parent = _users_folder() if folder is None else Path(folder)
+    return parent / _NAME.format(summary.hexdigest())
+
+
+def _users_folder() -> Path:
+    """Raises: OSError: the user has none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
+    except RuntimeError as error:
+        raise OSError("this user has no home folder; set data.cache_dir") from error
+
+
+def _say(text: str) -> None:
+    _LOGGER.info("data.cache: %s", text)
+
+
+def _warn(text: str) -> None:
+    _LOGGER.warning("data.cache: %s", text)

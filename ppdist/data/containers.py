@@ -1,0 +1,109 @@
+"""Whether an image file is whole, from its structure alone: before a decoder sees it.
+
+A decoder trusts lengths: OpenCV 5.0 asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk
+claims them, and paints what is missing of a JPEG grey.
+"""
+
+import struct
+from typing import NamedTuple
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
+_JPEG_PIXELS = (
+    2048  # pixels that one byte of a JPEG can hold at most (a bit a block: 512), and spare
+)
+_NO_LENGTH = (0x01, *range(0xD0, 0xD9))  # JPEG markers that stand alone
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
+
+
+class Damage(NamedTuple):
+    """kind: one of findings.KINDS; text: what is wrong, to follow the file's name."""
+
+    kind: str
+    text: str
+
+
+def damage(content: bytes, length: int | None = None) -> Damage | None:
+    """What keeps a file from being decoded, as far as its structure shows; None: nothing.
+
+    Knows JPEG, PNG, BMP and WebP; whatever else is for the decoder to judge.
+
+    Args:
+        content: all of the file; its first 64 bytes are enough unless it is a JPEG or PNG.
+        length: bytes of the file, where that is more than `content`.
+    """
+    length = len(content) if length is None else length
+    if not content:
+        return Damage("image_empty", "the file is empty")
+    if content.startswith(b"\xff\xd8"):
+        return _jpeg_damage(content)
+    if content.startswith(_PNG):
+        return _png_damage(content)
+    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+        declared = int.from_bytes(content[4:8], "little") + 8
+        return _cut_short("WebP") if declared > length else None
+    if content.startswith(b"BM"):
+        return _bmp_damage(content, length)
+    return None
+
+
+def _cut_short(name: str) -> Damage:
+    return Damage("image_truncated", f"the {name} data end early (incomplete file)")
+
+
+def _absurd(name: str, width: int, height: int, found: int) -> Damage:
+    return Damage(
+        "image_unreadable",
+        f"the {name} claims {width}x{height} pixels, which {found} bytes cannot hold",
+    )
+
+
+def _jpeg_damage(content: bytes) -> Damage | None:
+    """Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
+    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end."""
+    position = 2
+    while content[position : position + 1] == b"\xff" and content[position + 1 :][:1] != b"\xda":
+        marker = content[position + 1] if position + 1 < len(content) else 0xFF
+        if marker == 0xFF or marker in _NO_LENGTH:
+            position += 1 if marker == 0xFF else 2
+            continue
+        if marker in _FRAMES and position + 9 <= len(content):
+            height, width = struct.unpack_from(">HH", content, position + 5)
+            if width * height > _JPEG_PIXELS * len(content):
+                return _absurd("JPEG", width, height, len(content))
+        position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
+    return _cut_short("JPEG") if content.find(b"\xff\xd9", position) < 0 else None
+
+
+def _png_damage(content: bytes) -> Damage | None:
+    if len(content) < 33:
+        return _cut_short("PNG")
+    if content[8:16] != b"\0\0\0\rIHDR":
+        return Damage("image_unreadable", "the PNG does not begin with its size")
+    width, height, bits, colour = struct.unpack_from(">IIBB", content, 16)
+    if not (width and height and bits in (1, 2, 4, 8, 16) and colour in _PNG_CHANNELS):
+        return Damage("image_unreadable", "the PNG's header makes no sense")
+    row = width * bits * _PNG_CHANNELS[colour] // 8
+    if row * height > _DEFLATE * len(content):
+        return _absurd("PNG", width, height, len(content))
+    position = 8
+    while position + 12 <= len(content):
+        length, kind = struct.unpack_from(">I4s", content, position)
+        position += 12 + length
+        if position <= len(content) and kind == b"IEND":
+            return None
+    return _cut_short("PNG")
+
+
+def _bmp_damage(content: bytes, length: int) -> Damage | None:
+    """Uncompressed pixels must be there; others are for the decoder to judge."""
+    if len(content) < 34:
+        return _cut_short("BMP")
+    start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
+    if header < 40 or compression not in (0, 3):
+        return None
+    if width <= 0 or height == 0 or bits not in (1, 4, 8, 16, 24, 32):
+        return Damage("image_unreadable", "the BMP's header makes no sense")
+    needed = start + (width * bits + 31) // 32 * 4 * abs(height)
+    return _cut_short("BMP") if needed > length else None

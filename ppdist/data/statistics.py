@@ -1,0 +1,250 @@
+"""What a split holds, in numbers: classes, box sizes and shapes, positions, objects per image.
+
+    DetectionSet -> Objects (one row an object) -> summary (numbers, for JSON) -> overview (text)
+                                                -> ppdist/plots.py
+
+Letters: N images, M objects of all images together, C classes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ppdist.data.augment.transforms import Resize, fitted
+from ppdist.data.sample import DetectionSet
+
+_SMALL, _LARGE = 32**2, 96**2  # square pixels, COCO's limits
+_FINE = 8.0  # input pixels, the finest stride of the detectors here
+_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_MOST_SIZES = 20
+_BORDER = 1.0  # pixels
+
+
+@dataclass(frozen=True)
+class Objects:
+    """All objects of a split, one row each, and its images.
+
+    image_M: int64 position of the image; labels_M int64 in [0, C); crowd_M bool.
+    boxes_M4: float64 xyxy, pixels of the original; area_M: square pixels of the original.
+    input_M2: float64 width and height in pixels of the input.
+    sizes_N2: int64 width and height of each image in pixels; 0 where it is not known.
+    """
+
+    image_M: np.ndarray
+    labels_M: np.ndarray
+    crowd_M: np.ndarray
+    boxes_M4: np.ndarray
+    area_M: np.ndarray
+    input_M2: np.ndarray
+    sizes_N2: np.ndarray
+
+    @property
+    def per_image_N(self) -> np.ndarray:
+        """How many objects each image has, crowds among them."""
+        return np.bincount(self.image_M, minlength=len(self.sizes_N2))
+
+    @property
+    def centres_M2(self) -> np.ndarray:
+        """Centres of the boxes, x y, as shares of their image."""
+        middle_M2 = (self.boxes_M4[:, :2] + self.boxes_M4[:, 2:]) / 2
+        return middle_M2 / np.maximum(self.sizes_N2[self.image_M], 1)
+
+    @property
+    def shapes_M(self) -> np.ndarray:
+        """Width / height of the boxes, as in the original."""
+        sides_M2 = self.boxes_M4[:, 2:] - self.boxes_M4[:, :2]
+        return sides_M2[:, 0] / np.maximum(sides_M2[:, 1], 1e-9)
+
+
+def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resize) -> Objects:
+    """The objects of a split, in the order of its images.
+
+    Args:
+        image_size: (height, width) of the input in pixels.
+        resize: `data.resize`.
+    """
+    boxes, labels, crowd, area = [np.zeros((0, 4))], [], [], []
+    sizes_N2 = np.zeros((len(dataset.records), 2), np.int64)
+    counts_N = np.zeros(len(dataset.records), np.int64)
+    scale_N2 = np.ones((len(dataset.records), 2))
+    for index, record in enumerate(dataset.records):
+        boxes.append(record.boxes_M4)
+        labels.append(record.labels_M)
+        crowd.append(record.crowd_M)
+        area.append(record.area_M)
+        sizes_N2[index] = record.width, record.height
+        counts_N[index] = len(record.labels_M)
+        if record.width:
+            scale = fitted(record.width, record.height, image_size, resize).scale
+            scale_N2[index] = scale[::-1]
+    boxes_M4 = np.concatenate(boxes).astype(np.float64)
+    image_M = np.repeat(np.arange(len(counts_N)), counts_N)
+    return Objects(
+        image_M=image_M,
+        labels_M=np.concatenate([np.zeros(0, np.int64), *labels]),
+        crowd_M=np.concatenate([np.zeros(0, bool), *crowd]),
+        boxes_M4=boxes_M4,
+        area_M=np.concatenate([np.zeros(0), *area]).astype(np.float64),
+        input_M2=(boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M],
+        sizes_N2=sizes_N2,
+    )
+
+
+def per_class(objects: Objects, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(objects [C], images that show it [C]) of each of `count` classes; crowds do not count."""
+    alone_M = ~objects.crowd_M
+    labels, images = objects.labels_M[alone_M], objects.image_M[alone_M]
+    pairs = np.unique(np.stack([images, labels]), axis=1)
+    return np.bincount(labels, minlength=count), np.bincount(pairs[1], minlength=count)
+
+
+def summary(dataset: DetectionSet, objects: Objects, *, boxes: bool = True) -> dict[str, Any]:
+    """Everything counted about a split, as JSON can hold it.
+
+    Args:
+        boxes: False for classified images, whose one object has no box.
+    """
+    found: dict[str, Any] = {
+        "source": dataset.source,
+        "images": len(dataset.records),
+        "classes": _classes(dataset, objects, boxes),
+        "notes": [note.removeprefix(f"{dataset.source}: ") for note in dataset.notes],
+    }
+    return {**found, **_of_images(objects), **_of_boxes(objects)} if boxes else found
+
+
+def _classes(dataset: DetectionSet, objects: Objects, boxes: bool) -> list[dict[str, Any]]:
+    names, alone_M = dataset.class_names, ~objects.crowd_M
+    counts_C, images_C = per_class(objects, len(names))
+    side_M = np.sqrt(objects.input_M2.prod(1))
+    rows = []
+    for label, (number, name) in enumerate(zip(dataset.category_ids, names)):
+        row = {"id": number, "name": name, "images": int(images_C[label])}
+        if boxes:
+            of_class_M = alone_M & (objects.labels_M == label)
+            middle = float(np.median(side_M[of_class_M])) if of_class_M.any() else None
+            row |= {"objects": int(counts_C[label]), "median_side_in_input": middle}
+        rows.append(row)
+    return rows
+
+
+def _of_images(objects: Objects) -> dict[str, Any]:
+    common = Counter(map(tuple, objects.sizes_N2.tolist())).most_common()
+    per_image_N = objects.per_image_N
+    return {
+        "image_sizes": [[*size, count] for size, count in common[:_MOST_SIZES]],
+        "images_of_other_sizes": sum(count for _, count in common[_MOST_SIZES:]),
+        "images_without_objects": int((per_image_N == 0).sum()),
+        "objects_per_image": {"mean": float(per_image_N.mean())} | _percentiles(per_image_N),
+        "most_objects_in_an_image": int(per_image_N.max()),
+    }
+
+
+def _of_boxes(objects: Objects) -> dict[str, Any]:
+    alone_M = ~objects.crowd_M
+    area_M, input_M2 = objects.area_M[alone_M], objects.input_M2[alone_M]
+    boxes_M4, size_M2 = objects.boxes_M4[alone_M], objects.sizes_N2[objects.image_M[alone_M]]
+    at_border_M = (boxes_M4[:, :2] < _BORDER) | (boxes_M4[:, 2:] > size_M2 - _BORDER)
+    centres_M2 = objects.centres_M2[alone_M]
+    ninths, _, _ = np.histogram2d(
+        centres_M2[:, 1], centres_M2[:, 0], bins=3, range=((0, 1), (0, 1))
+    )
+    small, large = int((area_M < _SMALL).sum()), int((area_M >= _LARGE).sum())
+    return {
+        "objects": len(area_M),
+        "crowds": int(objects.crowd_M.sum()),
+        "small_medium_large": [small, len(area_M) - small - large, large],
+        "side_in_input": _percentiles(np.sqrt(input_M2.prod(1))),
+        "shorter_side_in_input_below_8": int((input_M2.min(1, initial=np.inf) < _FINE).sum()),
+        "width_by_height": _percentiles(objects.shapes_M[alone_M]),
+        "at_the_border": int(at_border_M.any(1).sum()),
+        "centres_in_ninths": ninths.astype(int).tolist(),
+    }
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float]:
+    """Keys `p1` to `p99`; nothing of nothing."""
+    if not len(values):
+        return {}
+    found = np.percentile(values, _PERCENTILES).tolist()
+    return {f"p{part}": value for part, value in zip(_PERCENTILES, found)}
+
+
+def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what, value) lines about a split, from its `summary`; the classes are a table of their own.
+
+    There are as many lines for every split of a set, so that splits can stand side by side.
+    """
+    rows = [("images", f"{counts['images']}")]
+    if "objects" not in counts:
+        return [*rows, ("classes", _spread([row["images"] for row in counts["classes"]], "images"))]
+    sizes = [f"{width}x{height} ({count})" for width, height, count in counts["image_sizes"][:3]]
+    others = counts["images"] - sum(count for _, _, count in counts["image_sizes"][:3])
+    per_image, objects = counts["objects_per_image"], counts["objects"]
+    fine = counts["shorter_side_in_input_below_8"]
+    return [
+        *rows,
+        ("  sizes", ", ".join([*sizes, f"others ({others})"] if others else sizes)),
+        ("  without an object", _part(counts["images_without_objects"], counts["images"])),
+        (
+            "  objects in one",
+            f"mean {per_image['mean']:.1f}, median {per_image['p50']:g}, 95 % up to "
+            f"{per_image['p95']:.0f}, most {counts['most_objects_in_an_image']}",
+        ),
+        ("objects", f"{objects}"),
+        ("  small / medium / large", " / ".join(map(str, counts["small_medium_large"]))),
+        ("  side in the input, px", _middle(counts["side_in_input"])),
+        (
+            "  shorter side below 8 px there",
+            _part(fine, objects),
+        ),
+        ("  width / height", _middle(counts["width_by_height"])),
+        ("  at the border", _part(counts["at_the_border"], objects)),
+        ("  centres, % of 3 x 3 fields", _fields(counts["centres_in_ninths"], objects)),
+        ("  crowds, not learned", f"{counts['crowds']}"),
+        ("classes", _spread([row["objects"] for row in counts["classes"]], "objects")),
+        ("defects", "\n".join(counts["notes"]) or "none put right while reading"),
+    ]
+
+
+def class_rows(of_splits: Sequence[Mapping[str, Any]], most: int) -> list[list[str]]:
+    """A row for each class: id, name, then objects and images in each split, from `summary`.
+
+    In the order of the class numbers; of more than `most` classes the common and the rare halves,
+    by the first split, with a row of dots between.
+    """
+    rows = []
+    for entries in zip(*(counts["classes"] for counts in of_splits)):
+        numbers = [
+            entry[what] for entry in entries for what in ("objects", "images") if what in entry
+        ]
+        rows.append((numbers[0], [str(entries[0]["id"]), entries[0]["name"], *map(str, numbers)]))
+    if len(rows) <= most:
+        return [row for _, row in rows]
+    ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+    return [*ordered[: most // 2], ["..."] * len(ordered[0]), *ordered[-(most // 2) :]]
+
+
+def _spread(counts: Sequence[int], of: str) -> str:
+    if not counts:
+        return "0"
+    middle = float(np.median(counts))
+    return f"{len(counts)} (of {min(counts)} to {max(counts)} {of}, median {middle:g})"
+
+
+def _part(count: int, whole: int) -> str:
+    return f"{count} ({count / whole:.1%})" if whole else f"{count}"
+
+
+def _middle(percentiles: Mapping[str, float]) -> str:
+    if not percentiles:
+        return "-"
+    low, middle, high = (percentiles[part] for part in ("p5", "p50", "p95"))
+    return f"median {middle:.3g}, 90 % from {low:.3g} to {high:.3g}"
+
+
+def _fields(rows: Sequence[Sequence[int]], whole: int) -> str:
+    return "\n".join(" ".join(f"{count / max(1, whole):4.0%}" for count in row) for row in rows)
