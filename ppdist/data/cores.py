@@ -7,6 +7,7 @@ control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, sc
 import logging
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ _CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores l
 _UNLIMITED = 2**60  # bytes; cgroup v1 says "no limit" with a number of about 2**63
 
 
+@cache  # one line, not one for each loader
 def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
     """Processes that prepare images for one rank; a line says how many, and why.
 

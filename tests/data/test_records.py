@@ -171,6 +171,7 @@ def test_the_worker_count_follows_from_cores_and_ranks(
 ):
     monkeypatch.setattr(cores, "available_cores", lambda: float(available))
     monkeypatch.setattr(cores.dist, "on_gpu", lambda: gpu)
+    worker_count.cache_clear()
     with caplog.at_level(logging.INFO, "ppdist.data"):
         assert worker_count("auto", ranks) == expected
     assert f"data.workers: auto is {expected} per rank: {available} cores" in caplog.text
@@ -178,7 +179,10 @@ def test_the_worker_count_follows_from_cores_and_ranks(
 
 def test_a_number_of_workers_is_taken_as_it_is_and_too_many_are_named(monkeypatch, caplog):
     monkeypatch.setattr(cores, "available_cores", lambda: 4.0)
+    worker_count.cache_clear()
     assert worker_count(0, 1) == 0 and worker_count(2, 2) == 2
     assert not caplog.records
-    assert worker_count(8, 2) == 8
+    for _ in ("training", "evaluation"):
+        assert worker_count(8, 2) == 8
+    assert len(caplog.records) == 1
     assert "8 per rank are more than 4 cores for 2 ranks can run at once" in caplog.text
