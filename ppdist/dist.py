@@ -66,11 +66,6 @@ def world_size() -> int:
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
-def local_rank() -> int:
-    """This process's place among the ranks of its host, from 0."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
-
-
 def local_size() -> int:
     """Number of ranks on this host; 1 without a launcher."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))

@@ -42,6 +42,15 @@ def make_parent(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: it is a folder; expected a file name")
 
 
+def user_cache() -> Path | None:
+    """Where this user's programs keep what they can make again ($XDG_CACHE_HOME or ~/.cache), the
+    folder for ours; None: the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
+    except RuntimeError:
+        return None
+
+
 def write_json(path: Path, content: object, indent: int | None = None) -> None:
     """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
 

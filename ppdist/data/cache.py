@@ -29,6 +29,7 @@ from ppdist import dist
 from ppdist.data.cores import available_memory
 from ppdist.data.records import Records
 from ppdist.data.sample import DetectionSet
+from ppdist.files import user_cache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = "ppdist image cache 1"
@@ -318,10 +319,10 @@ def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None)
 
 def _users_folder() -> Path:
     """Raises: OSError: the user has none."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
-    except RuntimeError as error:
-        raise OSError("this user has no home folder; set data.cache_dir") from error
+    folder = user_cache()
+    if folder is None:
+        raise OSError("this user has no home folder; set data.cache_dir")
+    return folder
 
 
 def _say(text: str) -> None:

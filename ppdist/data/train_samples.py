@@ -154,6 +154,18 @@ class TrainSamples(Samples):
         original = self._open(index, random_turn(augment.rotate90, rng))
         return (self._moved if augment.affine.moves else self._placed)(original, size, augment, rng)
 
+    def _placement(
+        self,
+        original: Original,
+        size: tuple[int, int],
+        augment: AugmentConfig,
+        rng: np.random.Generator,
+        reduced: int = 1,
+    ) -> Placement:
+        """See random_placement."""
+        boxes_M4, width, height = original.boxes_M4, original.width, original.height
+        return random_placement(boxes_M4, width, height, size, augment, rng, self._resize, reduced)
+
     def _placed(
         self,
         original: Original,
@@ -162,16 +174,7 @@ class TrainSamples(Samples):
         rng: np.random.Generator,
     ) -> Donor:
         """One image, its sides along those of the input: a crop and a resize."""
-        placement = random_placement(
-            original.boxes_M4,
-            original.width,
-            original.height,
-            size,
-            augment,
-            rng,
-            self._resize,
-            original.reduced,
-        )
+        placement = self._placement(original, size, augment, rng, original.reduced)
         colours_34 = random_colours(augment.distort, rng)
         interpolation = cv2.INTER_LINEAR
         if augment.random_interpolation:
@@ -195,15 +198,7 @@ class TrainSamples(Samples):
         rng: np.random.Generator,
     ) -> Donor:
         """One image, placed as in `_placed` and seen through a random view."""
-        placement = random_placement(
-            original.boxes_M4,
-            original.width,
-            original.height,
-            size,
-            augment,
-            rng,
-            self._resize,
-        )
+        placement = self._placement(original, size, augment, rng)
         mirrored = placement.mirror_x, placement.mirror_y
         placement = placement._replace(mirror_x=False, mirror_y=False)
         view = random_view(size, size, augment.affine, mirrored, rng)

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -106,14 +106,23 @@ class Feed:
         """
         self._dataset = dataset
         self._sampling = config.sampling
-        self._derived = derived
-        self._sizes = sizes
-        self._seed = seed
         self.follows_scores = config.sampling.name == "difficulty"
+        self._sampler = TrainSampler(
+            dataset_size=len(dataset.records),
+            batch_size_per_card=derived.batch_size_per_card,
+            accumulate=derived.accumulate_steps,
+            rank=dist.rank(),
+            world=dist.world_size(),
+            seed=seed,
+            start_step=0,
+            end_step=derived.total_steps,
+            sizes=sizes,
+            copies_N=copies(dataset, config.sampling, None),
+        )
         self._loader = TrainLoader(
             dataset,
             config,
-            self._sampler(0, None),
+            self._sampler,
             seed=seed,
             epochs=math.ceil(derived.schedule_steps / derived.steps_per_epoch),
             ranks_on_host=dist.local_size(),
@@ -125,21 +134,9 @@ class Feed:
         Args:
             scores: of the last evaluation, None before the first.
         """
-        self._loader.plan = self._sampler(first_step, scores)
+        sampler = replace(self._sampler, start_step=first_step)
+        if self.follows_scores and scores is not None:
+            copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
+            sampler = replace(sampler, copies_N=copies_N)
+        self._loader.plan = sampler
         return iter(self._loader)
-
-    def _sampler(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
-        derived = self._derived
-        difficulty_C: Any = None if scores is None else difficulty(scores)
-        return TrainSampler(
-            dataset_size=len(self._dataset.records),
-            batch_size_per_card=derived.batch_size_per_card,
-            accumulate=derived.accumulate_steps,
-            rank=dist.rank(),
-            world=dist.world_size(),
-            seed=self._seed,
-            start_step=first_step,
-            end_step=derived.total_steps,
-            sizes=self._sizes,
-            copies_N=copies(self._dataset, self._sampling, difficulty_C),
-        )

@@ -82,7 +82,7 @@ def _look(file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool)
         if _ENDS.get(head[:2], b"") not in tail:  # no end, or further from the file's than usual
             file.seek(0)
             whole, head, tail = True, file.read(), b""
-    digest = hashlib.blake2b(b"%d " % length + head[:_HEAD] + head[_HEAD:] + tail, digest_size=16)
+    digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
     found = damage(head, length) if whole or head[:2] not in _ENDS else None
     if found is not None:
         return Look((found.kind, f"{path}: {found.text}"), (), digest.hexdigest())

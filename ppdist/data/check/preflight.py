@@ -19,6 +19,7 @@ from ppdist.data.check.scan import ImageFile, scan
 from ppdist.data.dataset import DataConfig
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import DataError
+from ppdist.files import user_cache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _VERSION = 2  # of what is kept: raise it when a look at an image sees more
@@ -142,13 +143,12 @@ def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
 
 def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
     """The file that holds the last outcome for these annotation files; None: there is no home."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    folder = user_cache()
+    if folder is None:
         return None
     names = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
     name = hashlib.blake2b(os.fsencode(names), digest_size=8).hexdigest()
-    return home / "ppdist" / f"check-{name}.json"
+    return folder / f"check-{name}.json"
 
 
 def _load(file: Path | None, fingerprint: str, splits: Sequence[str]) -> dict[str, Any] | None:
