@@ -1,40 +1,42 @@
-"""Measured speed of the product's own parts: training step, loader, evaluation, inference, scaling.
+"""Measured speed of the product's own parts: training step, loader, evaluation, inference.
 
 Every function returns plain data for JSON.  Training is measured on the trainer's own step and
 batches, built as `tools/train.py` builds them.  Two variants are compared in one process with their
 steps taken in turns (A B, B A, ...), because on a shared machine two separate runs differ by more
-than most changes do; the ratio of neighbours does not.
+than most changes do; the ratio of neighbours does not.  Several numbers of processes:
+scaling_speed.
 """
 
-import json
+import math
 import os
 import platform
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
-from ppdist import dist
+from ppdist import dist, wire
 from ppdist.data import loading_speed
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.engine.experiment import build_evaluator, build_training
-from ppdist.engine.step import Clock
+from ppdist.engine.step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
-from ppdist.errors import ConfigError, LaunchError
+from ppdist.errors import ConfigError
 from ppdist.export import export_detector
 from ppdist.infer_spec import describe
 from ppdist.inference import EagerPredictor, measure_predictor
 from ppdist.models.detector import Detector
+from ppdist.optim.averaging import Averaging
 
 if TYPE_CHECKING:
     from ppdist.engine.experiment import ExperimentConfig
@@ -69,15 +71,18 @@ class _Variant:
     name: str
     trainer: Trainer
     batches: Iterator[Batch]
+    every: int = 1  # steps from one with all communication to the next
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
+    sent: list[int | None] = field(default_factory=list)
 
     def step(self) -> None:
         """One optimizer step of the run, timed; a GPU is waited for at the end of every part."""
         derived, number = self.trainer.derived, len(self.wall)
+        sent = wire.sent_bytes()
         clock = Clock(synchronize=True)
         wall, cpu = time.perf_counter(), time.process_time()
         rates = derived.schedule.rates(number)
@@ -89,23 +94,32 @@ class _Variant:
         self.parts.append(dict(clock.seconds))
         self.losses.append(result.losses["loss"])
         self.images.append(result.images)
+        after = wire.sent_bytes()
+        self.sent.append(None if sent is None or after is None else after - sent)
 
     def report(self, warmup: int) -> Report:
-        """Medians over the steps after the first `warmup`."""
-        wall, images = median(self.wall[warmup:]), median(self.images[warmup:])
+        """Of the steps after the first `warmup`, see `_typical`; of bytes the mean."""
+        sent = [each for each in self.sent[warmup:] if each is not None]
+        wall, images = self._typical(self.wall[warmup:]), self._typical(self.images[warmup:])
         return {
             "images_per_second": images / wall,  # of all ranks
             "step_seconds": wall,
-            "cpu_seconds_per_step": median(self.cpu[warmup:]),  # of this rank, all threads
+            "cpu_seconds_per_step": self._typical(self.cpu[warmup:]),  # of this rank, all threads
             "seconds": {
-                part: median(parts.get(part, 0.0) for parts in self.parts[warmup:])
+                part: self._typical([parts.get(part, 0.0) for parts in self.parts[warmup:]])
                 for part in PARTS
             },
             "first_step_seconds": self.wall[0],
             "images_per_step": images,
+            "sent_bytes_per_step": round(fmean(sent)) if sent else None,  # of this rank, over TCP
             "steps": len(self.wall) - warmup,
             "losses": self.losses,
         }
+
+    def _typical(self, steps: Sequence[float]) -> float:
+        """Median over periods of the mean step: where ranks meet in one step of many, as with
+        `distributed.sync_every`, the median over steps would not show what that one takes."""
+        return median(_means(steps, self.every))
 
 
 def measure_training(
@@ -115,34 +129,51 @@ def measure_training(
 
     Args:
         variants: name -> configuration.  With equal seed and data they see equal batches.
-        steps: measured steps of each; warmup: steps before them that are not counted.
+        steps: measured steps of each, rounded up to whole periods of `distributed.sync_every`;
+            warmup: steps before them that are not counted.
         scratch: folder for what a run writes.
 
     Returns: `variants` (name -> rates and seconds), peak RSS of this rank in MB, and of every
         variant after the first its comparison with the first under `against <name of the first>`:
         `wall_ratio` and `cpu_ratio` are medians over pairs of neighbouring steps of
         other / first (2 means the first is twice as fast), and the largest relative difference of
-        their losses.  `communication` is the wait for the last small all-reduce; the one of the
-        gradients is inside `backward`, and `gradient_all_reduce_seconds` is what it takes alone.
+        their losses.  `communication` is the wait for the last small all-reduce; gradients are
+        averaged inside `backward` on GPUs, `optimizer` on CPU, and `gradient_all_reduce_seconds`
+        is what that takes alone, in the first variant.
+    Raises: ConfigError: the variants differ in what ranks settle when they join, once for all.
     """
+    _require_same_joining(variants)
     running = [
         _start(name, config, scratch / str(index))
         for index, (name, config) in enumerate(variants.items())
     ]
-    for number in range(warmup + steps):
+    period = math.lcm(*(variant.every for variant in running))
+    for number in range(warmup + math.ceil(steps / period) * period):
         for variant in running if number % 2 == 0 else reversed(running):
             variant.step()
     first, *others = running
     report: Report = {
         "variants": {variant.name: variant.report(warmup) for variant in running},
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "parameters": sum(p.size for p in first.trainer.train_step.model.parameters()),
     }
     if dist.world_size() > 1:
-        size = sum(p.size for p in first.trainer.train_step.model.parameters())
-        report["gradient_all_reduce_seconds"] = _all_reduce_seconds(size)
+        report["gradient_all_reduce_seconds"] = _averaging_seconds(first.trainer.train_step)
     for other in others:
         report["variants"][other.name][f"against {first.name}"] = _compare(first, other, warmup)
     return report
+
+
+def _require_same_joining(variants: Mapping[str, "ExperimentConfig"]) -> None:
+    (base, first), *others = variants.items()
+    for name, config in others:
+        for key in ("device", "distributed.bucket_mb", "distributed.timeout_seconds"):
+            of_both = [attrgetter(key)(each) for each in (first, config)]
+            if of_both[0] != of_both[1]:
+                raise ConfigError(
+                    f"{key}: {of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: ranks "
+                    f"settle it once, when they join; measure the two in runs of their own"
+                )
 
 
 def _start(name: str, config: "ExperimentConfig", folder: Path) -> _Variant:
@@ -151,12 +182,17 @@ def _start(name: str, config: "ExperimentConfig", folder: Path) -> _Variant:
             config, output_dir=folder, evaluate=False, resume=None, command=["benchmark"]
         )
         experiment.log.close()
-    return _Variant(name, experiment.trainer, experiment.trainer.feed.batches(0, None))
+    trainer = experiment.trainer
+    every = trainer.train_step.averaging.every
+    return _Variant(name, trainer, trainer.feed.batches(0, None), every)
 
 
 def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:
+    period = math.lcm(first.every, other.every)
+
     def ratio(ours: list[float], theirs: list[float]) -> float:
-        return median(b / a for a, b in list(zip(ours, theirs))[warmup:])
+        pairs = zip(_means(ours[warmup:], period), _means(theirs[warmup:], period))
+        return median(b / a for a, b in pairs)
 
     differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in zip(first.losses, other.losses)]
     return {
@@ -166,14 +202,27 @@ def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:
     }
 
 
-def _all_reduce_seconds(size: int, repeats: int = 5) -> float:
-    """Median time of summing `size` float32 values over all ranks, in one message."""
-    values, seconds = paddle.zeros([size]), []
+def _means(steps: Sequence[float], period: int) -> list[float]:
+    """The mean step of every period."""
+    return [fmean(steps[at : at + period]) for at in range(0, len(steps), period)]
+
+
+@paddle.no_grad()
+def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
+    """Median time, for a step, of averaging the gradients of all ranks (sync_every: their weights)
+    as the run does, but after backward; it spoils what these have learned."""
+    own = train_step.averaging
+    averaging = Averaging() if own.during_backward else own
+    weights = [each for each in train_step.model.parameters() if not each.stop_gradient]
+    gradients, seconds = [paddle.zeros(each.shape) for each in weights], []
     for _ in range(repeats + 1):
         dist.barrier()
         began = time.perf_counter()
-        float(dist.all_reduce_sum(values)[0])  # waits for a GPU
-        seconds.append(time.perf_counter() - began)
+        for number in range(averaging.every):
+            averaging.gradients(gradients, 1.0)
+            averaging.updated(number)
+        float(gradients[-1].sum())  # waits for a GPU
+        seconds.append((time.perf_counter() - began) / averaging.every)
     return median(seconds[1:])
 
 
@@ -256,52 +305,3 @@ def measure_inference(
                 directory, config.model.image_size, batch, threads, onednn, repeats
             )
     return report
-
-
-def measure_scaling(
-    launcher: Sequence[str], script: Sequence[str], *, counts: Sequence[int], rounds: int
-) -> Report:
-    """Training speed on several numbers of processes, the numbers taken in turns `rounds` times.
-
-    Args:
-        launcher: command of fleetrun without its options.
-        script: `tools/benchmark.py train ...` without --json.
-    Returns: for each count images_per_second of all ranks (median of rounds), and speed_up and
-        efficiency against the first count.  On CPU one process already uses several cores for its
-        convolutions, so its share of the machine is not 1 / count.
-    Raises: LaunchError: a run failed; its stderr went to ours.
-    """
-    rates: dict[int, list[float]] = {count: [] for count in counts}
-    reports: dict[int, Report] = {}
-    for _ in range(rounds):
-        for count in counts:
-            reports[count] = _launch(launcher, script, count)
-            result = next(iter(reports[count]["result"]["variants"].values()))
-            rates[count].append(result["images_per_second"])
-    base = median(rates[counts[0]])
-    return {
-        str(count): {
-            "images_per_second": median(rates[count]),
-            "of_rounds": rates[count],
-            "speed_up": median(rates[count]) / base,
-            "efficiency": median(rates[count]) / base * counts[0] / count,
-            "last_round": reports[count]["result"],
-        }
-        for count in counts
-    }
-
-
-def _launch(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
-    gpu = paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-    cards = f"0-{count - 1}" if count > 1 else "0"
-    choice = ["--selected_gpus", cards] if gpu else ["--nproc_per_node", str(count)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        command = [*launcher, *choice, "--log_dir", f"{folder}/log", *script, "--json", str(file)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-        if done.returncode or not file.exists():
-            raise LaunchError(
-                f"the run on {count} processes ended with exit code {done.returncode}: "
-                f"{' '.join(command)}"
-            )
-        return json.loads(file.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@
         model.safetensors      weights and statistics of the model
         ema.safetensors        their average (absent when EMA is off)
         optimizer.safetensors  `<parameter key>/<accumulator>`
+        averaging.safetensors  what ranks have kept of compressed gradients (absent without)
         state.json             step, epoch, best metric, scaler, ...
         config.yml             the resolved configuration
         manifest.json          size and SHA-256 of every file above
@@ -54,9 +55,10 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]
+    digest: str  # SHA-256 of its manifest: the same for two that hold the same, and no others
 
     def arrays(self, group: str) -> dict[str, np.ndarray] | None:
-        """Arrays of one group (`model`, `ema`, `optimizer`); None when it was not saved."""
+        """Arrays of one group (`model`, `ema`, `optimizer`, ...); None when it was not saved."""
         file = self.path / f"{group}.safetensors"
         return load_file(file) if file.exists() else None
 
@@ -76,7 +78,7 @@ def save_checkpoint(
         step: has no checkpoint in `folder` yet; see `set_aside`.
     Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
     """
-    final = folder / f"step-{step:08d}"
+    final = path_of(folder, step)
     draft = folder / f".{final.name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +104,11 @@ def save_checkpoint(
             f"{final}: cannot write the checkpoint: {error}; older checkpoints are untouched"
         ) from error
     return final
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"step-{step:08d}"
 
 
 def point(link: Path, target: Path) -> None:
@@ -162,7 +169,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not manifest_file.is_file():
         raise CheckpointError(f"{path}: not a checkpoint (it has no {_MANIFEST})")
     try:
-        manifest = json.loads(manifest_file.read_text(encoding="utf-8"))["files"]
+        listed = manifest_file.read_bytes()
+        manifest = json.loads(listed)["files"]
         for name, expected in manifest.items():
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != expected["sha256"]:
@@ -175,7 +183,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: unreadable checkpoint: {error}") from error
-    return Checkpoint(path=path, state=state)
+    return Checkpoint(path=path, state=state, digest=hashlib.sha256(listed).hexdigest())
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -3,6 +3,7 @@
 Two kinds of meeting exist, and every rank must reach both:
 
 * collectives (gradients, statistics): fast, but gloo gives up after 30 s whatever is configured;
+  in the memory of one host (see `host_memory`) they are as patient as meetings;
 * meetings at the TCP store (`barrier`, `on_main`, `together`): slow (tens of ms) and patient, for
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
@@ -11,15 +12,13 @@ On one process every function is the identity or a plain call, so nobody above a
 
 import contextlib
 import io
-import itertools
 import json
 import logging
 import os
 import signal
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import paddle
@@ -30,50 +29,83 @@ from paddle.distributed.fleet.base import distributed_strategy
 from pydantic import Field
 
 from ppdist.config import Section
-from ppdist.errors import ConfigError, UserError
+from ppdist.errors import ConfigError
+from ppdist.host_memory import HostMemory, join
+from ppdist.joining import require_same, require_ways
+from ppdist.meetings import addresses, set_patience
+from ppdist.meetings import announce as announce
+from ppdist.meetings import barrier as barrier
+from ppdist.meetings import exchange as exchange
+from ppdist.meetings import host as host
+from ppdist.meetings import is_main as is_main
+from ppdist.meetings import local_size as local_size
+from ppdist.meetings import on_main as on_main
+from ppdist.meetings import rank as rank
+from ppdist.meetings import ranks_named as ranks_named
+from ppdist.meetings import together as together
+from ppdist.meetings import world_size as world_size
+from ppdist.message_size import LARGEST_MB, fastest_mb
 
 _BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
-_POLL_SECONDS = 0.02
-_LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
-_meetings = itertools.count()  # every rank counts the same meetings, so the numbers agree
-_patience_seconds = 1800.0
+_bucket_mb = 25
+_bucket_measured = False
+_host: HostMemory | None = None  # on CPU, where a host has several ranks
+_leaders: Any = None  # the group of the first ranks of all hosts, where there are several
 
 
 class DistributedConfig(Section):
     """How ranks talk to one another."""
 
-    bucket_mb: int = Field(
+    bucket_mb: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
         default=25,
+        description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
+        "backward runs. auto: on CPU the size that is measured to be worth it, at the start; on "
+        "GPUs 25, because sums alone do not tell what backward hides.",
+    )
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="How gradients travel between ranks; biases and normalisation layers always as "
+        "float32. bfloat16: half the bytes, sent after backward. float16: the same with more "
+        "digits, on GPUs only (gloo sums it to infinity).",
+    )
+    gradient_rank: int | None = Field(
+        default=None,
         gt=0,
-        description="Gradients are all-reduced in buckets of this many MiB while backward runs.",
+        description="Experimental, for slow links (PowerSGD, arXiv:1905.13727): gradients travel "
+        "as products of two matrices of this rank, 4 for example; what these miss is kept and "
+        "added to the next gradient. null: as they are.",
+    )
+    topk_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Experimental, for slow links (arXiv:1809.07599): of each gradient only this "
+        "share of entries travels, the largest, 0.01 for example; the others are kept and added "
+        "to the next gradient. It learns more slowly at first; try gradient_rank before. null: "
+        "all of them.",
+    )
+    sync_every: int | None = Field(
+        default=None,
+        gt=0,
+        description="Experimental, for slow links (local SGD, arXiv:1805.09767): each rank steps "
+        "by its own gradient, and every so many steps weights, optimizer moments and batch-norm "
+        "statistics are averaged over ranks. Evaluations, checkpoints, train.max_steps and a "
+        "signal's stop wait for such a step; the EMA moves there; train.clip_norm looks at the "
+        "root mean square of the ranks' own norms. null: gradients are averaged in every step.",
+    )
+    shard_optimizer: bool = Field(
+        default=False,
+        description="Each rank updates its share of the parameters and sends them to the others, "
+        "so it holds 1 / ranks of the optimizer state (ZeRO stage 1, arXiv:1910.02054). The same "
+        "weights bit for bit, for one more transfer of all weights per step.",
     )
     timeout_seconds: float = Field(
         default=1800.0,
         gt=0,
-        description="How long a rank waits for the others at an evaluation or a checkpoint "
-        "before it ends with an error, in seconds. (A collective of gloo gives up after 30 s; "
-        "that limit cannot be configured in Paddle.)",
+        description="How long a rank waits for the others before it ends with an error, in "
+        "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum. (gloo, "
+        "which sums between hosts, gives up after 30 s, which cannot be configured in Paddle.)",
     )
-
-
-def rank() -> int:
-    """This process's rank in [0, world_size)."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-
-
-def world_size() -> int:
-    """Number of ranks of the run; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-
-
-def local_size() -> int:
-    """Number of ranks on this host; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
-
-
-def is_main() -> bool:
-    """True on rank 0.  Never put a collective behind it: see `on_main`."""
-    return rank() == 0
 
 
 def on_gpu() -> bool:
@@ -87,14 +119,27 @@ def init(device: str, config: DistributedConfig) -> None:
     Args:
         device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
     Raises: ConfigError: a GPU was asked for, and this Paddle cannot use one or the launcher has
-        started processes for CPUs.
+        started processes for CPUs; or ranks would join in different ways.  LaunchError: hosts do
+        not reach one another.
     """
-    global _patience_seconds
-    _patience_seconds = config.timeout_seconds
+    set_patience(config.timeout_seconds)
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         # Not quite: Paddle has put a handler of its own below Python's, which prints a page about a
         # "FatalError" when this rank is ended because another one failed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    kind = together(lambda: _choose_device(device))
+    if world_size() > 1:
+        settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
+        require_same(exchange, host(), {"device": kind} | settings)
+        require_ways(exchange, addresses(), rank(), os.environ)
+        _join(kind)
+        if kind == "cpu":
+            _share_memory(config)
+        _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
+
+
+def _choose_device(device: str) -> str:
+    """Sets the device of this rank's tensors; returns its kind, `gpu` or `cpu`."""
     usable = paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if device == "gpu" and not usable:
         found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
@@ -110,21 +155,82 @@ def init(device: str, config: DistributedConfig) -> None:
     if device == "cpu" or not usable:
         paddle.set_device("cpu")
         os.environ[_BACKEND] = "gloo"  # a GPU build would take NCCL
-    else:
-        paddle.set_device(f"gpu:{pd.ParallelEnv().device_id}")
-    if world_size() > 1:
-        _join(config)
+        return "cpu"
+    paddle.set_device(f"gpu:{pd.ParallelEnv().device_id}")
+    return "gpu"
 
 
-def _join(config: DistributedConfig) -> None:
-    """Makes this process a rank of the fleet, without the pages that Paddle prints about it."""
+def _join(kind: str) -> None:
+    """Makes this process a rank of the run, without the pages that Paddle prints about it.
+
+    `fleet.init` makes a group for every kind of parallelism there is.  Over gloo each of them
+    connects all ranks anew, and of 20 starts of three ranks 4 to 8 ended with a refused connection;
+    with the one group that is needed none did.
+    """
     distributed_strategy.logger.setLevel(logging.WARNING)
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if kind == "cpu":
+            pd.init_parallel_env()
+            return
         strategy = fleet.DistributedStrategy()
-        strategy.fuse_grad_size_in_MB = config.bucket_mb
         strategy.find_unused_parameters = False  # every loss stays connected to every head
         fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
+
+
+def _share_memory(config: DistributedConfig) -> None:
+    """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
+    global _host, _leaders
+    first = rank() - int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+    largest_mb = LARGEST_MB if config.bucket_mb == "auto" else config.bucket_mb
+    _host = join(
+        exchange,
+        rank=rank(),
+        first=first,
+        message_bytes=largest_mb << 20,
+        patience_seconds=config.timeout_seconds,
+    )
+    if _host is not None:
+        leaders = sorted(set(exchange(first)))
+        _leaders = pd.new_group(leaders) if len(leaders) > 1 else None
+
+
+def _measured_bucket() -> int:
+    global _bucket_measured
+    if on_gpu():
+        return _bucket_mb
+    _bucket_measured = True
+    tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each
+
+    def try_bucket(mb: int) -> None:
+        _use_bucket(mb)
+        sum_tensors(tensors)
+
+    return fastest_mb(try_bucket, exchange)
+
+
+def bucket_mb() -> int:
+    """Size of the messages in which gradients are summed, MiB; it belongs into checkpoints."""
+    return _bucket_mb
+
+
+def resume_bucket(mb: int | None) -> None:
+    """Takes the size of a checkpoint instead of a measured one; every rank calls it before `wrap`.
+
+    Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
+    differ in the last bits; in the memory of one host no bit does.
+    """
+    if _bucket_measured and mb is not None:
+        _use_bucket(mb)
+
+
+def _use_bucket(mb: int) -> None:
+    global _bucket_mb
+    _bucket_mb = mb
+    if world_size() > 1 and on_gpu():
+        fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
+    if _host is not None:
+        _host.message_bytes = min(mb << 20, _host.longest)
 
 
 def wrap(model: nn.Layer) -> nn.Layer:
@@ -133,30 +239,109 @@ def wrap(model: nn.Layer) -> nn.Layer:
     Every rank calls it; parameters of rank 0 are sent to all.  On one process the model itself:
     `fleet.distributed_model` raises there in Paddle 3.3.1.
     """
-    return fleet.distributed_model(model) if world_size() > 1 else model
+    if world_size() == 1:
+        return model
+    # What fleet makes of a model under plain data parallelism, where there was a fleet.init.
+    return fleet.distributed_model(model) if on_gpu() else paddle.DataParallel(model)
 
 
 @contextlib.contextmanager
 def local_gradients(model: nn.Layer) -> Iterator[None]:
     """Inside, backward of a wrapped model adds to this rank's gradients without communication."""
-    if world_size() > 1:
-        with model.no_sync():
-            yield
-    else:
+    with model.no_sync() if world_size() > 1 else contextlib.nullcontext():
         yield
 
 
 def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Sums a float32 tensor over ranks, in place, and returns it.  Every rank calls it."""
-    if world_size() > 1:
+    """Sums a tensor over ranks, in place, and returns it.  Every rank calls it."""
+    if _host is not None and tensor.dtype == paddle.float32:
+        _sum_in_memory(_host, [tensor])
+    elif world_size() > 1:
         pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
     return tensor
+
+
+def _sum_in_memory(host: HostMemory, tensors: Sequence[paddle.Tensor]) -> None:
+    """Within each host through memory, between hosts through sockets by one rank of each."""
+
+    def across(part_F: np.ndarray) -> None:
+        tensor = paddle.to_tensor(part_F)
+        pd.all_reduce(tensor, op=pd.ReduceOp.SUM, group=_leaders)
+        part_F[:] = tensor.numpy()
+
+    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    places = [(each.data_ptr(), each.size) for each in dense]
+    host.sum(places, None if _leaders is None else across)
+    for tensor, summed in zip(tensors, dense):
+        if summed is not tensor:
+            paddle.assign(summed, tensor)
+
+
+def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Sums each of several tensors of one type over ranks, in place, in few messages.
+
+    Every rank calls it with tensors of the same shapes in the same order.
+    """
+    if world_size() == 1:
+        return
+    if _host is not None and tensors and tensors[0].dtype == paddle.float32:
+        _sum_in_memory(_host, tensors)
+        return
+    _in_messages(tensors, all_reduce_sum)
+
+
+def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Replaces each of several float32 tensors by its mean over ranks; see `sum_tensors`."""
+    if world_size() == 1:
+        return
+    sum_tensors(tensors)
+    for tensor in tensors:
+        tensor.scale_(1.0 / world_size())
+
+
+def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
+    """Overwrites each of several tensors of one type by that of one rank, in few messages.
+
+    Every rank calls it with tensors of the same shapes in the same order.
+    """
+    if world_size() > 1:
+        _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
+
+
+def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
+    """Does to several tensors of one type, in few messages, what `work` does to one, in place."""
+    for bucket in _buckets(tensors, _bucket_mb << 20):
+        flat = paddle.concat([tensor.flatten() for tensor in bucket])
+        work(flat)
+        for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
+            paddle.assign(part.reshape(tensor.shape), tensor)
+
+
+def _buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
+    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
+    bucket: list[paddle.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
+        if bucket and held + needed > size:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += needed
+    if bucket:
+        yield bucket
 
 
 def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
     """Stacks a tensor of one shape from every rank: [W, *shape] in rank order; all call it."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
+    tensor = tensor.contiguous()
+    short = _host is not None and 4 * tensor.size <= _host.message_bytes
+    if _host is not None and short and _leaders is None and tensor.dtype == paddle.float32:
+        stacked = paddle.empty([world_size(), *tensor.shape])
+        _host.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
+        return stacked
     parts: list[paddle.Tensor] = []
     pd.all_gather(parts, tensor)
     return paddle.stack(parts)
@@ -187,117 +372,20 @@ def all_gather_objects(value: Any) -> list[Any]:
     return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
 
 
-def barrier() -> None:
-    """Waits, up to the configured patience, until every rank is here; no collective is used."""
-    if world_size() == 1:
-        return
-    key = f"ppdist/barrier/{next(_meetings)}"
-    _arrive(key)
-    _leave(key)
+def open_link(first: int, second: int) -> Any:
+    """What `send` and `receive` between two ranks go through; every rank calls it.
 
-
-def on_main(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0 while the others wait, and returns its result on every rank.
-
-    Every rank calls it.  The others wait at the store, not in a collective, so the work may take
-    longer than gloo's 30 s.
-
-    Args:
-        work: takes nothing; its result must survive JSON.
-    Raises: whatever `work` raised, on rank 0; UserError with the same text on the other ranks.
+    gloo numbers the messages of a group, and expects the same numbers on all of its ranks: a third
+    rank that did not take part would never again be understood.
     """
-    if world_size() == 1:
-        return work()
-    key = f"ppdist/main/{next(_meetings)}"
-    store = _store()
-    if is_main():
-        try:
-            result = work()
-            text = json.dumps({"value": result})
-            return result
-        except BaseException as error:
-            text = json.dumps({"error": f"{error}"})
-            raise
-        finally:
-            store.set(f"{key}/result", text)
-            store.add(f"{key}/done", 1)
-            _leave(key)
-    deadline = time.monotonic() + _patience_seconds
-    while store.add(f"{key}/done", 0) == 0:
-        _sleep_until(deadline, "rank 0 did not finish its work")
-    outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
-    _leave(key)
-    if "error" in outcome:
-        raise UserError(f"rank 0 failed: {outcome['error']}")
-    return outcome["value"]
+    return pd.new_group([first, second])
 
 
-def together(work: Callable[[], Any]) -> Any:
-    """Runs `work` on every rank; when it fails on one, it fails on all of them.
-
-    For what each rank does by itself and may fail at alone, such as reading the files of its
-    host: otherwise the others would go on into a collective and wait there for a rank that ended.
-    Every rank calls it; they may be minutes apart.
-
-    Returns: what `work` returned on this rank.
-    Raises: whatever `work` raised, on the ranks where it did; on the others UserError, or
-        RuntimeError if it was no UserError, that names such a rank and says what happened.
-    """
-    if world_size() == 1:
-        return work()
-    key = f"ppdist/together/{next(_meetings)}"
-    store = _store()
-    try:
-        result = work()
-    except Exception as error:
-        kind = "user" if isinstance(error, UserError) else "bug"
-        store.set(f"{key}/{kind}", json.dumps(f"rank {rank()} failed: {error}"))
-        store.add(f"{key}/{kind}s", 1)
-        _arrive(key)
-        _leave(key)
-        raise
-    _arrive(key)
-    failures = {
-        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
-        for kind in ("bug", "user")
-        if store.add(f"{key}/{kind}s", 0) > 0
-    }
-    _leave(key)
-    if "bug" in failures:
-        raise RuntimeError(failures["bug"])
-    if "user" in failures:
-        raise UserError(failures["user"])
-    return result
+def send(tensor: paddle.Tensor, to: int, link: Any) -> None:
+    """Sends a float32 tensor to another rank, which calls `receive` meanwhile."""
+    pd.send(tensor, to, group=link)
 
 
-def _arrive(key: str) -> None:
-    """Waits, up to the configured patience, until every rank has called it with this key."""
-    store = _store()
-    deadline = time.monotonic() + _patience_seconds
-    arrived = store.add(f"{key}/arrived", 1)
-    while arrived < world_size():
-        _sleep_until(deadline, f"{world_size() - arrived} of {world_size()} ranks did not arrive")
-        arrived = store.add(f"{key}/arrived", 0)
-
-
-def _leave(key: str) -> None:
-    """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
-    the store ends with its process.  It does not wait long for a rank that may have ended."""
-    store = _store()
-    deadline = time.monotonic() + _LINGER_SECONDS
-    left = store.add(f"{key}/left", 1)
-    while is_main() and left < world_size() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        left = store.add(f"{key}/left", 0)
-
-
-def _sleep_until(deadline: float, missing: str) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError(
-            f"rank {rank()} waited {_patience_seconds:g} s (distributed.timeout_seconds): {missing}"
-        )
-    time.sleep(_POLL_SECONDS)
-
-
-def _store() -> Any:
-    return paddle.base.core.create_or_get_global_tcp_store()
+def receive(tensor: paddle.Tensor, sender: int, link: Any) -> None:
+    """Overwrites a float32 tensor by what `sender` gives to `send`, of the same shape."""
+    pd.recv(tensor, sender, group=link)

@@ -13,30 +13,44 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+_AFTER_FAILURE_SECONDS = 40.0  # gloo takes 30 to notice
 
 
 def run_on_ranks(
-    count: int, target: str, argument: Any = None, seconds: float = 120, threads: int = 1
+    count: int,
+    target: str,
+    argument: Any = None,
+    seconds: float = 120,
+    threads: int = 1,
+    hosts: int | None = None,
 ) -> list[Any]:
     """Results of `module:function(argument)` on `count` ranks, in rank order.
 
+    Args: hosts: the ranks are told, as by the launcher, that they are on so many hosts, the same
+        number on each; None: they are told nothing, and each takes itself for a host.
     Raises: AssertionError: a rank failed or the time is over; it holds that rank's stderr.
     """
     try:
-        return _run_once(count, target, argument, seconds, threads)
+        return _run_once(count, target, argument, seconds, threads, hosts)
     except AssertionError as error:
-        # While ranks find each other, before any code of ours runs, gloo once in hundreds of
-        # starts on a busy machine connects to a port that its peer has closed.
-        if "gloo/transport/tcp/pair.cc" in str(error) and "Connection refused" in str(error):
-            return _run_once(count, target, argument, seconds, threads)
+        # While ranks find each other, before any code of ours runs, gloo on a busy machine now and
+        # then connects to a port that its peer has closed, or is not answered in time; a third
+        # rank then waits for ever.
+        signs = ("Connection refused", "] TIMEOUT", "_new_process_group_impl")
+        lost = any(sign in str(error) for sign in signs)
+        if "gloo/transport/tcp/pair.cc" in str(error) and lost:
+            return _run_once(count, target, argument, seconds, threads, hosts)
         raise
 
 
-def _run_once(count: int, target: str, argument: Any, seconds: float, threads: int) -> list[Any]:
+def _run_once(
+    count: int, target: str, argument: Any, seconds: float, threads: int, hosts: int | None
+) -> list[Any]:
     ports = _free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports[:count]]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
@@ -54,6 +68,12 @@ def _run_once(count: int, target: str, argument: Any, seconds: float, threads: i
                 "PADDLE_DISTRI_BACKEND": "gloo",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
+            if hosts:
+                local = count // hosts
+                environment |= {
+                    "PADDLE_LOCAL_SIZE": str(local),
+                    "PADDLE_LOCAL_RANK": str(rank % local),
+                }
             command = [sys.executable, "-m", "tests.distributed", target, json.dumps(argument)]
             with (Path(folder) / f"{rank}.err").open("wb") as stderr:
                 processes.append(
@@ -67,7 +87,7 @@ def _run_once(count: int, target: str, argument: Any, seconds: float, threads: i
                     )
                 )
         try:
-            codes = [_wait(process, seconds) for process in processes]
+            codes = _wait(processes, seconds)
         finally:
             for process in processes:
                 _end(process)
@@ -82,11 +102,16 @@ def _run_once(count: int, target: str, argument: Any, seconds: float, threads: i
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _wait(process: subprocess.Popen, seconds: float) -> int | None:
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+def _wait(processes: list[subprocess.Popen], seconds: float) -> list[int | None]:
+    """Exit codes; None: not ended in time, of which little is left once a rank has failed."""
+    now = time.monotonic()
+    deadline, failed = now + seconds, False
+    while now < deadline and any(process.poll() is None for process in processes):
+        if not failed and any(process.returncode for process in processes):
+            deadline, failed = min(deadline, now + _AFTER_FAILURE_SECONDS), True
+        time.sleep(0.02)
+        now = time.monotonic()
+    return [process.poll() for process in processes]
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -4,17 +4,22 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
 
-from ppdist import benchmark
-from ppdist.benchmark import _compare, _launch, _Variant, measure_scaling
+from ppdist import benchmark, scaling_speed
+from ppdist.benchmark import _averaging_seconds, _compare, _Variant
 from ppdist.data import loading_speed
 from ppdist.errors import LaunchError
+from ppdist.optim.averaging import Averaging
+from ppdist.scaling_speed import _launch, _launch_apart, measure_scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "examples" / "demo.yml"
@@ -110,25 +115,137 @@ def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
     assert found["largest_relative_loss_difference"] == pytest.approx(0.05)
 
 
+def test_a_step_that_is_slow_once_in_a_period_counts_as_often_as_it_comes():
+    local, plain = _Variant("local", None, iter(()), every=8), _Variant("plain", None, iter(()))
+    for step in range(18):  # two of warm-up, then two periods
+        synchronises = (step + 1) % 8 == 0
+        for variant, wall, sent in ((local, 1.7, 1600), (plain, 0.2, 400)):
+            slow = variant is local and not synchronises
+            variant.wall.append(0.1 if slow else wall)
+            variant.cpu.append(0.1)
+            variant.parts.append({"optimizer": 0.1 if slow else wall})
+            variant.losses.append(1.0)
+            variant.images.append(8)
+            variant.sent.append(0 if slow else sent)
+    report = local.report(2)
+    assert report["step_seconds"] == report["seconds"]["optimizer"] == pytest.approx(0.3)
+    assert report["images_per_second"] == pytest.approx(8 / 0.3)
+    assert report["sent_bytes_per_step"] == 200
+    assert report["steps"] == 16
+    assert _compare(local, plain, 2)["wall_ratio"] == pytest.approx(0.2 / 0.3)
+
+
+def test_steps_are_rounded_up_to_whole_periods(monkeypatch, tmp_path):
+    made = {}
+
+    class Counting(_Variant):
+        def step(self):
+            self.wall.append(1.0)
+
+        def report(self, warmup):
+            return {}
+
+    def start(name, config, folder):
+        trainer = SimpleNamespace(train_step=SimpleNamespace(model=paddle.nn.Linear(1, 1)))
+        made[name] = Counting(name, trainer, iter(()), config["every"])
+        made[name].losses.append(1.0)
+        return made[name]
+
+    monkeypatch.setattr(benchmark, "_start", start)
+    monkeypatch.setattr(benchmark, "_compare", lambda *_: {})
+    monkeypatch.setattr(benchmark, "_require_same_joining", lambda variants: None)
+    variants = {"a": {"every": 2}, "b": {"every": 3}}
+    benchmark.measure_training(variants, steps=7, warmup=1, scratch=tmp_path)
+    assert [len(each.wall) for each in made.values()] == [1 + 12] * 2
+
+
+class Noting(Averaging):
+    """What averages weights every third step, and notes when it is asked to do what."""
+
+    every = 3
+
+    def __init__(self):
+        self.asked = []
+
+    def gradients(self, gradients, factor):
+        self.asked.append([each.shape for each in gradients])
+
+    def updated(self, step):
+        self.asked.append(step)
+
+
+def test_averaging_is_timed_as_the_run_does_it():
+    step = SimpleNamespace(model=paddle.nn.Linear(2, 3), averaging=Noting())
+    assert _averaging_seconds(step, repeats=1) > 0
+    both = [[2, 3], [3]]
+    assert step.averaging.asked == [both, 0, both, 1, both, 2] * 2
+
+
+def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
+    key = "distributed.bucket_mb=1"
+    command = ["benchmark.py", "train", "-c", str(CONFIG), "--synthetic", "2", "--vs", key]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert (
+        "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': ranks "
+        "settle it once, when they join; measure the two in runs of their own"
+    ) in capsys.readouterr().err
+
+
 def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
     started = []
 
+    def result(rate, seconds):
+        variant = {"images_per_second": rate, "step_seconds": seconds, "sent_bytes_per_step": 7}
+        return {"result": {"variants": {"base": variant}, "gradient_all_reduce_seconds": 0.4}}
+
     def launch(launcher, script, count):
         started.append(count)
-        return {"result": {"variants": {"base": {"images_per_second": 6.0 * count - count**2}}}}
+        return result(6.0 * count - count**2, 1.0)
 
-    monkeypatch.setattr(benchmark, "_launch", launch)
+    def launch_apart(script, count):
+        started.append(-count)
+        return [result(4.5, 0.9)] * count
+
+    monkeypatch.setattr(scaling_speed, "_launch", launch)
+    monkeypatch.setattr(scaling_speed, "_launch_apart", launch_apart)
     report = measure_scaling(["fleetrun"], ["train"], counts=[1, 2], rounds=2)
-    assert started == [1, 2, 1, 2]
+    assert started == [1, 2, -2, 1, 2, -2]
     assert report["1"]["speed_up"] == report["1"]["efficiency"] == 1
-    assert report["2"]["speed_up"] == pytest.approx(8 / 5)
-    assert report["2"]["efficiency"] == pytest.approx(4 / 5)
+    two = report["2"]
+    assert two["speed_up"] == pytest.approx(8 / 5)
+    assert two["efficiency"] == pytest.approx(4 / 5)
+    assert two["machine_limit"] == pytest.approx(9 / 10)
+    assert two["efficiency_of_limit"] == pytest.approx(8 / 9)
+    assert two["exposed_seconds"] == two["exposed_share_of_step"] == pytest.approx(0.1)
+    assert two["hidden_share"] == pytest.approx(0.75)
+    assert two["sent_bytes_per_step"] == 7
 
 
 def test_a_failed_run_of_scaling_is_an_error_with_its_command():
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train"):
         _launch(fails, ["benchmark.py", "train"], 2)
+
+
+def test_runs_apart_end_when_whoever_waits_for_them_is_interrupted(tmp_path, monkeypatch):
+    code = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(60)"
+    wait = subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _launch_apart(["-c", code], 2)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
 
 
 @pytest.mark.parametrize(

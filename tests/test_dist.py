@@ -1,6 +1,7 @@
 """The seam: collectives and store meetings on one process and on real gloo ranks."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,9 +10,11 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist import dist
+from ppdist import dist, meetings
 from ppdist.errors import ConfigError, DataError, UserError
 from tests.distributed import run_on_ranks
+
+HOST = socket.gethostname()
 
 
 def meet(argument):
@@ -44,7 +47,7 @@ def test_collectives_and_meetings_agree_on_two_ranks():
     assert first["objects"] == second["objects"] == objects
     assert first["slow"] == second["slow"] == {"from": 0}
     assert first["failure"] == "ZeroDivisionError: division by zero"
-    assert second["failure"] == "UserError: rank 0 failed: division by zero"
+    assert second["failure"] == f"UserError: rank 0 (host {HOST}) failed: division by zero"
 
 
 def fail_alone(argument):
@@ -68,13 +71,14 @@ def fail_alone(argument):
     except (TypeError, UserError) as failure:
         said.append(type(failure).__name__)
     # Rank 0 has nothing left to do, but a sleepy rank 1 has not read its answer from the store.
-    dist._POLL_SECONDS += 2.0 * dist.rank()
+    meetings._POLL_SECONDS += 2.0 * dist.rank()
     return [*said, dist.on_main(lambda: time.sleep(0.5) or 7)]
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
     first, second = run_on_ranks(2, "tests.test_dist:fail_alone")
-    named = ["UserError: rank 1 failed: no image \udcd6.jpg", "RuntimeError: rank 1 failed: 'bug'"]
+    who = f"rank 1 (host {HOST})"
+    named = [f"UserError: {who} failed: no image \udcd6.jpg", f"RuntimeError: {who} failed: 'bug'"]
     assert first == [0, *named, "TypeError", 7]
     assert second == [1, "DataError: no image \udcd6.jpg", "KeyError: 'bug'", "UserError", 7]
 
@@ -86,6 +90,13 @@ def test_one_process_needs_no_ranks():
     assert dist.on_main(lambda: 7) == 7
     layer = paddle.nn.Linear(1, 1)
     assert dist.wrap(layer) is layer
+
+
+def test_messages_are_of_so_many_bytes_whatever_the_type():
+    for dtype, most in (("float32", 2), ("bfloat16", 4)):
+        tensors = [paddle.zeros([256], dtype) for _ in range(8)]
+        sizes = [len(bucket) for bucket in dist._buckets(tensors, 2048)]
+        assert sizes == [most] * (8 // most)
 
 
 def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():

@@ -1,13 +1,15 @@
 """Measures speed; JSON on stdout: tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
 
-  train    img/s and the step split into its parts; under fleetrun, of all ranks.  `--vs k=v ...`
-           adds a second variant whose steps alternate with the first's in the same process
+  train    img/s, the step split into its parts and, under fleetrun, what a rank sends over TCP in
+           a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
+           a second variant whose steps alternate with the first's in the same process
   loader   img/s of the training loader, over all workers and per worker, with and without
            data.cache, and as a multiple of a straightforward pipeline measured in turns with it;
            `--epochs N` adds the memory of all workers after each of N epochs
   eval     seconds and img/s of evaluating the validation split
   infer    milliseconds of one call: eager, exported, exported with oneDNN
-  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, in turns
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns:
+           efficiency, what the machine allows, exposed and hidden communication
 
 `--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
 """
@@ -51,7 +53,7 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), default=3, help="eval, infer, scaling: how often"
+        "--repeats", type=at_least(1), help="eval, infer (3), scaling (5): how often"
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
@@ -151,7 +153,7 @@ def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     config = join_ranks(arguments)
     dataset = read_split(config.data, "val", config.model.num_classes)
     model = build(config, arguments.weights)
-    return measure_evaluation(config, dataset, model, arguments.repeats)
+    return measure_evaluation(config, dataset, model, arguments.repeats or 3)
 
 
 def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -160,7 +162,11 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     config = join_ranks(arguments)
     model = build(config, arguments.weights)
     return measure_inference(
-        config, model, batch=arguments.batch, threads=arguments.threads, repeats=arguments.repeats
+        config,
+        model,
+        batch=arguments.batch,
+        threads=arguments.threads,
+        repeats=arguments.repeats or 3,
     )
 
 
@@ -175,14 +181,16 @@ def build(config: "ExperimentConfig", weights: str | None) -> Any:
 
 
 def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import measure_scaling
+    from ppdist.scaling_speed import measure_scaling
 
     launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
     script = [str(Path(__file__)), "train", "-c", arguments.config]
     script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     if arguments.override:
         script += ["-o", *arguments.override]
-    return measure_scaling(launcher, script, counts=arguments.processes, rounds=arguments.repeats)
+    return measure_scaling(
+        launcher, script, counts=arguments.processes, rounds=arguments.repeats or 5
+    )
 
 
 MEASURES = {

@@ -1,26 +1,50 @@
-"""Checks this host before a run: tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
+"""Checks a run before it is one: tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
 
-One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Exits 2 on a FAIL.
-With several hosts, run it on each.
+One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Where there is more
+than one process it then starts them as fleetrun would, compares their code, configuration and data,
+and measures every rank and every link between them.  With several hosts, type it on each.
+Exits 2 on a FAIL.
 """
 
 import argparse
+import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from ppdist import errors
+from ppdist.launch import worker
+from ppdist.launch.cards import expand_ids
 from ppdist.launch.doctor import FAIL, WARN, Finding, attempt, check_host
-from ppdist.launch.plan import this_machine
+from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
+from ppdist.launch.plan import Machine, this_machine
+from ppdist.launch.speed_report import judge_speed, table
+
+_REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
+_OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "nproc_per_node")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ips", help="all hosts of the run, as for fleetrun")
     parser.add_argument("--host", help="which of them this is, where that cannot be found out")
-    parser.add_argument("--start_port", type=int, help="as for fleetrun")
+    parser.add_argument("--start_port", metavar="P", help="as for fleetrun")
+    parser.add_argument("--start_timeout", metavar="SECONDS", help="as for fleetrun")
+    cards = parser.add_mutually_exclusive_group()
+    cards.add_argument("--selected_gpus", "--devices", "--gpus", metavar="0-3",
+                       help="as for fleetrun; default: all cards")  # fmt: skip
+    cards.add_argument("--nproc_per_node", metavar="N", help="as for fleetrun")
     parser.add_argument("-c", "--config", help="also check this experiment and its data")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write what was found and measured there")
+    parser.add_argument("--quick", action="store_true", help="look at this host, start nothing")
     return parser.parse_args()
 
 
@@ -50,17 +74,99 @@ def check_experiment(path: str, overrides: list[str]) -> Iterator[Finding]:
         )
 
 
+def launch_options(arguments: argparse.Namespace) -> Options:
+    """What fleetrun would make of the same options and the same environment."""
+    words = []
+    for name in _OF_FLEETRUN:
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}={value}"]
+    # What is left over from another launch is a finding of its own.
+    environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
+    return parse_options([*words, __file__], environment)
+
+
+def check_together(
+    arguments: argparse.Namespace, options: Options
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Starts the processes of this host, which compare and measure; findings and measurements."""
+    launcher = [sys.executable, str(Path(__file__).with_name("launch.py")), *options.typed]
+    script = [__file__, *(["-c", arguments.config] if arguments.config else [])]
+    script += ["-o", *arguments.override] if arguments.override else []
+    parent = os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix="ppdist-doctor-"))
+    file, logs = folder / "report.json", folder / "log"
+    done = subprocess.run(
+        [*launcher, "--log_dir", str(logs), *script],
+        env={**os.environ, _REPORT: str(file)},
+        preexec_fn=lambda: worker.end_with_parent(signal.SIGTERM, parent),
+        check=False,
+    )
+    if done.returncode or not file.exists():  # the logs stay: the messages name them
+        remedy = f"what it said is above, more in {logs}; start the same command on every host"
+        found = f"the processes ended with exit code {done.returncode}"
+        return [Finding(FAIL, "together", found, remedy)], {}
+    report = json.loads(file.read_text(encoding="utf-8"))
+    shutil.rmtree(folder)
+    print("\n".join(table(report)), flush=True)
+    hosts = len(set(report["hosts"]))
+    found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
+    findings = [Finding("OK", "together", found)]
+    findings += [Finding(WARN, "room", warning) for warning in report["warnings"]]
+    return [*findings, *judge_speed(report)], report
+
+
+def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
+    """What each of the processes does."""
+    from ppdist.config import load_config
+    from ppdist.link_speed import check_ranks, measure_cluster
+
+    config, output_dir = None, None
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+        output_dir = Path(config.output_dir or "output")
+    warnings = check_ranks(config, output_dir)
+    report = {**measure_cluster(), "warnings": warnings}
+    if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":
+        report_file.write_text(json.dumps(report), encoding="utf-8")
+    return 0
+
+
+def several(options: Options, processes: int | None, machine: Machine) -> bool:
+    """Whether the run has more than one process."""
+    here = processes or len(machine.cards)
+    return here > 1 or len((options.ips or "").split(",")) > 1
+
+
 def main() -> int:
     arguments = parse()
-    findings = check_host(
-        arguments.ips, arguments.host, arguments.start_port, os.environ, this_machine()
-    )
-    for finding in findings:
+    if _REPORT in os.environ:
+        return be_rank(arguments, Path(os.environ[_REPORT]))
+    machine = this_machine()
+    options = launch_options(arguments)
+    processes = len(expand_ids(options.cards)) if options.cards else options.processes
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
         print(finding, flush=True)
-    if arguments.config:
-        for finding in check_experiment(arguments.config, arguments.override):
-            print(finding, flush=True)
-            findings.append(finding)
+        findings.append(finding)
+
+    place = options.ips, options.host, options.start_port
+    for finding in check_host(*place, os.environ, machine, processes):
+        add(finding)
+    for finding in (
+        check_experiment(arguments.config, arguments.override) if arguments.config else ()
+    ):
+        add(finding)
+    report: dict[str, Any] = {}
+    failed = any(finding.level == FAIL for finding in findings)
+    if not (failed or arguments.quick) and several(options, processes, machine):
+        found, report = check_together(arguments, options)
+        for finding in found:
+            add(finding)
+    if arguments.json:
+        said = [finding.__dict__ for finding in findings]
+        text = json.dumps({**report, "findings": said}, indent=1)
+        Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
     count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
     print(f"{count[FAIL]} failed, {count[WARN]} warnings")
     return 2 if count[FAIL] else 0

@@ -33,7 +33,40 @@ def misfits(config: Any) -> Iterator[str]:
             f"evaluate.metric: {metric} is not measured for model.name: {name}; expected one of "
             f"{', '.join(known)}"
         )
+    yield from _between_ranks(config)
     yield from _ignored(config)
+
+
+def _between_ranks(config: Any) -> Iterator[str]:
+    ranks, train = config.distributed, config.train
+    low_precision = train.amp.enabled and train.amp.level == "O2"
+    ways = {
+        "distributed.gradient_dtype": (ranks.gradient_dtype, "float32"),
+        "distributed.gradient_rank": (ranks.gradient_rank, None),
+        "distributed.topk_fraction": (ranks.topk_fraction, None),
+        "distributed.sync_every": (ranks.sync_every, None),
+    }
+    taken = [f"{key}: {value}" for key, (value, default) in ways.items() if value != default]
+    if len(taken) > 1:
+        yield f"{taken[0]} and {taken[1]} are two ways to send less; choose one"
+    if ranks.sync_every is not None:
+        apart = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
+        if ranks.shard_optimizer:
+            yield f"{apart}, distributed.shard_optimizer: true needs them equal; choose one"
+        if train.sync_bn:
+            yield (
+                f"{apart} to talk less, train.sync_bn: true talks in every layer; "
+                f"set train.sync_bn: false"
+            )
+    for key, given in {
+        "distributed.sync_every": ranks.sync_every is not None,
+        "distributed.shard_optimizer": ranks.shard_optimizer,
+    }.items():
+        if given and low_precision:
+            yield (
+                f"{key}: needs float32 weights, which train.amp.level: O2 keeps in the optimizer; "
+                f"set train.amp.level: O1"
+            )
 
 
 def _ignored(config: Any) -> Iterator[str]:
@@ -57,6 +90,7 @@ def _ignored(config: Any) -> Iterator[str]:
                 yield f"{key}: means nothing to a classifier; leave it out"
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
+    yield from _of_scaling(config)
     if config.optimizer.name == "adamw":
         of_momentum = {
             "optimizer.nesterov": config.optimizer.nesterov,
@@ -65,6 +99,41 @@ def _ignored(config: Any) -> Iterator[str]:
         for key, given in of_momentum.items():
             if given:
                 yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"
+
+
+def _of_scaling(config: Any) -> Iterator[str]:
+    optimizer, lengthens = config.optimizer, config.train.epochs_compensation == "auto"
+    if lengthens and optimizer.noise_scale is None:
+        yield (
+            "train.epochs_compensation: auto: how many more epochs follows from "
+            "optimizer.noise_scale: set that too (by MLPerf's epochs 450 for Mask R-CNN, 1800 for "
+            "RetinaNet)"
+        )
+    if optimizer.noise_scale is not None and optimizer.lr_scaling == "none" and not lengthens:
+        yield (
+            "optimizer.noise_scale: means nothing to optimizer.lr_scaling: none without "
+            "train.epochs_compensation: auto; set one of the three differently"
+        )
+    if optimizer.betas_scaling == "auto" and optimizer.name != "adamw":
+        yield (
+            f"optimizer.betas_scaling: auto: means nothing to optimizer.name: {optimizer.name}; "
+            f"set it to none"
+        )
+    elif optimizer.betas_scaling == "auto" and optimizer.lr_scaling != "sqrt":
+        yield (
+            "optimizer.betas_scaling: auto: belongs to the square-root rule; set "
+            "optimizer.lr_scaling: sqrt too"
+        )
+    needs_reference = {
+        "optimizer.noise_scale": optimizer.noise_scale is not None,
+        "optimizer.betas_scaling: auto": optimizer.betas_scaling == "auto",
+    }
+    for key, given in needs_reference.items():
+        if given and optimizer.reference_batch_size is None:
+            yield (
+                f"{key}: needs optimizer.reference_batch_size, the total batch that the values "
+                f"were tuned for"
+            )
 
 
 def surprises(config: Any) -> Iterator[str]:

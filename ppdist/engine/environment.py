@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import paddle
 
-from ppdist import __version__, dist
+from ppdist import dist
+from ppdist.engine.preflight import digest, digests_of_code, versions
 from ppdist.errors import ConfigError
 
 
@@ -22,11 +22,10 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
     cards = paddle.device.cuda.device_count() if dist.on_gpu() else 0
     environment = {
         "command": command,
-        "ppdist": __version__,
-        "paddle": paddle.__version__,
+        **versions(),
         "cuda": paddle.version.cuda(),
-        "numpy": np.__version__,
         "python": sys.version.split()[0],
+        "code": digest(json.dumps(digests_of_code())),  # also outside git
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "ranks": dist.world_size(),

@@ -22,6 +22,7 @@ from ppdist.config_yaml import Node, merge
 from ppdist.data.dataset import DataConfig
 from ppdist.data.loader import EvalLoader
 from ppdist.data.sample import DetectionSet
+from ppdist.engine.advice import advice
 from ppdist.engine.anchors import better_anchors
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.classification import ClassificationEvaluator
@@ -30,6 +31,7 @@ from ppdist.engine.derived import Derived, derive
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
 from ppdist.engine.feed import Feed, images_of_epoch, read_sets
+from ppdist.engine.preflight import preflight
 from ppdist.engine.step import TrainStep
 from ppdist.engine.trainer import TrainConfig, Trainer
 from ppdist.errors import CheckpointError, ConfigError
@@ -44,6 +46,7 @@ from ppdist.models.detector import ImageModel
 from ppdist.models.pretrained import LoadReport, load_weights
 from ppdist.models.sync_bn import synchronize_batch_norm
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
+from ppdist.optim.build import build_averaging, build_sharding, next_synchronised
 from ppdist.optim.ema import EMA
 from ppdist.optim.optimizer import OptimizerConfig, build_optimizer
 from ppdist.optim.schedule import ScheduleConfig
@@ -167,8 +170,8 @@ def build_training(
         command: what the user typed, for environment.json.
     Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
     """
-    _check_precision(config)
-    checkpoint, passed_over = dist.together(lambda: _find_checkpoint(resume))
+    noticed = preflight(config, output_dir=output_dir, evaluate=evaluate, resume=bool(resume))
+    checkpoint, passed_over = _checkpoint_of_run(resume)
     train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
     bad_images = BadImages(train_set, config.data.bad_images_limit)
     model, evaluated_model = build_model(config), build_model(config)
@@ -179,7 +182,7 @@ def build_training(
     log = _open_log(config, output_dir, derived, start)
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in (*found, *surprises(config), *map("passed over: {}".format, passed_over)):
+        for warning in (*noticed, *passed_over, *found, *surprises(config)):
             log.warning(warning)
         if loaded:
             log.info(f"{loaded}")
@@ -207,9 +210,19 @@ def build_training(
             trainer.restore(checkpoint)
             log.info(f"resumed from {checkpoint.path} after step {start}")
         _set_aside(output_dir, start or 0, log)
-        log.table("derived", derived.rows())
+        _say_derived(config, derived, start, log)
         undo.pop_all()
     return Experiment(trainer=trainer, log=log, output_dir=output_dir)
+
+
+def _say_derived(
+    config: ExperimentConfig, derived: Derived, start: int | None, log: RunLog
+) -> None:
+    """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
+    log.table("derived", derived.rows())
+    log.metrics({"step": start or 0, "derived": derived.record()})
+    for warning in advice(config, derived):
+        log.warning(warning)
 
 
 def _open_log(
@@ -254,11 +267,12 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = LOSSES[config.model.name].build(
-        config.loss, model, derived.steps_per_epoch, derived.reference_batch
+        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
     optimizer = build_optimizer(
-        model, config.optimizer, derived.schedule.peak_lr, master_weights=low_precision
+        model, derived.scaled, derived.schedule.peak_lr, master_weights=low_precision
     )
+    trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
     return TrainStep(
         model=model,
         loss=loss,
@@ -266,6 +280,8 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
         ema=EMA(model, derived.ema_decay) if train.ema.enabled else None,
         amp=train.amp,
         clip_norm=train.clip_norm,
+        averaging=build_averaging(config.distributed, trained, optimizer, derived.total_steps),
+        sharding=build_sharding(config.distributed, trained),
         loss_divisor=float(train.batch_size_per_card),
         average_statistics=not train.sync_bn or dist.world_size() == 1,
     )
@@ -273,9 +289,10 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
 
 def build_feed(config: ExperimentConfig, train_set: DetectionSet, derived: Derived) -> Feed:
     """This rank's training micro-batches; every rank builds one at the same time."""
+    augment = config.data.augment.stretched(derived.stretch)
     return Feed(
         train_set,
-        config.data,
+        config.data.model_copy(update={"augment": augment}),
         derived,
         sizes=config.train.multi_scale or (config.model.image_size,),
         seed=config.seed,
@@ -289,28 +306,12 @@ def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:
         batch_size_per_card=config.train.batch_size_per_card,
         accumulate_steps=config.train.accumulate_steps,
         epochs=config.train.epochs,
-        max_steps=config.train.max_steps,
+        epochs_compensation=config.train.epochs_compensation,
+        max_steps=next_synchronised(config.train.max_steps, config.distributed),
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.train.ema,
     )
-
-
-def _check_precision(config: ExperimentConfig) -> None:
-    if config.train.amp.enabled and not dist.on_gpu():
-        raise ConfigError(
-            "train.amp.enabled: true, but this run is on CPU, where Paddle has no float16 or "
-            "bfloat16 kernels and ignores AMP silently; set train.amp.enabled: false or use a GPU"
-        )
-    supported = {
-        "float16": paddle.amp.is_float16_supported,
-        "bfloat16": paddle.amp.is_bfloat16_supported,
-    }
-    if config.train.amp.enabled and not supported[config.train.amp.dtype]():
-        raise ConfigError(
-            f"train.amp.dtype: {config.train.amp.dtype} is not supported by this card, and Paddle "
-            f"would silently compute in float32; take the other, or set train.amp.enabled: false"
-        )
 
 
 def _settle_anchors(
@@ -355,6 +356,26 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     return ""
 
 
+def _checkpoint_of_run(resume: Path | None) -> tuple[Checkpoint | None, list[str]]:
+    """As _find_checkpoint, on every rank; they must find the same one.
+
+    Raises: CheckpointError, on every rank: they do not.
+    """
+    checkpoint, passed_over = dist.together(lambda: _find_checkpoint(resume))
+    mine = checkpoint and f"step {checkpoint.state['step']} (manifest {checkpoint.digest[:12]})"
+    found_W = dist.exchange([dist.host(), mine])
+    for rank, (host, found) in enumerate(found_W):
+        if found != found_W[0][1]:
+            raise CheckpointError(
+                f"--resume: rank 0 (host {found_W[0][0]}) finds the checkpoint of {found_W[0][1]}, "
+                f"rank {rank} (host {host}) another one, of {found}; give every host the same "
+                f"folder (shared, or copied)"
+            )
+    if checkpoint is not None and checkpoint.state["world"] == dist.world_size():
+        dist.resume_bucket(checkpoint.state.get("bucket_mb"))
+    return checkpoint, [f"passed over: {reason}" for reason in passed_over]
+
+
 def _find_checkpoint(resume: Path | None) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint `--resume` means, and why newer ones were passed over."""
     if resume is None:
@@ -364,8 +385,13 @@ def _find_checkpoint(resume: Path | None) -> tuple[Checkpoint | None, list[str]]
     checkpoint, reasons = newest_valid(resume / "checkpoints")
     if checkpoint is None:
         found = f"; passed over: {'; '.join(reasons)}" if reasons else ""
+        remedy = "give --resume a checkpoint directory, or leave it out to start anew"
+        if dist.world_size() > dist.local_size():
+            remedy = (
+                "rank 0's host writes them and every host reads them: put output_dir on a file "
+                "system that all share, or copy the folder to every host"
+            )
         raise CheckpointError(
-            f"--resume: no checkpoint in {resume / 'checkpoints'}{found}; "
-            f"give --resume a checkpoint directory, or leave it out to start anew"
+            f"--resume: no checkpoint in {resume / 'checkpoints'}{found}; {remedy}"
         )
     return checkpoint, reasons

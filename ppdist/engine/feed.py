@@ -3,8 +3,11 @@
 import hashlib
 import math
 import os
+import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +18,15 @@ from ppdist.data.cores import available_cores
 from ppdist.data.dataset import DataConfig, read_split
 from ppdist.data.loader import TrainLoader
 from ppdist.data.records import Records
-from ppdist.data.sample import Batch, DetectionSet
+from ppdist.data.sample import Batch, DetectionSet, ImageRecord
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.sampling import SamplingConfig, copies, difficulty, epoch_size
 from ppdist.data.train_samples import require_outlines
 from ppdist.engine.derived import Derived
 from ppdist.errors import ConfigError, DataError
 
+_READ_IMAGES = 64  # of each set, whose content is compared; of the others the size of the file
+_LOOKERS = 16  # threads: a network's disk answers each question late, but many at once
 ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
 
 
@@ -52,30 +57,146 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     train_set, val_set = dist.together(read)
     for dataset in (train_set, val_set):
         if dataset is not None:
-            _require_the_same(dataset, config.root)
+            require_the_same(dataset, config.root)
     cores = max(1, int(available_cores()))  # rank 0 looks at the images, the others wait
     return check_before_training(config, train_set, val_set, workers=cores)
 
 
-def _require_the_same(dataset: DetectionSet, root: str) -> None:
-    """Every rank calls it.  Raises: DataError, on every rank: hosts read different sets."""
+def require_the_same(dataset: DetectionSet, root: str) -> None:
+    """Every rank calls it.
+
+    Args:
+        root: data.root of this rank; hosts may have it at different places.
+    Raises: DataError, on every rank: hosts read different sets or other images; it says where they
+        first differ.
+    """
     if dist.world_size() == 1:
         return
     records = Records.of(dataset.records)
-    digest = hashlib.blake2b(digest_size=16)
-    top = os.path.join(os.path.abspath(root), "")  # hosts may mount it at different places
+    top = os.path.join(os.path.abspath(root), "")
+    content = hashlib.blake2b(digest_size=16)
     for index in range(len(records)):
-        digest.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
-    for column in (records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O):
-        digest.update(np.ascontiguousarray(column).tobytes())
-    found_W = dist.all_gather_objects([len(records), digest.hexdigest()])
-    others = [rank for rank, found in enumerate(found_W) if found != found_W[0]]
-    if others:
-        counts = ", ".join(f"rank {rank} {found_W[rank][0]}" for rank in (0, *others[:5]))
-        raise DataError(
-            f"{dataset.source}: not the same on every rank (images: {counts}; or their names, "
-            f"sizes or boxes differ): give every host the same files below data.root"
-        )
+        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
+    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
+    for column in (*columns, records.crowd_O):
+        content.update(np.ascontiguousarray(column).tobytes())
+    classes = [list(dataset.class_names), list(dataset.category_ids)]
+    found_W = dist.exchange([classes, content.hexdigest(), dist.host()])
+    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
+    if other is None:
+        _require_same_images(dataset.source, records, top)
+        return
+    if found_W[0][0] != found_W[other][0]:
+        what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
+    else:
+        what = _first_difference(records, top, other)
+    raise DataError(
+        f"{dataset.source}: not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {what}; give every host the same files below data.root"
+    )
+
+
+def _require_same_images(source: str, records: Records, top: str) -> None:
+    """Every rank calls it with the same records; the first of each host looks at its files."""
+    looks = os.environ.get("PADDLE_LOCAL_RANK", "0") == "0"
+    sizes_N = _file_sizes(records) if looks else np.zeros(0, np.int64)
+    chosen = sorted({len(records) * n // _READ_IMAGES for n in range(_READ_IMAGES)})
+    chosen = chosen if len(records) else []
+    marks = [_digest_of_image(records.path(index)) for index in chosen] if looks else []
+    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
+    found_W = dist.exchange([whole, marks, dist.host()] if looks else None)
+    lookers = [rank for rank, found in enumerate(found_W) if found is not None]
+    other = next((rank for rank in lookers if found_W[rank][:2] != found_W[0][:2]), None)
+    if other is None:
+        return
+    told = dist.rank() in (0, other)
+    both_N = dist.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
+    apart = np.flatnonzero(ours_N != theirs_N)
+    if len(apart):
+        first = int(apart[0])
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
+        what = f"{sizes[0]} and {sizes[1]}"
+    else:
+        pairs = zip(chosen, found_W[0][1], found_W[other][1])
+        first = next(index for index, ours, theirs in pairs if ours != theirs)
+        what = "as many bytes, but others"
+    raise DataError(
+        f"{source}: not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: {what}"
+        f"{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}; give every host "
+        f"the same files below data.root"
+    )
+
+
+def _file_sizes(records: Records) -> np.ndarray:
+    """[N] int64, bytes of each image's file; -1 where there is none."""
+
+    def sizes(begin: int) -> list[int]:
+        return [_size(records.path(n)) for n in range(begin, len(records), _LOOKERS)]
+
+    sizes_N = np.zeros(len(records), np.int64)
+    with ThreadPoolExecutor(_LOOKERS) as pool:
+        for begin, found in enumerate(pool.map(sizes, range(_LOOKERS))):
+            sizes_N[begin::_LOOKERS] = found
+    return sizes_N
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # whoever reads it says more
+        return -1
+
+
+def _digest_of_image(path: str) -> str:
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return "absent"
+
+
+def _mark(record: ImageRecord, top: str) -> int:
+    """A number that stands for all that is compared of a record."""
+    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
+    return zlib.crc32("\n".join(map(repr, parts)).encode())
+
+
+def _columns(record: ImageRecord) -> dict[str, str]:
+    """What is compared of a record besides its name."""
+    return {
+        "size": f"{record.width} x {record.height}",
+        "number of objects": f"{len(record.labels_M)}",
+        "boxes": f"{record.boxes_M4.tolist()}",
+        "classes of the objects": f"{record.labels_M.tolist()}",
+        "crowds": f"{record.crowd_M.tolist()}",
+    }
+
+
+def _first_difference(records: Records, top: str, other: int) -> str:
+    """In words, where rank 0 and rank `other` part; every rank calls it, the same on all."""
+    speaks = dist.rank() in (0, other)
+    counts_W = dist.all_gather_objects(len(records))
+    marks = [_mark(record, top) for record in records] if speaks else []
+    both_N = dist.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
+    common = min(len(ours_N), len(theirs_N))
+    apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
+    first = int(apart[0]) if len(apart) else common
+    record = records[first] if speaks and first < len(records) else None
+    told_W = dist.all_gather_objects(
+        None if record is None else [record.path.removeprefix(top), _columns(record)]
+    )
+    ours, theirs = told_W[0], told_W[other]
+    counts = f"{counts_W[0]} and {counts_W[other]} images"
+    if ours is None and theirs is None:
+        return counts
+    if ours is None or theirs is None:
+        return f"{counts}, of which only one has {(ours or theirs)[0]}"
+    if ours[0] != theirs[0]:
+        return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
+    column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
+    return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:

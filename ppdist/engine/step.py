@@ -16,9 +16,11 @@ from ppdist.config import Section
 from ppdist.data.sample import Batch
 from ppdist.losses import Loss, LossOutput
 from ppdist.models.detector import ImageModel
+from ppdist.optim.averaging import Averaging
 from ppdist.optim.ema import EMA
 from ppdist.optim.optimizer import biases, set_rates
 from ppdist.optim.schedule import Rates
+from ppdist.optim.sharding import Sharding
 
 
 class AmpConfig(Section):
@@ -58,6 +60,7 @@ class StepResult:
     images: int
     gradient_norm: float  # before clipping
     applied: bool  # False: something was not finite somewhere and no rank updated
+    synchronised: bool  # all ranks hold the same weights now
     stop_requested: bool  # some rank was asked to stop
     bad_images: dict[int, str]  # position -> why: what this rank alone met, and was not known
     bad_somewhere: bool  # some rank met one
@@ -75,7 +78,8 @@ class TrainStep:
     which is the gradient of one rank with one large batch, however the images were dealt out.
     A loss that knows its divisors from the targets alone gets them summed beforehand instead.
     Every rank calls the step with the same number of micro-batches and reaches the same
-    collectives: one gradient all-reduce (inside the last backward) and one or two small ones.
+    collectives: one gradient all-reduce (inside the last backward, or after it) and one or two
+    small ones.
     """
 
     def __init__(
@@ -87,14 +91,18 @@ class TrainStep:
         ema: EMA | None,
         amp: AmpConfig,
         clip_norm: float | None,
+        averaging: Averaging,
+        sharding: Sharding | None,
         loss_divisor: float,
         average_statistics: bool,
     ) -> None:
         """
         Args:
+            averaging: makes the gradients of all ranks one.
+            sharding: each rank updates its share of the parameters; None: all of them.
             loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
-            average_statistics: average running statistics of batch norm over ranks after every
-                step, so that ranks without SyncBN stay identical.  Nothing to do on one rank.
+            average_statistics: average running statistics of batch norm over ranks with the
+                weights, so that ranks without SyncBN stay identical.  Nothing to do on one rank.
         """
         self.model = model
         self.wrapped = dist.wrap(model)
@@ -103,6 +111,9 @@ class TrainStep:
         self.ema = ema
         self.amp = amp
         self.clip_norm = clip_norm
+        self.averaging = averaging
+        self.sharding = sharding
+        self._updates = 0  # since the ranks held the same weights
         self.loss_divisor = loss_divisor
         self.scaler = paddle.amp.GradScaler(
             enable=amp.enabled and amp.dtype == "float16", init_loss_scaling=1024.0
@@ -135,8 +146,8 @@ class TrainStep:
         totals = self._totals(micro_batches)
         clock.lap("communication")
         for micro, batch in enumerate(micro_batches):
-            last = micro == count - 1
-            with nullcontext() if last else dist.local_gradients(self.wrapped):
+            communicates = micro == count - 1 and self.averaging.during_backward
+            with nullcontext() if communicates else dist.local_gradients(self.wrapped):
                 output = self._forward_backward(batch, step, totals, clock)
             images += batch.images_B3HW.shape[0] if batch.real else 0
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
@@ -151,6 +162,7 @@ class TrainStep:
         total_images, stops, bad, broken, normalizer, *values = (float(value) for value in tally)
         divisor = max(1.0, normalizer)
         norm, applied = self._update(rates, divisor, broken == 0)
+        self._synchronise(step, applied)
         clock.lap("optimizer")
         names = [name for name in sums if name != "normalizer"]
         return StepResult(
@@ -158,6 +170,7 @@ class TrainStep:
             images=round(total_images),
             gradient_norm=norm,
             applied=applied,
+            synchronised=self.averaging.synchronised(step),
             stop_requested=stops > 0,
             bad_images=bad_images,
             bad_somewhere=bad > 0,
@@ -205,13 +218,15 @@ class TrainStep:
     @paddle.no_grad()
     def _update(self, rates: Rates, divisor: float, finite: bool) -> tuple[float, bool]:
         """Divides, checks, clips and applies the gradients; the same decision on every rank,
-        because all ranks hold the same averaged gradients and the same tally."""
+        because all ranks hold the same norm and the same tally."""
         _make_float32(self._parameters)
-        self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        # Gradients are the mean over ranks of grad(total / loss_divisor).
+        # Gradients will be the mean over ranks of grad(total / loss_divisor).
         factor = self.loss_divisor * dist.world_size() / divisor
-        norm = _norm(gradients) * factor
+        loss_scale = self.scaler.state_dict()["scale"][0] if self.scaler.is_enable() else 1.0
+        self.averaging.gradients(gradients, factor / float(loss_scale) if finite else math.nan)
+        self.scaler.unscale_(self.optimizer)
+        norm = self.averaging.norm(_norm(gradients) * factor)
         applied = finite and math.isfinite(norm)
         if applied:
             if self.clip_norm is not None and norm > self.clip_norm:
@@ -219,14 +234,24 @@ class TrainStep:
             for gradient in gradients:
                 gradient.scale_(factor)
             set_rates(self.optimizer, self._biases, rates)
-            self.scaler.step(self.optimizer)
+            with nullcontext() if self.sharding is None else self.sharding.only_mine():
+                self.scaler.step(self.optimizer)
+            if self.sharding is not None:
+                self.sharding.exchange()
         self.scaler.update()
         if not applied:
             _lower_scale(self.scaler)
-        _average_over_ranks(self._statistics)
-        if applied and self.ema is not None:
-            self.ema.update(self._masters())
         return norm, applied
+
+    def _synchronise(self, step: int, applied: bool) -> None:
+        """What all ranks have in common after an update; every rank calls it."""
+        self._updates += applied
+        self.averaging.updated(step)
+        if self.averaging.synchronised(step):
+            dist.mean_tensors(self._statistics)
+            if self.ema is not None:
+                self.ema.update(self._masters(), self._updates)
+            self._updates = 0
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
@@ -273,13 +298,3 @@ def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
     norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
     return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]
-
-
-def _average_over_ranks(tensors: list[paddle.Tensor]) -> None:
-    """Replaces tensors by their mean over ranks, in one collective.  Every rank calls it."""
-    if not tensors or dist.world_size() == 1:
-        return
-    flat = dist.all_reduce_sum(paddle.concat([t.flatten().astype("float32") for t in tensors]))
-    parts = paddle.split(flat / dist.world_size(), [t.size for t in tensors])
-    for tensor, part in zip(tensors, parts):
-        paddle.assign(part.reshape(tensor.shape).astype(tensor.dtype), tensor)

@@ -13,7 +13,7 @@ import paddle
 from pydantic import Field
 
 from ppdist import dist
-from ppdist.checkpoint import Checkpoint, CheckpointConfig, point, prune, save_checkpoint
+from ppdist.checkpoint import Checkpoint, CheckpointConfig, path_of, point, prune, save_checkpoint
 from ppdist.config import Section
 from ppdist.data.sample import Batch
 from ppdist.engine.bad_images import BadImages
@@ -40,6 +40,12 @@ class TrainConfig(Section):
         default=None,
         gt=0,
         description="Stop after this many optimizer steps; the schedule still spans epochs.",
+    )
+    epochs_compensation: Literal["auto", "none"] = Field(
+        default="none",
+        description="auto: a total batch above the reference trains for more epochs, by "
+        "optimizer.noise_scale, and all phases counted in epochs grow alike; none: epochs as "
+        "written.",
     )
     batch_size_per_card: int = Field(default=8, gt=0, description="Images per rank and micro-step.")
     accumulate_steps: int = Field(
@@ -120,10 +126,14 @@ class Trainer:
         self.progress = Progress()
         self._saved_step = -1
         per_epoch = derived.steps_per_epoch
-        self.save_every = checkpoint.every_steps or 0
+        save_every = checkpoint.every_steps or 0
         if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
-            self.save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        self.evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
+        # Only there do all ranks hold the same weights.
+        every = train_step.averaging.every
+        self.save_every = math.ceil(save_every / every) * every
+        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+        self.evaluate_every = math.ceil(evaluate_every / every) * every
         self.best_metric = evaluate.metric
         self.keep = checkpoint.keep
 
@@ -141,7 +151,8 @@ class Trainer:
             result = self._step(batches)
             progress.step += 1
             ended = progress.step == total
-            stopping = result.stop_requested and not ended
+            # Local SGD: the ranks ask again in each step until one ends with the same weights.
+            stopping = result.stop_requested and result.synchronised and not ended
             if progress.step % self.log_every == 0 or ended:
                 self._log_window()
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
@@ -189,7 +200,12 @@ class Trainer:
         copy_into(step.model.state_dict(), arrays)
         optimizer_state = checkpoint.arrays("optimizer")
         if optimizer_state is not None:
+            if step.sharding is not None:
+                optimizer_state = step.sharding.mine(optimizer_state)
             load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
+        lost = step.averaging.load(checkpoint.arrays("averaging") or {})
+        if lost:
+            self.log.warning(lost)
         if step.ema is not None:  # without an average in it, a new one starts at its weights
             step.ema.load(checkpoint.arrays("ema") or arrays, state["ema_updates"])
         if state["scaler"]:
@@ -203,6 +219,8 @@ class Trainer:
             evaluated_step=state.get("evaluated_step", state["step"]),
             class_scores=state.get("class_scores"),
         )
+        if dist.on_main(lambda: checkpoint.path.resolve().parent == self.folder.resolve()):
+            self._saved_step = state["step"]
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         progress = self.progress
@@ -243,8 +261,7 @@ class Trainer:
         """
         for line in self.bad_images.meet(found):
             self.log.warning(f"cannot be used, another image takes its place: {line}")
-        count = len(self.bad_images.known)
-        self.log.metrics({"step": self.progress.step + 1, "bad_images": count})
+        self.log.metrics({"step": self.progress.step + 1, "bad_images": len(self.bad_images.known)})
 
     def _due(self, every: int, ended: bool) -> bool:
         return ended or (every > 0 and self.progress.step % every == 0)
@@ -256,9 +273,8 @@ class Trainer:
             return
         step = self.progress.step
         seconds = sum(wall for _, _, wall in window)
-        names = window[0][0].losses
         record: dict[str, Any] = {"step": step, "epoch": step / self.derived.steps_per_epoch}
-        for name in names:
+        for name in window[0][0].losses:
             record[name] = sum(result.losses[name] for result, _, _ in window) / len(window)
         record |= {
             "lr": self.derived.schedule(step - 1),
@@ -286,7 +302,11 @@ class Trainer:
         score = metrics[self.best_metric or evaluator.headline[0]]
         if score > progress.best:
             progress.best, progress.best_step = score, progress.step
-            self._save()
+            if self._saved_step != progress.step:
+                self._save()
+            else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
+                best, path = self.folder / "best", path_of(self.folder, progress.step)
+                dist.on_main(lambda: point(best, path))
 
     def load_evaluated_weights(self) -> None:
         """Gives the second model the averaged weights, or the live ones without EMA."""
@@ -298,19 +318,33 @@ class Trainer:
         """Rank 0 writes a checkpoint while the others wait; training outlives a full disk."""
         if self._saved_step == self.progress.step:
             return
-        failure = dist.on_main(self._write)
+        shared = self._of_all_ranks()
+        failure = dist.on_main(lambda: self._write(shared))
         if failure:
             self.log.warning(f"{failure}; training goes on")
         else:
             self._saved_step = self.progress.step
 
-    def _write(self) -> str:
+    def _of_all_ranks(self) -> dict[str, dict[str, np.ndarray]]:
+        """What rank 0 does not know alone; every rank calls it."""
+        step = self.train_step
+        groups = {}
+        if step.sharding is not None:
+            groups["optimizer"] = step.sharding.whole(optimizer_arrays(step.optimizer, step.model))
+        residuals = step.averaging.state()
+        if residuals:
+            groups["averaging"] = residuals
+        return groups
+
+    def _write(self, shared: dict[str, dict[str, np.ndarray]]) -> str:
         """Writes it, names it `best` if it is, and deletes old ones; returns what went wrong."""
         step, progress = self.train_step, self.progress
         groups = {
             "model": {key: _array(value) for key, value in step.model.state_dict().items()},
-            "optimizer": optimizer_arrays(step.optimizer, step.model),
+            **shared,
         }
+        if step.sharding is None:
+            groups["optimizer"] = optimizer_arrays(step.optimizer, step.model)
         if step.ema is not None:
             groups["ema"] = step.ema.state()
         state = {
@@ -318,6 +352,7 @@ class Trainer:
             "epoch": progress.step / self.derived.steps_per_epoch,
             "total_batch": self.derived.total_batch,
             "world": self.derived.world,
+            "bucket_mb": dist.bucket_mb(),
             "best": progress.best if math.isfinite(progress.best) else None,
             "best_step": progress.best_step,
             "bad_steps": progress.bad_steps,

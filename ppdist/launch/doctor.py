@@ -16,6 +16,7 @@ from ppdist.errors import LaunchError, UserError
 from ppdist.launch.cards import visible_labels
 from ppdist.launch.network import (
     Network,
+    check_interfaces,
     choose_port,
     own_address,
     resolve_hosts,
@@ -60,15 +61,20 @@ def check_host(
     start_port: int | None,
     environment: Mapping[str, str],
     machine: Machine,
+    processes: int | None = None,
 ) -> list[Finding]:
-    """Everything that can be known of this host without starting a run; none of it is changed."""
+    """Everything that can be known of this host without starting a run; none of it is changed.
+
+    Args:
+        ips, host, start_port, processes: as for fleetrun; processes: None for one a card.
+    """
     return [
         *check_software(machine.build),
         check_cards(machine, environment.get("CUDA_VISIBLE_DEVICES")),
         *check_resources(machine.cores),
         check_fleetrun(),
         attempt("environment", lambda: _check_environment(environment)),
-        *check_network(ips, host, start_port, machine),
+        *check_network(ips, host, start_port, machine, processes, environment),
     ]
 
 
@@ -216,11 +222,16 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
 
 
 def check_network(
-    ips: str | None, host: str | None, start_port: int | None, machine: Machine
+    ips: str | None,
+    host: str | None,
+    start_port: int | None,
+    machine: Machine,
+    processes: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """This host among the hosts, its interface, its name and the ports."""
     network = machine.network
-    count = max(1, len(machine.cards))
+    count = processes or max(1, len(machine.cards))
     findings = [_check_host_name(machine)]
     if ips is None:
         ports = attempt(
@@ -234,25 +245,38 @@ def check_network(
         return [*findings, Finding(FAIL, "hosts", str(error))]
     place = hosts.index(own)
     findings.append(Finding(OK, "hosts", f"this is {own}, host {place + 1} of {len(hosts)}"))
-    variables = socket_variables(own, network)
-    if variables:
-        found = f"{own} is on {variables['GLOO_SOCKET_IFNAME']}"
-        findings.append(Finding(OK, "interface", found))
-    else:
-        remedy = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface's name"
-        found = f"{own} is no interface's first address"
-        findings.append(Finding(WARN, "interface", found, remedy))
+    findings.append(_check_interface(own, environment or {}, network))
     return [
         *findings,
-        attempt("ports", lambda: _check_ports(hosts, place, start_port, count, network)),
+        attempt("ports", lambda: _check_ports(hosts, own, start_port, count, network)),
     ]
 
 
+def _check_interface(own: str, environment: Mapping[str, str], network: Network) -> Finding:
+    """What gloo and NCCL will use: what the user chose, else what holds this host's address."""
+    try:
+        check_interfaces(environment, own, network)
+    except LaunchError as error:
+        return Finding(FAIL, "interface", str(error))
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    chosen = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+    variables = socket_variables(own, network)
+    if variables:
+        found = f"{own} is on {variables['GLOO_SOCKET_IFNAME']}"
+        return Finding(OK, "interface", "; ".join([found, *chosen]))
+    if len(chosen) == len(names):
+        return Finding(OK, "interface", "; ".join(chosen))
+    remedy = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface's name"
+    found = f"{own} is no interface's first address"
+    return Finding(WARN, "interface", "; ".join([found, *chosen]), remedy)
+
+
 def _check_ports(
-    hosts: list[str], place: int, wanted: int | None, count: int, network: Network
+    hosts: list[str], own: str, wanted: int | None, count: int, network: Network
 ) -> str:
-    port = choose_port(wanted, count, len(hosts), place == 0, network)
-    if place == 0:
+    first = own == hosts[0]
+    port = choose_port(wanted, count, len(hosts), first, network, own)
+    if first:
         return f"{port} and up are free; every other host must be able to connect to {port} here"
     return f"this host must be able to connect to port {port} of {hosts[0]}"
 

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ppdist.errors import UserError
+from ppdist.launch.greeting import own_greeting
+from ppdist.launch.line import Line
+from ppdist.launch.meeting import meet
 from ppdist.launch.options import Options, help_text, parse_options
 from ppdist.launch.outcome import STOPPED, USER_ERROR, Outcome
 from ppdist.launch.plan import LaunchPlan, Machine, make_plan, this_machine
@@ -43,7 +46,7 @@ def fleetrun(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     machine: Callable[[], Machine],
-    run: Callable[[Options, LaunchPlan], Outcome],
+    run: Callable[[Options, LaunchPlan, Line | None], Outcome],
 ) -> int:
     """Plans and runs, again after a failure where that was asked for; returns the exit code.
 
@@ -59,7 +62,10 @@ def fleetrun(
     for attempt in range(options.max_restart + 1):
         plan = make_plan(options, environment, here)  # anew each time: a port may have been taken
         _say(f"{plan.description}; logs in {options.log_dir}/")
-        outcome = run(options, plan)
+        if plan.meeting_port is None:
+            outcome = run(options, plan, None)
+        else:
+            outcome = _run_with_others(options, plan, plan.meeting_port, run)
         if outcome.message:
             _say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
         finished = outcome.code in (0, USER_ERROR, STOPPED) or outcome.stopped is not None
@@ -68,6 +74,19 @@ def fleetrun(
         _say(f"restart {attempt + 1} of {options.max_restart}{_from_the_start(options)}")
         time.sleep(_RESTART_PAUSE_SECONDS)
     return outcome.code
+
+
+def _run_with_others(
+    options: Options,
+    plan: LaunchPlan,
+    port: int,
+    run: Callable[[Options, LaunchPlan, Line | None], Outcome],
+) -> Outcome:
+    line = meet(own_greeting(options, plan), port, options.start_timeout, _say)
+    try:
+        return run(options, plan, line)
+    except UserError as error:  # the others wait for this host already
+        return line.finish(Outcome(USER_ERROR, f"error: {error}"), [])
 
 
 def _from_the_start(options: Options) -> str:

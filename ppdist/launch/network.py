@@ -5,11 +5,11 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ppdist.errors import LaunchError
 
-SEVERAL_HOSTS_PORT = 6070  # Paddle's own; every host must use the same
+SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
 _ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
 _SIOCGIFADDR = 0x8915
 
@@ -33,12 +33,12 @@ class Network:
                 return False
         return True
 
-    def is_free(self, port: int) -> bool:
-        """True when nothing listens on the port."""
+    def is_free(self, port: int, address: str = "") -> bool:
+        """True when nothing listens on the port (of that address; of any without one)."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("", port))
+                probe.bind((address, port))
             except OSError:
                 return False
         return True
@@ -55,6 +55,10 @@ class Network:
                     continue  # it has no IPv4 address
                 found[name] = socket.inet_ntoa(answer[20:24])
         return found
+
+    def interface_names(self) -> list[str]:
+        """All interfaces, also those without an IPv4 address."""
+        return [name for _, name in socket.if_nameindex()]
 
     def towards(self, address: str) -> str | None:
         """This machine's address as the other one sees it; nothing is sent."""
@@ -157,15 +161,58 @@ def socket_variables(address: str, network: Network) -> dict[str, str]:
     return {}
 
 
-def choose_port(wanted: int | None, count: int, hosts: int, first: bool, network: Network) -> int:
-    """The first of `count` consecutive ports.
+def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
+    """Refuses interfaces that the user chose and that cannot work, before gloo or NCCL wait there.
 
-    One host takes any free ones, so that two runs on a machine do not collide; several hosts must
-    agree without talking, so they take the same fixed ones.
+    gloo takes one name.  NCCL takes a list of beginnings of names, of whole names after `=`, of
+    those to leave out after `^`; it may well use another network than gloo.
+
+    Args:
+        address: of this host in the run; None where any will do.
+    Raises: LaunchError: no such interface, or gloo's holds another address.
+    """
+    names, held = network.interface_names(), network.interfaces()
+    holder = next((name for name in held if held[name] == address), None)
+    shown = [f"{name} ({held.get(name, 'without IPv4')})" for name in names]
+    here = f"this machine has {', '.join(shown)}"
+    gloo = environment.get("GLOO_SOCKET_IFNAME", "")
+    instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
+    if gloo and gloo not in held:
+        problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
+        raise LaunchError(f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}")
+    if gloo and holder and gloo != holder:
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={gloo} holds {held[gloo]}, but this host of the run is {address}, "
+            f"which is on {holder}: unset the variable, or give --ips the addresses of that network"
+        )
+    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
+    if wanted and not any(_nccl_takes(wanted, name) for name in names):
+        raise LaunchError(
+            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}"
+        )
+
+
+def _nccl_takes(wanted: str, name: str) -> bool:
+    """Whether NCCL's selection of interfaces holds one; as described for NCCL_SOCKET_IFNAME."""
+    without = wanted.startswith("^")
+    whole = wanted.removeprefix("^").startswith("=")
+    words = [word for word in wanted.lstrip("^=").split(",") if word]
+    return without != any(name == word if whole else name.startswith(word) for word in words)
+
+
+def choose_port(
+    wanted: int | None, count: int, hosts: int, first: bool, network: Network, own: str = ""
+) -> int:
+    """The first port of this run.
+
+    One host takes any `count` free ones in a row, so that two runs on a machine do not collide.
+    Several hosts must agree without talking, so they take the same fixed ones: their fleetruns meet
+    on the first, the ranks use the `count` after it.
 
     Args:
         wanted: the port asked for, or None.
-        first: whether this host is the one with rank 0: it alone listens there.
+        first: whether this host is the one with rank 0: it alone has to be reached there.
+        own: this host's address.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
     if wanted is None and hosts == 1:
@@ -174,13 +221,28 @@ def choose_port(wanted: int | None, count: int, hosts: int, first: bool, network
                 return start
         raise LaunchError(f"found no {count} free ports in a row; give one: --start_port P")
     start = SEVERAL_HOSTS_PORT if wanted is None else wanted
-    if start + count - 1 > 65535:
+    ranks = ranks_port(start, hosts)
+    if ranks + count - 1 > 65535:
         raise LaunchError(f"--start_port {start}: {count} processes need ports up to 65535")
-    taken = [port for port in range(start, start + count) if first and not network.is_free(port)]
+    taken = []
+    if first:
+        taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
+        if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
+            taken.insert(0, start)
     if taken:
-        others = " (the same on every host)" if hosts > 1 else ""
-        raise LaunchError(
-            f"port {taken[0]} is in use on this machine, by another run or one that did not end; "
-            f"choose another with --start_port P{others}; `ss -ltnp` shows who has it"
-        )
+        raise LaunchError(port_in_use(taken[0], hosts))
     return start
+
+
+def ranks_port(start: int, hosts: int) -> int:
+    """The first port of the ranks: with several hosts the one before it is the fleetruns' own."""
+    return start + (hosts > 1)
+
+
+def port_in_use(port: int, hosts: int) -> str:
+    """What to tell the user."""
+    others = " (the same on every host)" if hosts > 1 else ""
+    return (
+        f"port {port} is in use on this machine, by another run or one that did not end; "
+        f"choose another with --start_port P{others}; `ss -ltnp` shows who has it"
+    )

@@ -37,6 +37,7 @@ STALE_VARIABLES = (
     "PADDLE_RANK_IN_NODE",
     "FLAGS_selected_gpus",
 )
+START_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,14 @@ OURS = (
     Option(
         ("--start_port",),
         "P",
-        "first port of each host (default: 6070 with several hosts, else any free one)",
+        "first port (default: any free one; with several hosts 6070, the same on all: their "
+        "fleetruns meet on it, the ranks use those after it)",
         ("FLAGS_START_PORT", "PADDLE_START_PORT"),
+    ),
+    Option(
+        ("--start_timeout",),
+        "SECONDS",
+        f"how long to wait until all hosts have started (default {START_SECONDS})",
     ),
     Option(("--log_dir",), "DIR", "where workerlog.N goes (default: log)", ("PADDLE_LOG_DIR",)),
     Option(
@@ -134,6 +141,7 @@ class Options:
     processes: int | None = None
     host: str | None = None
     start_port: int | None = None
+    start_timeout: int = START_SECONDS
     master: str | None = None
     max_restart: int = 0
     log_dir: str = "log"
@@ -166,6 +174,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         processes=_integer(values, "nproc_per_node", 1, 4096),
         host=values.get("host"),
         start_port=_integer(values, "start_port", 1024, 65535),
+        start_timeout=_integer(values, "start_timeout", 1, 1_000_000) or START_SECONDS,
         master=values.get("master"),
         max_restart=_integer(values, "max_restart", 0, 1_000_000) or 0,
         log_dir=values.get("log_dir", "log"),

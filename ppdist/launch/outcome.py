@@ -3,8 +3,9 @@
 import json
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 USER_ERROR, STOPPED = 2, 75
@@ -12,7 +13,9 @@ _TAIL_LINES = 40
 # What a rank says when another one is gone: the consequence, not the cause.
 _LOST_PEER = re.compile(
     r"gloo/transport|pair\.cc|unbound_buffer\.cc|Connection reset by peer|Connection closed by peer"
-    r"|Connection refused|byte_sent|ncclRemoteError|ncclSystemError|rank 0 failed:"
+    r"|Connection refused|byte_sent|ncclRemoteError|ncclSystemError"
+    r"|rank \d+ \(host [^)]*\) failed:"
+    r"|ended while rank \d+ waited for it"
 )
 
 
@@ -50,6 +53,10 @@ class Outcome:
     code: int  # 0, 1, 2 or 75
     message: str  # for stderr; "" when everything is said
     stopped: int | None = None  # the signal that stopped it, if one did
+    # For the other hosts of the run:
+    told: str = field(default="", compare=False)  # `message` without what only this terminal has
+    is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
+    time: float = field(default=0.0, compare=False)  # of the failure, seconds since the epoch
 
 
 def judge(
@@ -71,39 +78,51 @@ def judge(
     ends = _read_ends(folder)
     codes = {end.code for end in ends}
     if not ends and stopped is None:
-        return Outcome(1, "Paddle's launcher failed before any rank began:\n" + _tail(launcher_log))
+        said = "Paddle's launcher failed before any rank began:\n" + _tail(launcher_log)
+        return Outcome(1, said, told=said, time=time.time())
     if not ends:
-        return Outcome(1, f"stopped by {signal.Signals(stopped or 0).name} before any rank began")
+        said = f"stopped by {signal.Signals(stopped or 0).name} before any rank began"
+        return Outcome(1, said, told=said, is_consequence=True, time=time.time())
     if codes == {0}:
         late = f"Paddle's launcher failed:\n{_tail(launcher_log)}" if launcher_code == 1 else ""
-        return Outcome(1 if late else 0, late, stopped)
+        return Outcome(1 if late else 0, late, stopped, told=late, time=time.time())
     if codes <= {0, STOPPED}:
         return Outcome(STOPPED, "", stopped)
     failed = [end for end in ends if end.code not in (0, STOPPED)]
     user_errors = [end for end in failed if end.code == USER_ERROR and not end.is_consequence]
     first = min(user_errors or failed, key=lambda end: (end.is_consequence, end.time))
+    if first.code == USER_ERROR and first.message:
+        said = f"error: {first.message}"
+        return _failure(first, USER_ERROR, said, said, stopped)
     if first.code == USER_ERROR:
-        said = f"error: {first.message}" if first.message else _said(first, log_dir, offsets)
-        return Outcome(USER_ERROR, said, stopped)
+        said, told = (_said(first, log_dir, offsets, here) for here in (True, False))
+        return _failure(first, USER_ERROR, said, told, stopped)
     if stopped is not None and all(end.is_consequence or end.code == STOPPED for end in ends):
         ranks = ", ".join(str(end.rank) for end in failed)
         name = signal.Signals(stopped).name
-        return Outcome(1, f"stopped by {name}; rank {ranks} left no checkpoint", stopped)
-    return Outcome(1, _describe(first, log_dir, offsets), stopped)
+        said = f"stopped by {name}; rank {ranks} left no checkpoint"
+        return _failure(first, 1, said, said, stopped)
+    said, told = (_describe(first, log_dir, offsets, here) for here in (True, False))
+    return _failure(first, 1, said, told, stopped)
 
 
-def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int]) -> str:
-    log = "its output is above" if first.local == 0 else f"log: {_log(first, log_dir)}"
+def _failure(first: RankEnd, code: int, message: str, told: str, stopped: int | None) -> Outcome:
+    return Outcome(code, message, stopped, told, first.is_consequence, first.time)
+
+
+def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
+    place = "above" if here else "on the terminal there"
+    log = f"its output is {place}" if first.local == 0 else f"log: {_log(first, log_dir)}"
     text = f"rank {first.rank} failed first: it {first.how}; {log}"
     if first.is_consequence:
-        text += "\nIt lost a rank that this host did not start: look at the other hosts."
-    return f"{text}\n{_said(first, log_dir, offsets)}".rstrip()
+        text += "\nIt lost another rank, and no rank of this host says why."
+    return f"{text}\n{_said(first, log_dir, offsets, here)}".rstrip()
 
 
-def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int]) -> str:
-    """What the rank left to read, unless it is on the terminal already."""
+def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
+    """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
     if end.local == 0:
-        return ""
+        return "" if here else end.message.rstrip()
     return end.message.rstrip() or _tail(_log(end, log_dir), offsets.get(end.local, 0))
 
 
@@ -115,14 +134,14 @@ def _read_ends(folder: Path) -> Sequence[RankEnd]:
     ends = []
     for path in sorted(folder.glob("exit-*.json")):
         seen = json.loads(path.read_text(encoding="utf-8"))
-        code, message, time = seen["code"], "", seen["time"]
+        code, message, when = seen["code"], "", seen["time"]
         report = folder / f"rank-{seen['rank']}.json"
         if report.is_file():
             said = json.loads(report.read_text(encoding="utf-8"))
             if said["code"] != 0:  # a rank may still crash after it has reported 0
                 # The report comes when the rank fails, the exit only when it has been torn down.
-                code, message, time = said["code"], said["message"], report.stat().st_mtime
-        ends.append(RankEnd(seen["rank"], seen["local"], code, message, time))
+                code, message, when = said["code"], said["message"], report.stat().st_mtime
+        ends.append(RankEnd(seen["rank"], seen["local"], code, message, when))
     return ends
 
 

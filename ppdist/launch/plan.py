@@ -18,8 +18,10 @@ from ppdist.launch.cards import (
 )
 from ppdist.launch.network import (
     Network,
+    check_interfaces,
     choose_port,
     own_address,
+    ranks_port,
     resolve_hosts,
     socket_variables,
 )
@@ -52,6 +54,8 @@ class LaunchPlan:
     environment: dict[str, str]  # the whole environment of the run
     processes: int  # on this host
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
+    host: str  # which of them this is; "" with --master
+    meeting_port: int | None  # of the first host, where the others' fleetruns come; None: no others
     description: str  # one line for the user
 
 
@@ -81,13 +85,22 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         processes = options.processes or 1
         arguments += ["--nproc_per_node", str(processes)]
         what = f"CPU (gloo), {_share_cores(variables, processes, machine)}"
-    hosts = _add_hosts(options, arguments, variables, processes, machine)
+    hosts, port = _add_hosts(options, arguments, variables, processes, machine)
+    host = arguments[arguments.index("--host") + 1] if hosts else ""
     for key, value in options.passed.items():
         arguments += [f"--{key}", value]
-    where = f"host {hosts.index(_host_of(arguments)) + 1} of {len(hosts)}, " if hosts[1:] else ""
+    where = f"host {hosts.index(host) + 1} of {len(hosts)}, " if hosts[1:] else ""
     plural = "process" if processes == 1 else "processes"
     notes.insert(0, f"{where}{processes} {plural} on {what}")
-    return LaunchPlan(tuple(arguments), variables, processes, tuple(hosts), "; ".join(notes))
+    return LaunchPlan(
+        arguments=tuple(arguments),
+        environment=variables,
+        processes=processes,
+        hosts=tuple(hosts),
+        host=host,
+        meeting_port=port if len(hosts) > 1 else None,
+        description="; ".join(notes),
+    )
 
 
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
@@ -187,28 +200,39 @@ def _add_hosts(
     variables: dict[str, str],
     processes: int,
     machine: Machine,
-) -> list[str]:
-    """Adds the hosts, this host's address and the ports to `arguments`."""
+) -> tuple[list[str], int | None]:
+    """Adds the hosts, this one's address and the ports to `arguments`.
+
+    Returns: the hosts ([] with --master) and the first port.
+    """
     network = machine.network
     if options.master is not None:
-        return _add_master(options, arguments, variables, network)
+        _add_master(options, arguments, variables, network)
+        return [], None
     if options.ips is None:
         hosts, own = ["127.0.0.1"], "127.0.0.1"
+        check_interfaces(variables, None, network)
         # The name of a lone host need not resolve.  NCCL finds its way on one host by itself.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         hosts = resolve_hosts(options.ips, network)
         own = own_address(hosts, options.host, network)
-        for name, value in socket_variables(own, network).items():
-            variables.setdefault(name, value)
-    port = choose_port(options.start_port, processes, len(hosts), own == hosts[0], network)
-    arguments += ["--ips", ",".join(hosts), "--host", own, "--start_port", str(port)]
-    return hosts
+        _choose_interfaces(own, variables, network)
+    port = choose_port(options.start_port, processes, len(hosts), own == hosts[0], network, own)
+    arguments += ["--ips", ",".join(hosts), "--host", own]
+    arguments += ["--start_port", str(ranks_port(port, len(hosts)))]
+    return hosts, port
+
+
+def _choose_interfaces(own: str, variables: dict[str, str], network: Network) -> None:
+    check_interfaces(variables, own, network)
+    for name, value in socket_variables(own, network).items():
+        variables.setdefault(name, value)
 
 
 def _add_master(
     options: Options, arguments: list[str], variables: dict[str, str], network: Network
-) -> list[str]:
+) -> None:
     if options.ips is not None:
         raise LaunchError("--master and --ips are two ways to bring hosts together; give one")
     master = options.master or ""
@@ -220,12 +244,6 @@ def _add_master(
     own = options.host or (address if network.is_local(address) else network.towards(address))
     if own is not None:
         arguments += ["--host", own]
-        for variable, value in socket_variables(own, network).items():
-            variables.setdefault(variable, value)
+        _choose_interfaces(own, variables, network)
     if options.start_port is not None:
         arguments += ["--start_port", str(options.start_port)]
-    return []
-
-
-def _host_of(arguments: Sequence[str]) -> str:
-    return arguments[arguments.index("--host") + 1]

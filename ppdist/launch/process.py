@@ -1,4 +1,4 @@
-"""Runs Paddle's launcher as a child, hands the terminal to the first rank, and forwards signals."""
+"""Runs Paddle's launcher as a child, hands the terminal to the first rank, passes signals on."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ppdist.errors import EXIT_DIR_VARIABLE, LaunchError
 from ppdist.launch import worker
+from ppdist.launch.line import Line
 from ppdist.launch.options import Options
 from ppdist.launch.outcome import Outcome, judge
 from ppdist.launch.plan import LaunchPlan
@@ -22,8 +23,10 @@ _POLL_SECONDS = 0.1
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
-def run_job(options: Options, plan: LaunchPlan) -> Outcome:
+def run_job(options: Options, plan: LaunchPlan, line: Line | None) -> Outcome:
     """Starts the processes of this host and waits for their end; the outcome is not printed.
+
+    With a line to other hosts it waits for theirs as well, and all hosts end alike.
 
     Paddle's launcher writes the whole environment, secrets too, into its log directory.  It gets a
     private one that is removed in the end; what the ranks print is in options.log_dir.
@@ -47,12 +50,19 @@ def run_job(options: Options, plan: LaunchPlan) -> Outcome:
             for local in range(plan.processes)
         }
         launcher_log = folder / "launcher.log"
-        code, stopped = _run_launcher(plan, folder, launcher_log)
-        return judge(folder, log_dir, offsets, code, stopped, launcher_log)
+        with _signals_noted() as received:
+            code = _run_launcher(plan, folder, launcher_log, received, line)
+            stopped = received[0] if received else None
+            if line is not None and stopped is None:
+                stopped = line.stopped_by
+            outcome = judge(folder, log_dir, offsets, code, stopped, launcher_log)
+            return outcome if line is None else line.finish(outcome, received)
 
 
-def _run_launcher(plan: LaunchPlan, folder: Path, log: Path) -> tuple[int, int | None]:
-    """Exit code of Paddle's launcher, and the signal that stopped the run, if one did."""
+def _run_launcher(
+    plan: LaunchPlan, folder: Path, log: Path, received: Sequence[int], line: Line | None
+) -> int:
+    """Exit code of Paddle's launcher, which is stopped by each new signal in `received`."""
     command = [sys.executable, "-m", "paddle.distributed.launch", *plan.arguments]
     command += ["--log_dir", str(folder / "paddle"), worker.__file__]
     terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,24 +79,26 @@ def _run_launcher(plan: LaunchPlan, folder: Path, log: Path) -> tuple[int, int |
             start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
             preexec_fn=lambda: worker.end_with_parent(signal.SIGTERM, parent),
         )
-        with _forwarding(launcher) as received:
-            while launcher.poll() is None:
-                if select.select([terminal], [], [], _POLL_SECONDS)[0]:
-                    _hand_over_terminal(terminal)
-    return launcher.returncode, received[0] if received else None
+        signals, stop_sent = 0, False
+        while launcher.poll() is None:
+            if select.select([terminal], [], [], _POLL_SECONDS)[0]:
+                _hand_over_terminal(terminal)
+            others_stop = line is not None and line.watch(received)
+            if len(received) > signals or (others_stop and not stop_sent):
+                signals, stop_sent = len(received), True
+                launcher.send_signal(signal.SIGTERM)
+    return launcher.returncode
 
 
 @contextmanager
-def _forwarding(launcher: subprocess.Popen) -> Iterator[list[int]]:
-    """Passes SIGTERM, SIGINT and SIGHUP on as SIGTERM; yields the list of those received."""
+def _signals_noted() -> Iterator[list[int]]:
+    """Yields the list to which each SIGTERM, SIGINT and SIGHUP is added; nothing else happens."""
     received: list[int] = []
-
-    def forward(number: int, frame: object) -> None:
-        received.append(number)
-        launcher.send_signal(signal.SIGTERM)
-
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, forward) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in numbers
+    }
     try:
         yield received
     finally:

@@ -29,11 +29,13 @@ class Loss(nn.Layer):
 
     @classmethod
     def build(
-        cls, config: Any, model: Any, steps_per_epoch: int, reference_batch: int = 64
+        cls, config: Any, model: Any, steps_per_epoch: float, reference_batch: int = 64
     ) -> "Loss":
         """The loss of a `loss:` section for the model it belongs to; every rank builds one.
 
         Args:
+            steps_per_epoch: optimizer steps of an epoch as the section counts them; not whole
+                where the run was lengthened (train.epochs_compensation).
             reference_batch: images of a step that the learning rate was tuned for.
         """
         raise NotImplementedError

@@ -44,7 +44,7 @@ class ClassificationLoss(Loss):
         cls,
         config: ClassificationLossConfig,
         model: ImageModel,
-        steps_per_epoch: int,
+        steps_per_epoch: float,
         reference_batch: int = 64,
     ) -> "ClassificationLoss":
         return cls(config.label_smoothing)

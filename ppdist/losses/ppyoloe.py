@@ -106,7 +106,7 @@ class PPYOLOELoss(Loss):
         cls,
         config: PPYOLOELossConfig,
         model: PPYOLOE,
-        steps_per_epoch: int,
+        steps_per_epoch: float,
         reference_batch: int = 64,
     ) -> "PPYOLOELoss":
         return cls(

@@ -89,7 +89,7 @@ class YOLOv5Loss(Loss):
         cls,
         config: YOLOv5LossConfig,
         model: YOLOv5,
-        steps_per_epoch: int,
+        steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "YOLOv5Loss":
         """Gains as the original scales them: an even share of each level, objectness by area."""

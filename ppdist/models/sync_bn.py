@@ -83,7 +83,12 @@ def synchronize_batch_norm(model: nn.Layer) -> nn.Layer:
         return model
     if dist.on_gpu():
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    take_gloo_batch_norm(model)
+    return model
+
+
+def take_gloo_batch_norm(model: nn.Layer) -> None:
+    """Makes every BatchNorm2D of a model ours, also on one rank."""
     for layer in model.sublayers():
         if type(layer) is nn.BatchNorm2D:
             layer.__class__ = GlooSyncBatchNorm2D  # same attributes; only forward differs
-    return model

@@ -38,7 +38,9 @@ class Decay:
         reference:  r_t = decay * (1 - exp(-t / ramp_steps)), or min(decay, (1 + t) / (10 + t))
         here:       r_(kappa t) ** kappa,                     or min(decay ** kappa, ...)
 
-    so that the average spans the same number of images.
+    so that the average spans the same number of images.  The second ramp needs no kappa: its
+    (1 + t) / (10 + t) = 1 - 9 / (10 + t) forgets 9 / t of the past in a step whatever its batch,
+    and the rule would make 1 - 9 / (10 / kappa + t) of it, to first order.
     Source: Busbridge et al. 2023, arXiv:2307.13813, definition 1.2 (the EMA scaling rule).
     """
 
@@ -78,15 +80,17 @@ class EMA:
         }
 
     @paddle.no_grad()
-    def update(self, masters: dict[str, paddle.Tensor]) -> None:
-        """Moves the average one step.
+    def update(self, masters: dict[str, paddle.Tensor], steps: int = 1) -> None:
+        """Moves the average as far as `steps` updates with these weights would; 0: not at all.
 
         Args:
             masters: float32 master weight of each parameter kept in a lower precision, by the
                 state-dict key; empty without AMP O2.
         """
-        self.updates += 1
-        keep = self.decay(self.updates)
+        if steps == 0:
+            return
+        keep = math.prod(self.decay(self.updates + each) for each in range(1, steps + 1))
+        self.updates += steps
         for key, average in self.average.items():
             value = masters[key] if key in masters else self._live[key]
             if not _floating(value):

@@ -32,11 +32,24 @@ class OptimizerConfig(Section):
     lr_scaling: Literal["linear", "sqrt", "none"] = Field(
         default="linear", description="How lr follows total batch / reference batch."
     )
+    noise_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="Batch, in images, from which on larger ones help little (arXiv:1812.06162); "
+        "lr_scaling levels off towards it. By MLPerf's epochs about 450 for Mask R-CNN, 1800 for "
+        "RetinaNet. null: no limit.",
+    )
     weight_decay: float = Field(
         default=5e-4,
         ge=0,
         description="L2 coefficient (momentum) or decoupled decay (adamw); "
         "normalisation layers are exempt.",
+    )
+    weight_decay_scaling: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: x kappa / lr's own factor (kappa: total / reference batch), so that lr "
+        "x weight_decay stays the same per image: as written with linear and no noise_scale, x "
+        "sqrt(kappa) with sqrt, more with a noise_scale; none, or lr_scaling none: as written.",
     )
     decay_biases: bool = Field(
         default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."
@@ -45,6 +58,14 @@ class OptimizerConfig(Section):
     nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999), description="adamw: decay of the first and second moments."
+    )
+    epsilon: float = Field(
+        default=1e-8, gt=0, description="adamw: added to the root of the second moment."
+    )
+    betas_scaling: Literal["auto", "none"] = Field(
+        default="none",
+        description="auto: with lr_scaling sqrt, betas and epsilon follow the total batch so that "
+        "the moments span the same images (arXiv:2205.10287); none: as written.",
     )
 
 
@@ -57,6 +78,7 @@ def build_optimizer(
     every bias.
 
     Args:
+        config: with decay, betas and epsilon for the total batch (`Derived.scaled`).
         lr: the scaled peak; the trainer sets the rate of each step.
         master_weights: keep float32 copies of parameters held in a lower precision (AMP O2).
     """
@@ -88,6 +110,7 @@ def build_optimizer(
         learning_rate=lr,
         beta1=config.betas[0],
         beta2=config.betas[1],
+        epsilon=config.epsilon,
         parameters=groups,
         weight_decay=config.weight_decay,
         multi_precision=master_weights,

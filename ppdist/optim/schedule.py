@@ -1,4 +1,4 @@
-"""Learning rate as a function of the optimizer step: scaling with the batch, warm-up, decay.
+"""Learning rate as a function of the optimizer step: warm-up and decay.
 
 Everything here is plain arithmetic in O(1) per step, so resuming needs only the step number.
 """
@@ -10,11 +10,6 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from ppdist.config import Section
-
-# Below this many reference steps a warm-up protects nothing: MLPerf's Mask R-CNN entries use
-# 500 to 2300 steps (mlcommons training results 3.0 to 4.1).
-_LEAST_REFERENCE_STEPS = 500
-_MOST_EPOCHS = 4.0
 
 
 class ScheduleConfig(Section):
@@ -29,7 +24,7 @@ class ScheduleConfig(Section):
     warmup_compensation: Literal["auto", "none"] = Field(
         default="auto",
         description="auto: a total batch above the reference warms up over more images "
-        "(facts in `warmup_images`); none: warmup_epochs as written.",
+        "(at most 4 epochs, or warmup_epochs); none: warmup_epochs as written.",
     )
     warmup_least_steps: int = Field(
         default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."
@@ -54,47 +49,11 @@ class ScheduleConfig(Section):
         default=0.5, ge=0, lt=1, description="flat_cosine: part of the run before the decay."
     )
     step_epochs: tuple[float, ...] = Field(
-        default=(), description="step: epochs at which the rate is multiplied by step_factor."
+        default=(),
+        description="step: epochs at which the rate is multiplied by step_factor; they move with "
+        "train.epochs_compensation.",
     )
     step_factor: float = Field(default=0.1, gt=0, lt=1, description="step: the multiplier.")
-
-
-def scaled_lr(lr: float, total_batch: int, reference_batch: int, rule: str) -> float:
-    """Learning rate for a total batch, from one tuned at a reference batch.
-
-        kappa = total_batch / reference_batch
-        linear: lr * kappa        (SGD; Goyal et al. 2017, arXiv:1706.02677, section 2.1)
-        sqrt:   lr * sqrt(kappa)  (Adam; Malladi et al. 2022, arXiv:2205.10287)
-        none:   lr
-
-    Paddle's Momentum is v = m v + g, w -= lr v: the rate stands outside v, so no momentum
-    correction is needed when it changes (Goyal et al., section 3, remark 2).
-    """
-    kappa = total_batch / reference_batch
-    return lr * {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
-
-
-def warmup_images(
-    epochs: float, dataset_size: int, total_batch: int, reference_batch: int, compensation: str
-) -> float:
-    """Images over which the learning rate warms up.
-
-        ref = epochs * dataset_size
-        kappa = total_batch / reference_batch
-        kappa <= 1 or compensation none:  ref
-        otherwise:  min(max(ref, 500 * reference_batch) * sqrt(kappa), max(ref, 4 epochs))
-
-    A larger batch takes a larger rate and fewer steps per epoch, so a warm-up constant in epochs
-    gets too few steps.  The form follows published runs: MLPerf Mask R-CNN entries went from
-    4k to 460k warm-up images (0.03 to 3.9 epochs) between batch 8 and 256
-    (mlcommons/training_results v3.0 to v4.1); the cap is their longest.
-    """
-    reference = epochs * dataset_size
-    kappa = total_batch / reference_batch
-    if compensation == "none" or kappa <= 1 or epochs == 0:
-        return reference
-    grown = max(reference, _LEAST_REFERENCE_STEPS * reference_batch) * math.sqrt(kappa)
-    return min(grown, max(reference, _MOST_EPOCHS * dataset_size))
 
 
 class Rates(NamedTuple):
@@ -115,7 +74,7 @@ class Schedule:
     bias_start_lr: float  # scaled like peak_lr
     warmup_steps: int
     total_steps: int
-    steps_per_epoch: int
+    steps_per_epoch: float  # as step_epochs counts them
 
     def rates(self, step: int) -> Rates:
         """Everything a step needs; biases and momentum differ in warm-up only."""

@@ -64,6 +64,37 @@ MISFITS = {
         "nms.keep=5",
         "nms: means nothing to a classifier; leave it out",
     ),
+    "more epochs by an unknown noise scale": (
+        "ppyoloe",
+        "train.epochs_compensation=auto",
+        "train.epochs_compensation: auto: how many more epochs follows from optimizer.noise_scale",
+    ),
+    "a noise scale for a rate left alone": (
+        "ppyoloe",
+        "optimizer={reference_batch_size: 8, noise_scale: 500, lr_scaling: none}",
+        "optimizer.noise_scale: means nothing to optimizer.lr_scaling: none",
+    ),
+    "a noise scale without a reference": (
+        "ppyoloe",
+        "optimizer={reference_batch_size: null, noise_scale: 500}",
+        "optimizer.noise_scale: needs optimizer.reference_batch_size",
+    ),
+    "scaled betas for momentum": (
+        "ppyoloe",
+        "optimizer={betas_scaling: auto}",
+        "optimizer.betas_scaling: auto: means nothing to optimizer.name: momentum",
+    ),
+    "scaled betas with the linear rule": (
+        "ppyoloe",
+        "optimizer={name: adamw, betas_scaling: auto}",
+        "optimizer.betas_scaling: auto: belongs to the square-root rule",
+    ),
+    "local SGD and shares of the optimizer": (
+        "ppyoloe",
+        "distributed={sync_every: 4, shard_optimizer: true}",
+        "distributed.sync_every: 4 lets the ranks' weights differ, "
+        "distributed.shard_optimizer: true needs them equal; choose one",
+    ),
     "momentum for AdamW": (
         "ppyoloe",
         "optimizer={name: adamw, nesterov: true}",

@@ -8,6 +8,7 @@ from ppdist import dist
 from ppdist.data.sample import Batch
 from ppdist.engine.step import AmpConfig, Clock, TrainStep
 from ppdist.losses import Loss, LossOutput
+from ppdist.optim.averaging import DuringBackward
 from ppdist.optim.schedule import Rates
 from tests.distributed import run_on_ranks
 
@@ -70,6 +71,8 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
         ema=None,
         amp=AmpConfig(),
         clip_norm=None,
+        averaging=DuringBackward(),  # as on GPUs
+        sharding=None,
         loss_divisor=1.0,
         average_statistics=False,
     )

@@ -10,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
+from ppdist.checkpoint import Checkpoint
 from ppdist.data.synthetic import make_shapes
+from ppdist.engine import experiment
 from ppdist.engine.experiment import build_training
 from ppdist.errors import CheckpointError, ConfigError
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -72,6 +74,8 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     assert links >= {"last", "best", "step-00000006"}
     steps = [record["step"] for record in records(tmp_path) if "loss" in record]
     assert steps == [1, 2, 3, 4, 5, 6]
+    first = records(tmp_path)[0]
+    assert first["step"] == 0 and first["derived"]["total_batch"]["value"] > 0
     needed = {"step", "epoch", "loss", "lr", "images_per_second", "data_seconds", "step_seconds"}
     assert all(needed <= set(record) for record in records(tmp_path) if "loss" in record)
     assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [3, 6]
@@ -121,7 +125,8 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, 
     run(data, parts, *overrides, "train.max_steps=7", model=model)  # in the middle of an epoch
     run(data, parts, *overrides, model=model, resume=True)
     assert_same_run(whole, parts)
-    assert len({record["loss"] for record in records(whole)}) == len(records(whole))
+    losses = [record["loss"] for record in records(whole) if "loss" in record]
+    assert len(set(losses)) == len(losses) > 0
 
 
 def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp_path):
@@ -282,6 +287,21 @@ def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes,
     assert run(shapes, tmp_path, "train.max_steps=2", evaluate=True, resume=True,
                before=lambda trainer: setattr(trainer, "evaluate_every", 1)) == 0  # fmt: skip
     assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [1, 2]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000001"
+    assert "cannot write" not in (tmp_path / "train.log").read_text()
+    ended = json.loads((tmp_path / "checkpoints" / "last" / "state.json").read_text())
+    assert (ended["step"], ended["best_step"]) == (2, 1)
+
+
+def test_the_size_of_messages_is_that_of_a_checkpoint_of_as_many_ranks(monkeypatch, tmp_path):
+    taken = []
+    monkeypatch.setattr(dist, "resume_bucket", taken.append)
+    for world in (1, 2):
+        state = {"step": 1, "bucket_mb": 4 * world, "world": world}
+        found = Checkpoint(tmp_path, state, "digest")
+        monkeypatch.setattr(experiment, "_find_checkpoint", lambda resume, found=found: (found, []))
+        experiment._checkpoint_of_run(tmp_path)
+    assert taken == [4]
 
 
 def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():

@@ -9,14 +9,17 @@ from paddle import nn
 
 from ppdist import dist
 from ppdist.config import parse_config
-from ppdist.data.sample import Batch
+from ppdist.data.sample import EMPTY, Batch
+from ppdist.data.sampler import TrainSampler
+from ppdist.data.samples import Arrays
 from ppdist.engine.experiment import (
     ExperimentConfig,
     build_model,
     build_train_step,
     derive_run,
 )
-from ppdist.engine.step import Clock, TrainStep
+from ppdist.engine.step import TrainStep
+from ppdist.models.detector import ImageModel
 from ppdist.optim.schedule import Rates
 
 SIZE = 64
@@ -83,42 +86,51 @@ def fixed_batch(step: int, start: int, stop: int) -> Batch:
     )
 
 
+def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step, of the 32 images of four `fixed_batch`es."""
+    pool = [fixed_batch(group, 0, IMAGES) for group in range(4)]
+    result = []
+    for keys in sampler.micro_batches(step):
+        index_B = [key.index for key in keys]
+        if index_B[0] < 0:
+            result.append(blank_batch(index_B[0] != EMPTY))
+            continue
+        at = [(pool[index // IMAGES], index % IMAGES) for index in index_B]
+        fields = {
+            name: paddle.stack([getattr(batch, name)[row] for batch, row in at])
+            for name in Arrays._fields
+        }
+        result.append(Batch(**fields))
+    return result
+
+
 def blank_batch(somewhere: bool) -> Batch:
     """What a rank gets that is left without an image, while others have some (`somewhere`)."""
     return replace(fixed_batch(0, 0, 1), real=False, real_somewhere=somewhere)
 
 
-def freeze_statistics(model: nn.Layer) -> None:
-    for layer in model.sublayers():
-        if isinstance(layer, nn.BatchNorm2D):
-            layer._use_global_stats = True
+def freeze_statistics(model: ImageModel) -> None:
+    """Normalises by fixed statistics from now on, those of a little training: fresh ones (0 and 1)
+    would leave nothing of the images after a few layers."""
+    norms = [layer for layer in model.sublayers() if isinstance(layer, nn.BatchNorm2D)]
+    model.train()
+    with paddle.no_grad():
+        for _ in range(15):
+            model(model.normalize(fixed_batch(0, 0, IMAGES).images_B3HW))
+    for layer in norms:
+        layer._use_global_stats = True
 
 
-def build_step(config: ExperimentConfig, frozen: bool) -> tuple[TrainStep, Rates]:
+def build_step(
+    config: ExperimentConfig, frozen: bool, images: int = 2 * IMAGES
+) -> tuple[TrainStep, Rates]:
+    """The step of a data set of so many images, and rates at their peak."""
     model = build_model(config)
     if frozen:
         freeze_statistics(model)
-    derived = derive_run(config, 16)
+    derived = derive_run(config, images)
     peak = derived.schedule.peak_lr
     return build_train_step(config, derived, model), Rates(peak, peak, config.optimizer.momentum)
-
-
-def run_steps(
-    train_step: TrainStep, rates: Rates, steps: int, parts: list[list[int] | None]
-) -> list[float]:
-    """Losses of some steps whose micro-batches are the image ranges `parts` of this rank.
-
-    [] is a blank image while other ranks have real ones, None is one on all ranks.
-    """
-    losses = []
-    for step in range(steps):
-        batches = iter(
-            [fixed_batch(step, *part) if part else blank_batch(part is not None) for part in parts]
-        )
-        result = train_step(batches, len(parts), step, rates, False, Clock())
-        assert result.applied
-        losses.append(result.losses["loss"])
-    return losses
 
 
 def init_cpu() -> None:

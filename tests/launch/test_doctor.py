@@ -10,6 +10,7 @@ from ppdist.launch import doctor
 from ppdist.launch.doctor import FAIL, OK, WARN
 from ppdist.launch.stock import started_by_stock_launcher, whose_fleetrun
 from tests.launch.test_plan import A, B, machine
+from tools.doctor import launch_options, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER_ID": "0"}
@@ -65,6 +66,19 @@ def test_a_taken_port_fails_on_the_host_that_listens() -> None:
     assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == FAIL
     on = machine(own=B, taken=(6070,))
     assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == OK
+
+
+def test_what_fleetrun_takes_from_the_environment_doctor_takes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--start_timeout", "7", "--gpus", "0-1"])
+    found = {"POD_IP": A, "FLAGS_START_PORT": "7000", "PADDLE_IPS": f"{A},{B}"}
+    for name, value in (found | {"PADDLE_MASTER": "left over"}).items():
+        monkeypatch.setenv(name, value)
+    options = launch_options(parse())
+    assert (options.host, options.start_port, options.ips) == (A, 7000, f"{A},{B}")
+    assert (options.start_timeout, options.cards, options.processes) == (7, "0-1", None)
+    assert options.typed == ("--start_timeout=7", "--selected_gpus=0-1")
 
 
 def test_cards_with_a_cpu_build_are_a_warning() -> None:

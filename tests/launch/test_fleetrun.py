@@ -18,26 +18,9 @@ import pytest
 
 from ppdist.launch.options import STALE_VARIABLES
 from tests.distributed import _free_ports
+from tests.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, wait_for, write
 
-ROOT = Path(__file__).resolve().parents[2]
-FLEETRUN = Path(sys.executable).parent / "fleetrun"
 PATIENCE = 90.0  # seconds; a hang is a failed test
-
-ALL_REDUCE = """
-import paddle, paddle.distributed as dist
-from paddle.distributed import fleet
-fleet.init(is_collective=True)
-tensor = paddle.to_tensor([float(dist.get_rank() + 1)])
-dist.all_reduce(tensor)
-print("sum", tensor.item(), "on rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
-"""
-
-PREAMBLE = """
-import os, signal, sys, time
-from pathlib import Path
-from ppdist.errors import DataError, run
-rank = int(os.environ["PADDLE_TRAINER_ID"])
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -82,23 +65,11 @@ def fleetrun(*words: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def write(code: str, name: str = "t.py") -> str:
-    Path(name).write_text(PREAMBLE + code)
-    return name
-
-
 def alive(pid: int) -> bool:
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
-
-
-def wait_for(condition, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
 
 
 def test_two_gloo_processes_sum_and_only_rank_0_is_seen() -> None:

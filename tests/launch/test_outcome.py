@@ -43,7 +43,9 @@ def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
 
 
 def test_ranks_told_of_rank_0s_failure_do_not_make_it_wrong_input(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (1, 2.0, 1, "Traceback: boom"), (2, 1.9, 2, "rank 0 failed: boom"))
+    outcome = ended(
+        tmp_path, (1, 2.0, 1, "Traceback: boom"), (2, 1.9, 2, "rank 0 (host a) failed: boom")
+    )
     assert outcome.code == 1 and "rank 0 failed first" in outcome.message
 
 
@@ -57,8 +59,8 @@ def test_a_crash_after_a_good_report_is_a_failure(tmp_path: Path) -> None:
     assert ended(tmp_path, (0, 1.0, 0, ""), (-signal.SIGABRT, 2.0, 0, "")).code == 1
 
 
-def test_a_lost_peer_alone_points_at_the_other_hosts(tmp_path: Path) -> None:
-    assert "look at the other hosts" in ended(tmp_path, (1, 1.0, 1, GLOO)).message
+def test_a_lost_peer_alone_is_said_to_be_no_cause(tmp_path: Path) -> None:
+    assert "no rank of this host says why" in ended(tmp_path, (1, 1.0, 1, GLOO)).message
 
 
 def test_stopped_before_saving_is_1(tmp_path: Path) -> None:
@@ -72,3 +74,11 @@ def test_without_any_rank_the_launcher_speaks(tmp_path: Path, stopped: int | Non
     assert outcome.code == 1
     said = "stopped by SIGINT before any rank began" if stopped else "Traceback (most recent"
     assert said in outcome.message and "noise" not in outcome.message
+
+
+def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (1, 5.0, 1, "Traceback: boom"), (TERM, 6.0))
+    assert "boom" not in outcome.message and "its output is above" in outcome.message
+    assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
+    assert (outcome.is_consequence, outcome.time) == (False, 5.0)
+    assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence

@@ -27,11 +27,14 @@ class FakeNetwork(Network):
     def is_local(self, address: str) -> bool:
         return address in self.addresses.values() or address.startswith("127.")
 
-    def is_free(self, port: int) -> bool:
+    def is_free(self, port: int, address: str = "") -> bool:
         return port not in self.taken
 
     def interfaces(self) -> dict[str, str]:
         return self.addresses
+
+    def interface_names(self) -> list[str]:
+        return [*self.addresses, "sit0"]  # which has no IPv4 address
 
     def towards(self, address: str) -> str | None:
         return self.addresses["eth1"]
@@ -190,7 +193,8 @@ def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
     made = plan(f"--ips={A},{B} --selected_gpus 0-7", machine(cards=8, own=own))
     assert given(made, "--host") == own
     assert given(made, "--ips") == f"{A},{B}"
-    assert given(made, "--start_port") == "6070"
+    assert (made.host, made.hosts, made.meeting_port) == (own, (A, B), 6070)
+    assert given(made, "--start_port") == "6071"  # the fleetruns have the one before
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     assert made.environment["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert ("host 1 of 2" if own == A else "host 2 of 2") in made.description
@@ -201,10 +205,41 @@ def test_host_names_are_resolved_and_spaces_in_the_list_do_not_matter() -> None:
     assert (given(made, "--ips"), given(made, "--host")) == (f"{A},{B}", B)
 
 
-def test_the_users_own_interface_is_kept() -> None:
-    made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="ib0", NCCL_SOCKET_IFNAME="ib")
-    assert made.environment["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert made.environment["NCCL_SOCKET_IFNAME"] == "ib"
+@pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
+def test_the_users_own_interfaces_are_kept_and_nccl_may_use_another_than_gloo(nccl: str) -> None:
+    made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME=nccl)
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME=ib0 is no interface of this machine"),
+        ("GLOO_SOCKET_IFNAME", "ib0", f"lo (127.0.0.1), eth1 ({A}), sit0 (without IPv4)"),
+        ("GLOO_SOCKET_IFNAME", "sit0", "GLOO_SOCKET_IFNAME=sit0 has no IPv4 address"),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "lo",
+            f"GLOO_SOCKET_IFNAME=lo holds 127.0.0.1, but this host of the run is {A}, which is on "
+            f"eth1: unset the variable",
+        ),
+        ("NCCL_SOCKET_IFNAME", "ib", "NCCL_SOCKET_IFNAME=ib fits no interface of this machine"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "NCCL_SOCKET_IFNAME==eth fits no interface"),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo,sit", "fits no interface"),
+    ],
+)
+def test_an_interface_that_cannot_work_is_refused(variable: str, value: str, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(f"--ips={A},{B}", machine(), **{variable: value})
+    assert says in str(caught.value)
+
+
+def test_on_one_host_any_interface_that_exists_will_do() -> None:
+    made = plan("", machine(), GLOO_SOCKET_IFNAME="eth1")
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1" and made.meeting_port is None
+    with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME=eth9 is no interface"):
+        plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
 
 
 def test_an_address_that_is_no_interfaces_first_leaves_the_interface_open() -> None:
@@ -249,20 +284,23 @@ def test_one_host_takes_free_ports_and_two_runs_do_not_meet() -> None:
     assert (given(made, "--ips"), given(made, "--host")) == ("127.0.0.1", "127.0.0.1")
 
 
+@pytest.mark.parametrize("taken", [7000, 7001, 7002])
 @pytest.mark.parametrize(("own", "refused"), [(A, True), (B, False)])
-def test_a_taken_port_is_refused_on_the_host_that_listens_there(own: str, refused: bool) -> None:
+def test_a_taken_port_is_refused_on_the_host_that_listens_there(
+    own: str, refused: bool, taken: int
+) -> None:
     command = f"--ips={A},{B} --start_port 7000 --nproc_per_node 2"
-    on = machine(own=own, taken=(7001,))
+    on = machine(own=own, taken=(taken,))
     if not refused:
-        assert given(plan(command, on), "--start_port") == "7000"
+        assert plan(command, on).meeting_port == 7000
         return
-    with pytest.raises(LaunchError, match="port 7001 is in use on this machine"):
+    with pytest.raises(LaunchError, match=f"port {taken} is in use on this machine"):
         plan(command, on)
 
 
 def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:
     made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
-    assert given(made, "--start_port") == "7000"
+    assert made.meeting_port == 7000 and given(made, "--start_port") == "7001"
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
 
 

@@ -1,35 +1,16 @@
-"""Learning rates: scaling, warm-up compensation, decay shapes."""
+"""Learning rates by the step: warm-up and decay shapes; the average of weights beside them."""
 
 import math
 
 import pytest
 
-from ppdist.engine.derived import derive
-from ppdist.optim.ema import Decay, EMAConfig
-from ppdist.optim.optimizer import OptimizerConfig
-from ppdist.optim.schedule import Schedule, ScheduleConfig, scaled_lr, warmup_images
+from ppdist.optim.ema import Decay
+from ppdist.optim.schedule import Schedule, ScheduleConfig
 
 
 def schedule(**values):
     return Schedule(ScheduleConfig(**values), 0.1, momentum=0.9, bias_start_lr=0.2, warmup_steps=10,
                     total_steps=110, steps_per_epoch=10)  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.04), ("sqrt", 0.02), ("none", 0.01)])
-def test_learning_rate_follows_the_total_batch(rule, expected):
-    assert scaled_lr(0.01, 256, 64, rule) == pytest.approx(expected)
-
-
-def test_warm_up_grows_with_the_batch_and_is_capped_at_four_epochs():
-    coco = 118_287
-    assert warmup_images(1, coco, 64, 64, "auto") == coco
-    assert warmup_images(1, coco, 256, 64, "auto") == pytest.approx(2 * coco)
-    assert warmup_images(1, coco, 64 * 64, 64, "auto") == 4 * coco
-    assert warmup_images(5, coco, 256, 64, "auto") == 5 * coco  # already longer than the cap
-    assert warmup_images(1, coco, 256, 64, "none") == coco
-    assert warmup_images(0.03, coco, 256, 8, "auto") == pytest.approx(
-        max(0.03 * coco, 500 * 8) * math.sqrt(32)
-    )
 
 
 def test_every_schedule_warms_up_from_zero_to_the_peak():
@@ -62,6 +43,13 @@ def test_ema_spans_the_same_images_at_any_batch():
     assert large(500) == pytest.approx(small(2000) ** 4)
 
 
+def test_the_ramp_without_a_length_spans_the_same_images_by_itself():
+    small, large = Decay(0.99999), Decay(0.99999, kappa=4)
+    for update in (50, 500):  # to first order in 9 / update
+        forgotten = 1 - large(update)
+        assert forgotten == pytest.approx(1 - small(4 * update) ** 4, rel=0.2)
+
+
 def test_the_ramps_are_those_of_the_two_families():
     assert Decay(0.9998)(1) == pytest.approx(2 / 11)
     assert Decay(0.9999, 1, 2000)(2000) == pytest.approx(0.9999 * (1 - math.exp(-1)))
@@ -76,31 +64,3 @@ def test_biases_and_momentum_warm_up_from_values_of_their_own():
     assert last == pytest.approx((0.1, 0.1, 0.9))
     assert after == pytest.approx((warm(10), warm(10), 0.9))
     assert schedule().rates(3) == pytest.approx((0.04, 0.04, 0.9))
-
-
-def test_a_warm_up_is_not_shorter_than_asked_for():
-    def warmup_steps(least):
-        return derive(
-            world=1, dataset_size=205, batch_size_per_card=16, accumulate_steps=1, epochs=60,
-            max_steps=None, optimizer=OptimizerConfig(), ema=EMAConfig(),
-            schedule=ScheduleConfig(warmup_epochs=3, warmup_least_steps=least),
-        ).schedule.warmup_steps  # fmt: skip
-
-    assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
-
-
-def test_four_cards_derive_a_scaled_run_from_the_same_config():
-    def run(world):
-        return derive(
-            world=world, dataset_size=1000, batch_size_per_card=8, accumulate_steps=2, epochs=10,
-            max_steps=None, schedule=ScheduleConfig(warmup_epochs=1, warmup_compensation="none"),
-            optimizer=OptimizerConfig(lr=0.01, reference_batch_size=16), ema=EMAConfig(decay=0.99),
-        )  # fmt: skip
-
-    one, four = run(1), run(4)
-    assert (one.total_batch, four.total_batch) == (16, 64)
-    assert (one.steps_per_epoch, four.steps_per_epoch) == (63, 16)
-    assert four.schedule.peak_lr == pytest.approx(0.04)
-    assert (one.schedule.warmup_steps, four.schedule.warmup_steps) == (63, 16)
-    assert four.ema_decay.limit == pytest.approx(0.99**4)
-    assert ("total batch", "64", "4 ranks x 8 images x 2 micro-steps") in four.rows()

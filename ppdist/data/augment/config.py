@@ -185,6 +185,17 @@ class AugmentConfig(Section):
             return self.model_copy(update=dict.fromkeys(COMBINES, 0.0))
         return self
 
+    def stretched(self, factor: float) -> "AugmentConfig":
+        """The same for a run that is `factor` times as long: what counts epochs counts more."""
+        window = self.combine_epochs
+        return self.model_copy(
+            update={
+                "combine_epochs": window and tuple(round(epoch * factor) for epoch in window),
+                "close_mosaic_epochs": round(self.close_mosaic_epochs * factor),
+                "plain_epochs": round(self.plain_epochs * factor),
+            }
+        )
+
     @property
     def counts_back(self) -> bool:
         """Whether the length of the run matters."""

@@ -1,0 +1,308 @@
+"""What a run would stumble over, asked before it starts: do all ranks mean the same run, can they
+sum, is there room.
+
+A rank with another batch size or another loss trains silently wrong, one with another `--eval`
+hangs; so a difference is an error that names key, values and hosts.  Everything before the first
+all-reduce goes through the store, which works where the network between the ranks does not.
+"""
+
+import faulthandler
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import paddle
+
+import ppdist
+from ppdist import dist
+from ppdist.data.cores import available_memory
+from ppdist.errors import ConfigError, LaunchError
+from ppdist.own_keys import HOSTS_OWN_KEYS
+
+Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
+_REMEDIES = {
+    "command line": "type the same command on every host",
+    "versions": "install the same versions on every host",
+    "code": "give every host the same files of ppdist and the same script",
+    "config": "give every host the same file after -c and the same -o",
+}
+_SUM_SECONDS = 60.0  # gloo itself gives up after 30
+_MOST_LINES = 20
+_BLOCK_BYTES = 1 << 20
+_GIB = 1 << 30
+_RANK_BYTES = 2 * _GIB  # processes of small models were measured to take 0.9 to 1.7
+_SHARED_BYTES = 1 * _GIB
+_DISK_BYTES = 5 * _GIB
+
+
+def preflight(config: Any, *, output_dir: Path, evaluate: bool, resume: bool) -> list[str]:
+    """Looks whether the run can start; every rank calls it after `dist.init`, before anything else.
+
+    Args:
+        config: ExperimentConfig.
+        evaluate: `--eval` was given; resume: `--resume` was.
+    Returns: warnings of all hosts, on every rank.
+    Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
+        they cannot sum.
+    """
+    dist.together(lambda: check_precision(config))
+    hosts_W = dist.exchange(dist.host())
+    given = {"--eval": f"{evaluate}", "--resume": f"{resume}"}
+    require_agreement(
+        {
+            "command line": given,
+            "versions": versions(),
+            "code": digests_of_code(),
+            "config": flat_config(config),
+        },
+        hosts_W,
+    )
+    require_sum()
+    first_of_host = hosts_W.index(hosts_W[dist.rank()]) == dist.rank()
+    mine = list(resource_warnings(output_dir)) if first_of_host else []
+    return [warning for host in dist.exchange(mine) for warning in host]
+
+
+def check_precision(config: Any) -> None:
+    """Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
+    `distributed.gradient_dtype`."""
+    amp, sums = config.train.amp, config.distributed.gradient_dtype
+    if sums == "float16" and not dist.on_gpu() and dist.world_size() > 1:
+        raise ConfigError(
+            "distributed.gradient_dtype: float16, but this run is on CPU, where gloo sums float16 "
+            "to infinity; take bfloat16, which is of the same size, or float32"
+        )
+    if amp.enabled and not dist.on_gpu():
+        raise ConfigError(
+            "train.amp.enabled: true, but this run is on CPU, where Paddle has no float16 or "
+            "bfloat16 kernels and ignores AMP silently; set train.amp.enabled: false or use a GPU"
+        )
+    supported = {
+        "float16": paddle.amp.is_float16_supported,
+        "bfloat16": paddle.amp.is_bfloat16_supported,
+    }
+    if amp.enabled and not supported[amp.dtype]():
+        raise ConfigError(
+            f"train.amp.dtype: {amp.dtype} is not supported by this card, and Paddle would "
+            f"silently compute in float32; take the other, or set train.amp.enabled: false"
+        )
+
+
+def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> None:
+    """Compares what all ranks say of some subjects; every rank calls it with the same subjects.
+
+    Only digests travel, and where they differ one rank of each kind tells the rest.
+
+    Args:
+        hosts_W: name of the host of each rank.
+    Raises: ConfigError, on every rank: they differ; it lists what, and who has which value.
+    """
+    mine = {
+        subject: digest(json.dumps(facts, sort_keys=True)) for subject, facts in subjects.items()
+    }
+    digests_W = dist.exchange(mine)
+    lines: list[str] = []
+    for subject, facts in subjects.items():
+        kinds_W = [digests[subject] for digests in digests_W]
+        if len(set(kinds_W)) == 1:
+            continue
+        speaks = kinds_W.index(kinds_W[dist.rank()]) == dist.rank()
+        told_W = dist.exchange(facts if speaks else None)
+        facts_W = [told_W[kinds_W.index(kind)] for kind in kinds_W]
+        found = list(differences(facts_W, hosts_W))
+        lines += [f"  {subject}: {line}" for line in found[:_MOST_LINES]]
+        if found[_MOST_LINES:]:
+            lines.append(f"  {subject}: and {len(found) - _MOST_LINES} more")
+        lines.append(f"    -> {_REMEDIES[subject]}")
+    if lines:
+        text = "\n".join(lines)
+        raise ConfigError(f"the ranks differ, so nothing was started:\n{text}")
+
+
+def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:
+    """One line for each name whose value is not the same on all ranks: who has which."""
+    for name in sorted({name for facts in facts_W for name in facts}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, facts in enumerate(facts_W):
+            ranks_of.setdefault(facts.get(name, "absent"), []).append(rank)
+        if len(ranks_of) > 1:
+            said = (
+                f"{value} on {dist.ranks_named(ranks, hosts_W)}"
+                for value, ranks in ranks_of.items()
+            )
+            yield f"{name}: {'; '.join(said)}"
+
+
+def versions() -> Facts:
+    """Of what takes part in the numbers of a run."""
+    return {
+        "ppdist": ppdist.__version__,
+        "paddle": paddle.__version__,
+        "numpy": np.__version__,
+        "opencv": cv2.__version__,
+        "pydantic": importlib.metadata.version("pydantic"),
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
+
+
+def digests_of_code() -> Facts:
+    """File of the package, and the script that was started -> digest of its content."""
+    package, script = Path(ppdist.__file__).parent, Path(sys.argv[0])
+    files = {
+        f"ppdist/{path.relative_to(package).as_posix()}": path
+        for path in sorted(package.rglob("*.py"))
+    }
+    if script.is_file():
+        files[script.name] = script
+    return {name: digest(path.read_bytes()) for name, path in files.items()}
+
+
+def flat_config(config: Any) -> Facts:
+    """Key path -> JSON of its value, of the keys that every rank must have alike."""
+    flat = dict(_flattened("", config.model_dump(mode="json")))
+    facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
+    weights = config.model.pretrained
+    if weights:
+        facts["model.pretrained (its content)"] = _digest_of_file(Path(weights))
+    return facts
+
+
+def _flattened(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flattened(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def digest(content: str | bytes) -> str:
+    """A fingerprint to compare, 16 characters."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    content = hashlib.blake2b(digest_size=8)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                content.update(block)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"  # whoever loads it says more
+    return content.hexdigest()
+
+
+def require_sum() -> None:
+    """An all-reduce whose result is known; every rank calls it.
+
+    Raises: LaunchError, on every rank: the result is wrong; on those that came: others did not.
+    """
+    world = dist.world_size()
+    if world == 1:
+        return
+    ranks = paddle.full([1024], float(dist.rank() + 1), dtype="float32")
+    absent = dist.announce()
+    began = time.monotonic()
+    try:
+        with within(_SUM_SECONDS, "the first all-reduce", absent):
+            found = dist.all_reduce_sum(ranks).numpy()
+    except (RuntimeError, ValueError, OSError) as error:  # what gloo's become in Python
+        missing = absent()
+        if not missing:
+            raise
+        raise LaunchError(
+            f"{missing} did not come to the first all-reduce within "
+            f"{time.monotonic() - began:.0f} s: the log there says what keeps it, or it stands "
+            f"still (stopped, or waiting for a disk)"
+        ) from error
+    expected = world * (world + 1) / 2
+
+    def check() -> None:
+        if not (found == expected).all():
+            wrong = found[found != expected][0]
+            raise LaunchError(
+                f"an all-reduce over {world} ranks gave {wrong:g} where {expected:g} is right, on "
+                f"host {dist.host()}: the transport is broken; on GPUs try "
+                f"NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO"
+            )
+
+    dist.together(check)
+
+
+@contextmanager
+def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Ends this process with a message if the block takes longer: it hangs in foreign code.
+
+    Args: absent: names the ranks that have not come.
+    """
+
+    def end() -> None:
+        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        said = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in variables)
+        print(
+            f"ppdist: rank {dist.rank()} on host {dist.host()}: {what} has not come back "
+            f"within {seconds:g} s; a firewall between the hosts or a wrong interface ({said}) "
+            f"does that, or a rank that stands still: see the logs of the others, and on GPUs "
+            f"NCCL_DEBUG=INFO",
+            file=sys.stderr,
+            flush=True,
+        )
+        missing = absent()  # last: the store may be in the hands of what hangs
+        if missing:
+            print(f"ppdist: {missing} did not come to it", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    # Foreign code may hold the interpreter's lock, and then the timer never comes.
+    faulthandler.dump_traceback_later(seconds + 5, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def resource_warnings(output_dir: Path) -> Iterator[str]:
+    """What may run out on this host; its first rank looks, and of the disk rank 0."""
+    host, count = dist.host(), dist.local_size()
+    memory = available_memory()
+    if memory < count * _RANK_BYTES:
+        yield (
+            f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
+            f"{'s' * (count > 1)}: a smaller batch or fewer processes keep it from running out"
+        )
+    if dist.on_gpu() and count > 1:  # NCCL; our own data loader needs none of it
+        free = _free("/dev/shm")
+        if free < _SHARED_BYTES:
+            yield (
+                f"host {host} has {free / _GIB:.2f} GiB free in /dev/shm, through which NCCL may "
+                f"talk between cards; docker run --shm-size=8g (or --ipc=host) gives more"
+            )
+    if dist.is_main():
+        free = _free(output_dir)
+        if free < _DISK_BYTES:
+            yield (
+                f"output_dir: {output_dir} is on a disk with {free / _GIB:.1f} GiB free; "
+                f"checkpoints and logs need room: free some, or write elsewhere"
+            )
+
+
+def _free(path: str | Path) -> int:
+    """Bytes free where the path is, or will be."""
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free

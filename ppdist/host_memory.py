@@ -1,0 +1,294 @@
+"""Sums between the ranks of one host through memory that they share, instead of through sockets.
+
+The memory is a file that has no name (memfd_create), so it does not count against /dev/shm and is
+gone with the last process that has it open, however that one ends:
+
+    head         a number drawn by whoever made it, to know it again
+    counters     one int64 a rank, each in its own cache line: how many times it has arrived
+    slots        of every rank, what it brings
+    sums         what all of them take away
+
+A message is summed in three moves: every rank copies its own into its slot; every rank adds up its
+share of the elements over all slots, in the order of ranks; every rank copies the sums back.
+Between two moves they wait for one another.  Since each element is added up by one rank alone, in
+one order, every rank ends with the same bits, in every run and for messages of any size.
+
+The counters are read and written without locks, which is right where a processor shows others its
+stores in the order in which they were made: on x86.  Elsewhere ranks talk through sockets.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LOGGER = logging.getLogger("ppdist.dist")
+_LINE = 64  # bytes of a cache line
+_CELL = _LINE // 8  # from one counter to the next
+_SPIN_SECONDS = 0.001  # longer than ranks that are on time differ
+_NAP_SECONDS = (0.00005, 0.001)  # the first and the longest sleep after that
+_LOOK_SECONDS = 0.1  # between two looks whether those waited for still live
+_ELEMENT = 4  # bytes of a float32
+# Ranks of other hosts wait for this one in gloo, which ends them after 30 s without a word about
+# who was late.  Whoever waits for that one on its own host says it before.
+_BETWEEN_HOSTS_SECONDS = 25.0
+
+# Where the float32 values of one tensor lie: address, how many.
+Place = tuple[int, int]
+
+
+def join(
+    exchange: Callable[[Any], list[Any]],
+    *,
+    rank: int,
+    first: int,
+    message_bytes: int,
+    patience_seconds: float,
+) -> "HostMemory | None":
+    """Memory shared with the other ranks of this host; every rank of the run calls it.
+
+    Args:
+        exchange: gives what every rank of the run gave to it, in rank order.
+        first: the lowest rank of this host.  It makes the memory; the others reach it through its
+            entry in /proc, which needs no name and no permission but that of the same user.
+        message_bytes: the longest message, a multiple of 4; longer ones are cut.
+        patience_seconds: how long a rank waits for another one; with several hosts 25 s at most.
+    Returns: None on every rank where every host has one, or where it cannot be had on every host;
+        then a warning says why.
+    """
+    firsts_W = exchange(first)
+    if len(set(firsts_W)) == len(firsts_W):
+        return None  # one rank a host
+    ranks = [other for other, theirs in enumerate(firsts_W) if theirs == first]
+    size = (1 + len(ranks)) * _LINE + (len(ranks) + 1) * message_bytes
+    token, descriptor, memory, problem = secrets.randbits(62), -1, None, ""
+    try:
+        if rank == first:
+            descriptor = _make(size, token)
+    except OSError as error:
+        problem = f"rank {rank}: {error.strerror or error}"
+    offers_W = exchange([os.getpid(), descriptor, token, problem])
+    problem = next((offer[3] for offer in offers_W if offer[3]), "")
+    try:
+        if not problem:
+            process, number, token, _ = offers_W[first]
+            if rank != first:
+                descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+            memory = _map(descriptor, size, token)
+    except OSError as error:
+        problem = f"rank {rank}: memory of rank {first}: {error.strerror or error}"
+    # Only now the first may close its own: the others have theirs open.
+    problem = next(filter(None, exchange(problem)), "")
+    if descriptor >= 0:
+        os.close(descriptor)
+    if problem or memory is None:
+        if rank == 0:
+            _LOGGER.warning("ranks of one host talk through sockets, not memory: %s", problem)
+        return None
+    return HostMemory(
+        memory,
+        rank=rank,
+        processes={other: offers_W[other][0] for other in ranks},
+        message_bytes=message_bytes,
+        patience_seconds=patience_seconds,
+    )
+
+
+def _make(size: int, token: int) -> int:
+    """Raises: OSError: this machine cannot do it, or there is not so much memory."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError(f"the processor is {platform.machine()}, which may reorder stores")
+    descriptor = os.memfd_create("ppdist-sums")
+    try:
+        # All of it now: running out of memory later would kill a rank, not raise an error.
+        os.posix_fallocate(descriptor, 0, size)
+        os.pwrite(descriptor, token.to_bytes(8, "little"), 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _map(descriptor: int, size: int, token: int) -> mmap.mmap:
+    """Raises: OSError: it cannot be mapped, or is not what was made with this token."""
+    try:
+        memory = mmap.mmap(descriptor, size)
+    except ValueError as error:  # a shorter file
+        raise OSError(f"{error}") from error
+    if int.from_bytes(memory[:8], "little") != token:  # a container sees other processes in /proc
+        raise OSError("its process is another one here")
+    return memory
+
+
+class HostMemory:
+    """One rank's hold on it.  All ranks of the host make the same calls in the same order.
+
+    Attributes:
+        longest: of a message, bytes.
+        message_bytes: in messages of so many bytes tensors are summed, at most `longest`, the same
+            on all ranks.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        *,
+        rank: int,
+        processes: Mapping[int, int],
+        message_bytes: int,
+        patience_seconds: float,
+    ) -> None:
+        """
+        Args:
+            memory: see above, zeros but for its head.
+            rank: this one.
+            processes: the ranks of this host in order, and their process ids.
+        """
+        self._ranks, self._processes = list(processes), list(processes.values())
+        self._rank, self._me = rank, self._ranks.index(rank)
+        self._patience = patience_seconds
+        count = len(self._ranks)
+        slots = np.frombuffer(memory, np.float32, offset=(1 + count) * _LINE)
+        slots = slots.reshape(count + 1, -1)
+        self._slots, self._sums = slots[:-1], slots[-1]
+        self._counters = memoryview(memory)[_LINE : (1 + count) * _LINE].cast("q")
+        self._arrivals = 0
+        self.longest = self.message_bytes = message_bytes
+
+    def sum(
+        self, places: Sequence[Place], across: Callable[[np.ndarray], None] | None = None
+    ) -> None:
+        """Replaces the values at these places by their sums over the ranks of the host.
+
+        Args:
+            places: of as many values on every rank, in the same order.
+            across: called by the first rank alone with the sums of every message, [F] float32, to
+                add to them, in place, what is on other hosts.
+        Raises: RuntimeError: another rank has ended.
+            TimeoutError: another rank did not come in time.
+        """
+        mine, sums, patience = self._slots[self._me], self._sums, self._patience
+        if across is not None:
+            patience = min(patience, _BETWEEN_HOSTS_SECONDS)
+        for message in _messages(places, self.message_bytes // _ELEMENT):
+            count = _copy(message, into=mine.ctypes.data)
+            self._meet(patience)
+            share = _share(count, self._me, len(self._ranks))
+            _add(self._slots[:, share], sums[share])
+            self._meet(patience)
+            if across is not None:
+                if self._me == 0:
+                    across(sums[:count])
+                self._meet(self._patience)  # the first may wait for another host meanwhile
+            _copy(message, out_of=sums.ctypes.data)
+            # No third meeting: whoever comes back writes to its slot, which all have read, and
+            # nobody writes to the sums before all have come back.
+
+    def gather(self, place: Place, into: int) -> None:
+        """Copies the values at this place of every rank of the host, in rank order, to an address.
+
+        Args: place: of as many values on every rank, at most `message_bytes` bytes.
+        Raises: as `sum`.
+        """
+        address, count = place
+        ctypes.memmove(self._slots[self._me].ctypes.data, address, _ELEMENT * count)
+        self._meet(self._patience)
+        for number, slot in enumerate(self._slots):
+            ctypes.memmove(into + number * _ELEMENT * count, slot.ctypes.data, _ELEMENT * count)
+        self._meet(self._patience)  # before anybody writes to a slot again
+
+    def _meet(self, patience: float) -> None:
+        """Waits, so many seconds at most, until every rank has called it as often as this one."""
+        self._arrivals += 1
+        self._counters[self._me * _CELL] = self._arrivals
+        began = time.perf_counter()
+        looked, nap = began, _NAP_SECONDS[0]
+        for other, process in enumerate(self._processes):
+            while self._counters[other * _CELL] < self._arrivals:
+                now = time.perf_counter()
+                if now - began < _SPIN_SECONDS:
+                    os.sched_yield()  # it may wait for this core
+                    continue
+                if now - looked > _LOOK_SECONDS:
+                    looked = now
+                    self._require(other, process, now - began, patience)
+                time.sleep(nap)
+                nap = min(2 * nap, _NAP_SECONDS[1])
+
+    def _require(self, other: int, process: int, waited: float, patience: float) -> None:
+        """Raises, unless it makes sense to go on waiting for that rank."""
+        late = f"rank {self._ranks[other]} (process {process} of this host)"
+        # It may have come and ended since the counter was read.
+        if not _lives(process) and self._counters[other * _CELL] < self._arrivals:
+            raise RuntimeError(f"{late} ended while rank {self._rank} waited for it")
+        if waited > patience:
+            limit = "distributed.timeout_seconds"
+            if patience < self._patience:
+                limit = "other hosts wait 30 s for this one, which cannot be configured"
+            raise TimeoutError(
+                f"rank {self._rank} waited {patience:g} s ({limit}) for {late}, which lives but "
+                f"did not come to the same exchange"
+            )
+
+
+def _add(parts_LF: np.ndarray, sums_F: np.ndarray) -> None:
+    """Sums over the ranks of a host, one after another: `np.sum` takes an order of its own."""
+    if len(parts_LF) == 1:
+        sums_F[:] = parts_LF[0]
+        return
+    np.add(parts_LF[0], parts_LF[1], out=sums_F)
+    for part_F in parts_LF[2:]:
+        np.add(sums_F, part_F, out=sums_F)
+
+
+def _lives(process: int) -> bool:
+    """False for a zombie too: one that has ended, and whose parent has not asked how."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return False
+
+
+def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:
+    """The same places in messages of `most` values, of which the last may have less."""
+    message: list[Place] = []
+    room = most
+    for address, count in places:
+        while count:
+            part = min(count, room)
+            message.append((address, part))
+            address, count, room = address + _ELEMENT * part, count - part, room - part
+            if not room:
+                yield message
+                message, room = [], most
+    if message:
+        yield message
+
+
+def _copy(message: list[Place], *, into: int = 0, out_of: int = 0) -> int:
+    """Copies values from their places into one piece of memory, or out of it; how many."""
+    done = 0
+    for address, count in message:
+        if into:
+            ctypes.memmove(into + _ELEMENT * done, address, _ELEMENT * count)
+        else:
+            ctypes.memmove(address, out_of + _ELEMENT * done, _ELEMENT * count)
+        done += count
+    return done
+
+
+def _share(count: int, me: int, ranks: int) -> slice:
+    """This rank's of `count` elements, in whole cache lines."""
+    line = _LINE // _ELEMENT
+    lines = -(-count // line)
+    first, last = (min(count, line * (lines * each // ranks)) for each in (me, me + 1))
+    return slice(first, last)

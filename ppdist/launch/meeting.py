@@ -1,0 +1,279 @@
+"""The hosts of a run meet before anything is started, and find out whether they can train together.
+
+The first host's fleetrun listens on the start port, those of the others call it until it answers.
+Each says what it was started with (greeting.py), so what would be two runs of rank 0, ranks that
+wait for ever or ranks that train different things is one message on every host instead.  Hosts that
+do not come are called by the first: who was given another order of hosts is found that way.
+"""
+
+import contextlib
+import errno
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from ppdist.errors import LaunchError
+from ppdist.launch.connection import Connection, Message, text_of
+from ppdist.launch.greeting import Greeting, differences, read_greeting, remarks
+from ppdist.launch.line import Line
+from ppdist.launch.network import port_in_use
+
+REPORT_SECONDS = 10.0  # between two lines that say who is missing
+_CALL_SECONDS = 1.0  # between two calls of one host
+_GREETING_SECONDS = 10.0  # for an answer of who has taken the call
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_GUESTS = 256  # callers that have not said who they are
+
+
+def meet(mine: Greeting, port: int, seconds: float, say: Callable[[str], None]) -> Line:
+    """Waits until all hosts of the run are there; the connections stay open as the line of the run.
+
+    Args:
+        port: of the first host.
+        seconds: how long to wait.
+        say: prints a line for the user.
+    Raises: LaunchError: a host does not come in time, or was started with something else.
+    """
+    meeting = _Meeting(mine, port, say)
+    try:
+        meeting.wait(seconds)
+        return meeting.line()
+    except BaseException:
+        meeting.leave()
+        raise
+
+
+class _Meeting:
+    def __init__(self, mine: Greeting, port: int, say: Callable[[str], None]) -> None:
+        self.mine, self.port, self.say = mine, port, say
+        self.first = mine.hosts[0]
+        self.joined: dict[str, Connection] = {}  # the first host has all the others', they have its
+        self.identities: dict[str, str] = {}
+        self.guests: list[Connection] = []  # have called and not yet said who they are
+        self.calls: dict[str, Connection] = {}  # begun here and not yet answered
+        self.tried: dict[str, str] = {}  # host -> what came of the last call
+        self.called: dict[str, float] = {}
+        self.complete = False
+        self.listener = _listen(mine, port)
+
+    @property
+    def missing(self) -> list[str]:
+        expected = self.mine.hosts[1:] if self.mine.is_first else [self.first]
+        return [host for host in expected if host not in self.joined]
+
+    def wait(self, seconds: float) -> None:
+        begin = time.monotonic()
+        reported = begin
+        while not self.complete:
+            self._call_missing()
+            self._pause()
+            self._take_calls()
+            self._hear_guests()
+            self._hear_calls()
+            self._hear_joined()
+            if self.mine.is_first and not self.missing:
+                self._tell_joined({"type": "go"})
+                self.complete = True
+            now = time.monotonic()
+            # Who has joined leaves it to the first host, which knows who is missing.
+            patience = seconds + _PATIENCE_SECONDS * (not self.mine.is_first and not self.missing)
+            if not self.complete and now - begin > patience:
+                self._fail(f"gave up after {seconds:g} s (--start_timeout): {self._who()}")
+            if not self.complete and now - reported >= REPORT_SECONDS:
+                reported = now
+                self._report(now - begin)
+
+    def line(self) -> Line:
+        self._hang_up()
+        if not self.mine.is_first and self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        self.say(f"all {len(self.mine.hosts)} hosts are here")
+        return Line(self.mine.host, self.mine.hosts, self.joined, self.listener, self.say)
+
+    def leave(self) -> None:
+        self._hang_up()
+        for connection in self.joined.values():
+            connection.close()
+        if self.listener is not None:
+            self.listener.close()
+
+    def _hang_up(self) -> None:
+        for connection in (*self.guests, *self.calls.values()):
+            connection.close()
+
+    def _call_missing(self) -> None:
+        now = time.monotonic()
+        for host in self.missing:
+            pause = _CALL_SECONDS * (3 if self.mine.is_first else 1)  # they call as well
+            if host not in self.calls and now - self.called.get(host, -pause) >= pause:
+                self.called[host] = now
+                self.calls[host] = Connection.call(host, self.port)
+                self.calls[host].send(self.mine.message())
+
+    def _pause(self) -> None:
+        open_ones = [*self.guests, *self.joined.values(), *self.calls.values()]
+        reading: list[Connection | socket.socket] = [
+            each for each in open_ones if each.closed is None and not each.connecting
+        ]
+        if self.listener is not None:
+            reading.append(self.listener)
+        calling = [each for each in self.calls.values() if each.closed is None and each.connecting]
+        select.select(reading, calling, [], _POLL_SECONDS)
+
+    def _take_calls(self) -> None:
+        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+            while self.listener is not None and len(self.guests) < _GUESTS:
+                self.guests.append(Connection(self.listener.accept()[0]))
+
+    def _hear_guests(self) -> None:
+        for guest in list(self.guests):
+            messages = guest.receive()
+            late = time.monotonic() - guest.opened > _GREETING_SECONDS
+            theirs = read_greeting(messages[0]) if messages else None
+            if theirs is None and guest.closed is None and not late and not messages:
+                continue
+            self.guests.remove(guest)
+            if theirs is None or not self._receive_guest(guest, theirs):
+                guest.close()
+
+    def _receive_guest(self, guest: Connection, theirs: Greeting) -> bool:
+        """Answers who has called; True when it has joined, False when the call is over."""
+        refusal = self._refusal(theirs)
+        if refusal:
+            guest.send({"type": "refused", "text": refusal})
+            return False
+        guest.send(self.mine.message())
+        try:
+            self._compare(theirs)
+        except LaunchError:
+            guest.close()
+            raise
+        if not self.mine.is_first:  # the first host asks where we are; our own call is on its way
+            return False
+        self._join(theirs, guest)
+        return True
+
+    def _refusal(self, theirs: Greeting) -> str:
+        """Why a caller has no place in this run, "" when it has one."""
+        if theirs.host not in self.mine.hosts:
+            self.say(f"refused {theirs.host}, which has called and is not among --ips of this host")
+            return f"it is not among --ips {','.join(self.mine.hosts)} there"
+        known = self.identities.get(theirs.host)
+        if theirs.host == self.mine.host or (known is not None and known != theirs.identity):
+            self.say(f"refused a second fleetrun that says it is host {theirs.host}")
+            return (
+                f"another fleetrun is host {theirs.host} of this run already: it was started "
+                f"twice, or --host is wrong on one of the two"
+            )
+        if self.joined and not self.mine.is_first and theirs.host != self.first:
+            return f"host {self.mine.host} is in a run of host {self.first} already"
+        return ""
+
+    def _compare(self, theirs: Greeting) -> None:
+        found = differences(self.mine, theirs)
+        if found:
+            self._fail(f"host {theirs.host} was started otherwise.\n" + "\n".join(found))
+
+    def _join(self, theirs: Greeting, connection: Connection) -> None:
+        for line in remarks(self.mine, theirs):
+            self.say(line)
+        self.joined[theirs.host] = connection
+        self.identities[theirs.host] = theirs.identity
+
+    def _hear_calls(self) -> None:
+        for host, call in list(self.calls.items()):
+            messages = call.receive()
+            theirs = read_greeting(messages[0]) if messages else None
+            if messages and messages[0]["type"] == "refused":
+                text = text_of(messages[0], "text")
+                self._fail(f"host {host} refused this one, {self.mine.host}: {text}")
+            if theirs is not None:
+                self._compare(theirs)
+            if theirs is not None and not self.mine.is_first:
+                del self.calls[host]
+                self._join(theirs, call)
+                self._follow(messages[1:])
+                continue
+            silent = time.monotonic() - call.heard > _GREETING_SECONDS and not call.connecting
+            if theirs is not None:
+                self.tried[host] = f"it is there, but has not reached {self.mine.host}:{self.port}"
+            elif messages or silent or (call.closed or "").startswith("it does not speak"):
+                self.tried[host] = (
+                    "what answers there is not a fleetrun: another program has the port; take "
+                    "another with --start_port P on every host"
+                )
+            elif call.closed is not None:
+                self.tried[host] = call.closed
+            else:
+                continue
+            del self.calls[host]
+            call.close()
+
+    def _hear_joined(self) -> None:
+        for host, connection in list(self.joined.items()):
+            messages = connection.receive()
+            if not self.mine.is_first:
+                self._follow(messages)
+            if connection.closed is not None and not self.complete:
+                del self.joined[host], self.identities[host]
+                self.tried[host] = "it was here and went away"
+                self.say(f"host {host} went away before the run began")
+
+    def _follow(self, messages: list[Message]) -> None:
+        """What the first host says to one that has joined."""
+        for message in messages:
+            if message["type"] == "go":
+                self.complete = True
+            elif message["type"] == "waiting":
+                self.say(text_of(message, "text"))
+            elif message["type"] == "refused":
+                raise LaunchError(f"host {self.first}: {text_of(message, 'text')}")
+
+    def _report(self, waited: float) -> None:
+        if self.missing:
+            self.say(f"{self._who()} ({waited:.0f} s)")
+        if self.mine.is_first:
+            text = f"host {self.first}: {self._who()} ({waited:.0f} s)"
+            self._tell_joined({"type": "waiting", "text": text})
+
+    def _who(self) -> str:
+        if not self.missing:
+            return f"waiting for host {self.first} to say that all are there"
+        each = [
+            f"host {host} ({host}:{self.port}: {self.tried.get(host, 'no answer yet')})"
+            for host in self.missing
+        ]
+        return f"still waiting for {', '.join(each)}"
+
+    def _fail(self, text: str) -> None:
+        """Raises: LaunchError: this text, which the hosts that have joined get as well."""
+        if self.mine.is_first:
+            self._tell_joined({"type": "refused", "text": text})
+        raise LaunchError(text)
+
+    def _tell_joined(self, message: Message) -> None:
+        for connection in self.joined.values():
+            connection.send(message)
+
+
+def _listen(mine: Greeting, port: int) -> socket.socket | None:
+    """Where the others call; None where they need not and cannot."""
+    for address in (mine.host, ""):  # an address of --host may be one that only others see
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        try:
+            listener.bind((address, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            break
+        return listener
+    if mine.is_first:
+        raise LaunchError(port_in_use(port, len(mine.hosts)))
+    return None

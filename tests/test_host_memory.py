@@ -1,0 +1,165 @@
+"""Sums through the memory of a host, on real ranks and against what sockets give."""
+
+import mmap
+import os
+import signal
+import time
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist import dist
+from ppdist.host_memory import HostMemory, _messages, _share
+from ppdist.launch.outcome import RankEnd
+from ppdist.message_size import LARGEST_MB, SIZES_MB, fastest_mb
+from tests.distributed import run_on_ranks
+
+
+def sums(argument):
+    """Sums of tensors of odd sizes that do not fit one message, against the sum by sockets."""
+    dist.init("cpu", dist.DistributedConfig(bucket_mb=1))
+    assert (dist._host is not None) == argument["memory"]
+    draw = np.random.default_rng(dist.rank())
+    shapes = [(3,), (700, 1001), (1,), (5, 7), (400_000,)]
+    ours = [paddle.to_tensor(draw.normal(size=shape).astype("float32")) for shape in shapes]
+    transposed = paddle.to_tensor(draw.normal(size=(30, 50)).astype("float32")).t()
+    ours.append(transposed)
+    theirs = [tensor.clone() for tensor in ours]
+    small = dist.all_reduce_sum(paddle.to_tensor([1.0 + dist.rank(), float("nan")])).tolist()
+    dist.sum_tensors(ours)
+    for tensor in theirs:
+        paddle.distributed.all_reduce(tensor)
+    rows = dist.all_gather(paddle.to_tensor([[1.0 + dist.rank(), -0.0]]).t())
+    assert rows.shape == [dist.world_size(), 2, 1]
+    return {
+        "rows": rows.tolist(),
+        "small": small[0],
+        "nan": small[1] != small[1],
+        "error": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
+        "sum": [np.ascontiguousarray(tensor.numpy()).tobytes().hex()[-64:] for tensor in ours],
+    }
+
+
+def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
+    first, second = run_on_ranks(2, "tests.test_host_memory:sums", {"memory": True}, hosts=1)
+    assert first == second
+    assert first["rows"] == [[[1.0], [-0.0]], [[2.0], [-0.0]]]
+    assert first["small"] == 3.0 and first["nan"] and first["error"] == 0.0
+
+
+def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
+    results = run_on_ranks(4, "tests.test_host_memory:sums", {"memory": True}, hosts=2)
+    assert all(result == results[0] for result in results)
+    assert results[0]["small"] == 10.0 and results[0]["error"] < 2e-6
+
+
+def late(argument):
+    """Rank 1 comes late, then too late, then not at all."""
+    dist.init("cpu", dist.DistributedConfig())
+    me, said, one = dist.rank(), [], paddle.to_tensor([1.0])
+    began, heard = time.monotonic(), []
+    signal.signal(signal.SIGALRM, lambda number, frame: heard.append(time.monotonic() - began))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    time.sleep(2.0 * me)
+    said.append(dist.all_reduce_sum(one).tolist())
+    said.append(heard[0] < 1.5)
+    dist._host._patience = 60.0 if me else 0.5
+    dist.barrier()
+    time.sleep(2.0 * me)
+    for _ in range(2):  # rank 0 meets a rank that is late, then rank 1 one that has ended
+        try:
+            dist.all_reduce_sum(one)
+        except (TimeoutError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            break
+    return [*said, os.getpid()]
+
+
+def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
+    (*first, pid_0), (*second, pid_1) = run_on_ranks(2, "tests.test_host_memory:late", hosts=1)
+    assert first == [
+        [2.0],
+        True,
+        "TimeoutError: rank 0 waited 0.5 s (distributed.timeout_seconds) for rank 1 (process "
+        f"{pid_1} of this host), which lives but did not come to the same exchange",
+    ]
+    gone = f"RuntimeError: rank 0 (process {pid_0} of this host) ended while rank 1 waited for it"
+    assert second == [[2.0], True, gone]
+
+
+def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(monkeypatch):
+    monkeypatch.setattr("ppdist.host_memory._BETWEEN_HOSTS_SECONDS", 0.15)
+    me = os.getpid()
+
+    def wait(arrived):
+        """What the first of two ranks is told when the other has arrived so often."""
+        size = 3 * 64 + 3 * 64
+        memory = HostMemory(
+            mmap.mmap(-1, size), rank=2, processes={2: me, 3: me}, message_bytes=64,
+            patience_seconds=0.4,
+        )  # fmt: skip
+        memory._counters[8] = arrived
+        values = np.ones(2, np.float32)
+        with pytest.raises(TimeoutError) as told:
+            memory.sum([(values.ctypes.data, 2)], lambda sums_F: None)
+        return str(told.value)
+
+    assert wait(0).startswith(
+        "rank 2 waited 0.15 s (other hosts wait 30 s for this one, which cannot be configured) for "
+        "rank 3"
+    )
+    # While the first rank of a host waits for other hosts, nobody of its own blames it.
+    assert wait(2).startswith("rank 2 waited 0.4 s (distributed.timeout_seconds) for rank 3")
+
+
+def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_the_cause():
+    lost = "RuntimeError: rank 0 (process 7 of this host) ended while rank 1 waited for it"
+    slow = "TimeoutError: rank 0 waited 5 s (distributed.timeout_seconds) for rank 1 (process 8"
+    assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
+    assert not RankEnd(0, 0, 1, slow, 0.0).is_consequence
+
+
+def refuse(argument):
+    """The first rank of the host has no memory to share."""
+    if dist.rank() == 0:
+        os.memfd_create = lambda name: os.open("/", os.O_RDONLY)  # nothing can be reserved there
+    dist.init("cpu", dist.DistributedConfig())
+    return [dist._host is None, dist.all_reduce_sum(paddle.to_tensor([1.0])).tolist()]
+
+
+def test_where_memory_cannot_be_shared_all_ranks_talk_through_sockets():
+    assert run_on_ranks(2, "tests.test_host_memory:refuse", hosts=1) == [[True, [2.0]]] * 2
+
+
+def test_messages_cover_every_value_once_and_shares_every_element():
+    places = [(0, 3), (1000, 10), (5000, 1)]
+    messages = list(_messages(places, 4))
+    assert [sum(count for _, count in message) for message in messages] == [4, 4, 4, 2]
+    assert [piece for message in messages for piece in message] == [
+        (0, 3), (1000, 1), (1004, 4), (1020, 4), (1036, 1), (5000, 1),
+    ]  # fmt: skip
+    for count in (1, 15, 16, 17, 1000):
+        shares = [_share(count, me, 3) for me in range(3)]
+        assert [at for share in shares for at in range(share.start, share.stop)] == [*range(count)]
+
+
+def auto(argument):
+    began = time.perf_counter()
+    dist.init("cpu", dist.DistributedConfig(bucket_mb="auto"))
+    chosen, seconds = dist.bucket_mb(), time.perf_counter() - began
+    dist.resume_bucket(3)
+    return [chosen, seconds, dist.bucket_mb()]
+
+
+def test_all_ranks_choose_the_same_size_of_message():
+    first, second = run_on_ranks(2, "tests.test_host_memory:auto", hosts=1)
+    assert first[0] == second[0] and first[0] in SIZES_MB
+    assert first[2] == second[2] == 3  # that of a checkpoint goes before a measured one
+
+
+def test_the_smallest_of_the_fastest_sizes_is_taken(monkeypatch):
+    took = {1: 0.03, 2: 0.02, 4: 0.0101, 8: 0.0102, 16: 0.01}
+    monkeypatch.setattr("ppdist.message_size._seconds", lambda try_size, mb: took[mb])
+    assert fastest_mb(lambda mb: None, lambda value: [value, None]) == 4
+    assert fastest_mb(lambda mb: None, lambda value: [LARGEST_MB, None]) == LARGEST_MB  # slow link
