@@ -38,6 +38,7 @@ from ppdist.meetings import barrier as barrier
 from ppdist.meetings import exchange as exchange
 from ppdist.meetings import host as host
 from ppdist.meetings import is_main as is_main
+from ppdist.meetings import local_rank as local_rank
 from ppdist.meetings import local_size as local_size
 from ppdist.meetings import on_main as on_main
 from ppdist.meetings import rank as rank
@@ -181,7 +182,7 @@ def _join(kind: str) -> None:
 def _share_memory(config: DistributedConfig) -> None:
     """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
     global _host, _leaders
-    first = rank() - int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+    first = rank() - local_rank()
     largest_mb = LARGEST_MB if config.bucket_mb == "auto" else config.bucket_mb
     _host = join(
         exchange,

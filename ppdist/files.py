@@ -1,5 +1,6 @@
-"""Files that a user named for results: a path that cannot be written is the user's error."""
+"""Files that a user named: a path that cannot be written is the user's error."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ppdist.errors import UserError
+
+_BLOCK_BYTES = 1 << 20
 
 
 @contextmanager
@@ -49,6 +52,18 @@ def user_cache() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
     except RuntimeError:
         return None
+
+
+def digest_of_file(path: Path) -> str:
+    """A fingerprint of a file's content to compare, 16 characters; or why it cannot be read."""
+    content = hashlib.blake2b(digest_size=8)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                content.update(block)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"  # whoever loads it says more
+    return content.hexdigest()
 
 
 def write_json(path: Path, content: object, indent: int | None = None) -> None:

@@ -101,13 +101,17 @@ def require_ways(
             listener.close()
     lost = [way for failed in failed_W for way in failed]
     if lost:
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        said = ", ".join(f"{name}={environment.get(name, 'not set')}" for name in names)
         raise LaunchError(
             f"hosts do not reach one another: {'; '.join(lost)}. gloo and NCCL choose "
             f"such ports by themselves: open everything between these hosts in the firewall, and "
-            f"see that {said} is the interface of their network"
+            f"see that {interfaces(environment)} is the interface of their network"
         )
+
+
+def interfaces(environment: Mapping[str, str]) -> str:
+    """The interfaces that gloo and NCCL were told to take, for messages."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return ", ".join(f"{name}={environment.get(name, 'not set')}" for name in names)
 
 
 def _other_network(environment: Mapping[str, str]) -> bool:

@@ -40,6 +40,11 @@ def local_size() -> int:
     return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This process's number among the ranks of its host; 0 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
 def is_main() -> bool:
     """True on rank 0.  Never put a collective behind it: see `on_main`."""
     return rank() == 0

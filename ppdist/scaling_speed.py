@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,7 @@ def measure_scaling(
     reports: dict[int, Report] = {}
     for _ in range(rounds):
         for count in counts:
-            reports[count] = _launch(launcher, script, count)
+            reports[count] = launch(launcher, script, count, environment=_environment())
             result = _first_variant(reports[count])
             rates[count].append(result["images_per_second"])
             steps[count].append(result["step_seconds"])
@@ -111,27 +111,42 @@ def _environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} | os.environ
 
 
-def cards(count: int) -> list[str]:
+def _cards(count: int) -> list[str]:
     """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
     if not _has_gpu():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
 
 
-def _launch(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
+def launch(
+    launcher: Sequence[str],
+    script: Sequence[str],
+    count: int,
+    *,
+    environment: Mapping[str, str],
+    verdicts: Collection[int] = (0,),
+) -> Any:
+    """The report of a tool on `count` processes of this machine, through fleetrun.
+
+    Args:
+        launcher: command of fleetrun without its options.
+        script: the command of the tool, which writes its report where --json says.
+        verdicts: exit codes with which it does.
+    Raises: LaunchError: it ended without; what it said went to our stderr.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [
             *launcher,
-            *cards(count),
+            *_cards(count),
             "--log_dir",
             f"{folder}/log",
             *script,
             "--json",
             str(file),
         ]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=_environment(), check=False)
-        if done.returncode or not file.exists():
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=False)
+        if done.returncode not in verdicts or not file.exists():
             raise LaunchError(
                 f"the run on {count} processes ended with exit code {done.returncode}: "
                 f"{' '.join(command)}"

@@ -19,7 +19,7 @@ from ppdist.benchmark import _averaging_seconds, _compare, _Variant
 from ppdist.data import loading_speed
 from ppdist.errors import LaunchError
 from ppdist.optim.averaging import Averaging
-from ppdist.scaling_speed import _launch, _launch_apart, measure_scaling
+from ppdist.scaling_speed import _launch_apart, launch, measure_scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "examples" / "demo.yml"
@@ -201,7 +201,7 @@ def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
         variant = {"images_per_second": rate, "step_seconds": seconds, "sent_bytes_per_step": 7}
         return {"result": {"variants": {"base": variant}, "gradient_all_reduce_seconds": 0.4}}
 
-    def launch(launcher, script, count):
+    def launch(launcher, script, count, environment):
         started.append(count)
         return result(6.0 * count - count**2, 1.0)
 
@@ -209,7 +209,7 @@ def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
         started.append(-count)
         return [result(4.5, 0.9)] * count
 
-    monkeypatch.setattr(scaling_speed, "_launch", launch)
+    monkeypatch.setattr(scaling_speed, "launch", launch)
     monkeypatch.setattr(scaling_speed, "_launch_apart", launch_apart)
     report = measure_scaling(["fleetrun"], ["train"], counts=[1, 2], rounds=2)
     assert started == [1, 2, -2, 1, 2, -2]
@@ -227,7 +227,7 @@ def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
 def test_a_failed_run_of_scaling_is_an_error_with_its_command():
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train"):
-        _launch(fails, ["benchmark.py", "train"], 2)
+        launch(fails, ["benchmark.py", "train"], 2, environment=os.environ)
 
 
 def test_runs_apart_end_when_whoever_waits_for_them_is_interrupted(tmp_path, monkeypatch):

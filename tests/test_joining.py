@@ -100,9 +100,11 @@ def test_a_store_that_opens_later_is_waited_for() -> None:
         port = probe.getsockname()[1]
     opened: list[socket.socket] = []
     timer = threading.Timer(0.5, lambda: opened.append(socket.create_server(("127.0.0.1", port))))
+    began = time.monotonic()
     timer.start()
     try:
         wait_for_store(f"127.0.0.1:{port}", "b", 20)
+        assert time.monotonic() - began >= 0.5
     finally:
         timer.join()
         opened[0].close()

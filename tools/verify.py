@@ -82,7 +82,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
     else:
         launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
         for count in arguments.processes:
-            reports.append(check.launch(launcher, script, count))
+            reports.append(check.verify_on(launcher, script, count))
             print("\n".join(check.lines(reports[-1])), flush=True)
     if launched and dist.is_main():
         print("\n".join(check.lines(reports[0])), flush=True)

@@ -46,7 +46,7 @@ from ppdist.models.detector import ImageModel
 from ppdist.models.pretrained import LoadReport, load_weights
 from ppdist.models.sync_bn import synchronize_batch_norm
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
-from ppdist.optim.build import build_averaging, build_sharding, next_synchronised
+from ppdist.optim.build import build_averaging, build_sharding, last_step
 from ppdist.optim.ema import EMA
 from ppdist.optim.optimizer import OptimizerConfig, build_optimizer
 from ppdist.optim.schedule import ScheduleConfig
@@ -307,7 +307,7 @@ def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:
         accumulate_steps=config.train.accumulate_steps,
         epochs=config.train.epochs,
         epochs_compensation=config.train.epochs_compensation,
-        max_steps=next_synchronised(config.train.max_steps, config.distributed),
+        max_steps=last_step(config.train.max_steps, config.distributed),
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.train.ema,

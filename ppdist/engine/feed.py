@@ -24,6 +24,7 @@ from ppdist.data.sampling import SamplingConfig, copies, difficulty, epoch_size
 from ppdist.data.train_samples import require_outlines
 from ppdist.engine.derived import Derived
 from ppdist.errors import ConfigError, DataError
+from ppdist.files import digest_of_file
 
 _READ_IMAGES = 64  # of each set, whose content is compared; of the others the size of the file
 _LOOKERS = 16  # threads: a network's disk answers each question late, but many at once
@@ -98,11 +99,11 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
 
 def _require_same_images(source: str, records: Records, top: str) -> None:
     """Every rank calls it with the same records; the first of each host looks at its files."""
-    looks = os.environ.get("PADDLE_LOCAL_RANK", "0") == "0"
+    looks = dist.local_rank() == 0
     sizes_N = _file_sizes(records) if looks else np.zeros(0, np.int64)
     chosen = sorted({len(records) * n // _READ_IMAGES for n in range(_READ_IMAGES)})
     chosen = chosen if len(records) else []
-    marks = [_digest_of_image(records.path(index)) for index in chosen] if looks else []
+    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if looks else []
     whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
     found_W = dist.exchange([whole, marks, dist.host()] if looks else None)
     lookers = [rank for rank, found in enumerate(found_W) if found is not None]
@@ -147,13 +148,6 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError:  # whoever reads it says more
         return -1
-
-
-def _digest_of_image(path: str) -> str:
-    try:
-        return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
-    except OSError:
-        return "absent"
 
 
 def _mark(record: ImageRecord, top: str) -> int:

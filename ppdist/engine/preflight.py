@@ -28,6 +28,8 @@ import ppdist
 from ppdist import dist
 from ppdist.data.cores import available_memory
 from ppdist.errors import ConfigError, LaunchError
+from ppdist.files import digest_of_file
+from ppdist.joining import interfaces
 from ppdist.own_keys import HOSTS_OWN_KEYS
 
 Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
@@ -39,7 +41,6 @@ _REMEDIES = {
 }
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _MOST_LINES = 20
-_BLOCK_BYTES = 1 << 20
 _GIB = 1 << 30
 _RANK_BYTES = 2 * _GIB  # processes of small models were measured to take 0.9 to 1.7
 _SHARED_BYTES = 1 * _GIB
@@ -174,7 +175,7 @@ def flat_config(config: Any) -> Facts:
     facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
     weights = config.model.pretrained
     if weights:
-        facts["model.pretrained (its content)"] = _digest_of_file(Path(weights))
+        facts["model.pretrained (its content)"] = digest_of_file(Path(weights))
     return facts
 
 
@@ -190,17 +191,6 @@ def digest(content: str | bytes) -> str:
     """A fingerprint to compare, 16 characters."""
     data = content.encode() if isinstance(content, str) else content
     return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _digest_of_file(path: Path) -> str:
-    content = hashlib.blake2b(digest_size=8)
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                content.update(block)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"  # whoever loads it says more
-    return content.hexdigest()
 
 
 def require_sum() -> None:
@@ -248,13 +238,11 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
     """
 
     def end() -> None:
-        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        said = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in variables)
         print(
             f"ppdist: rank {dist.rank()} on host {dist.host()}: {what} has not come back "
-            f"within {seconds:g} s; a firewall between the hosts or a wrong interface ({said}) "
-            f"does that, or a rank that stands still: see the logs of the others, and on GPUs "
-            f"NCCL_DEBUG=INFO",
+            f"within {seconds:g} s; a firewall between the hosts or a wrong interface "
+            f"({interfaces(os.environ)}) does that, or a rank that stands still: "
+            f"see the logs of the others, and on GPUs NCCL_DEBUG=INFO",
             file=sys.stderr,
             flush=True,
         )

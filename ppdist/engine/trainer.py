@@ -25,6 +25,7 @@ from ppdist.engine.step import AmpConfig, Clock, StepResult, TrainStep
 from ppdist.errors import CheckpointError
 from ppdist.log import RunLog
 from ppdist.models.detector import ImageModel
+from ppdist.optim.averaging import next_synchronised
 from ppdist.optim.ema import EMAConfig
 from ppdist.optim.optimizer import load_optimizer_arrays, optimizer_arrays
 
@@ -129,11 +130,10 @@ class Trainer:
         save_every = checkpoint.every_steps or 0
         if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
             save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        # Only there do all ranks hold the same weights.
         every = train_step.averaging.every
-        self.save_every = math.ceil(save_every / every) * every
+        self.save_every = next_synchronised(save_every, every)
         evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
-        self.evaluate_every = math.ceil(evaluate_every / every) * every
+        self.evaluate_every = next_synchronised(evaluate_every, every)
         self.best_metric = evaluate.metric
         self.keep = checkpoint.keep
 

@@ -44,7 +44,7 @@ from ppdist.equivalence.report import (
 )
 from ppdist.equivalence.trace import Rounding, Trace, train_steps
 from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, LaunchError
-from ppdist.scaling_speed import cards
+from ppdist.scaling_speed import launch
 
 if TYPE_CHECKING:
     from ppdist.engine.experiment import ExperimentConfig
@@ -158,29 +158,13 @@ def judge(config: "ExperimentConfig", folder: Path) -> None:
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-def launch(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
+def verify_on(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
     """Verifies on `count` ranks of this machine, through fleetrun.
 
     Args:
         launcher: command of fleetrun without its options.
-        script: the command of `verify_ranks` on a rank, without --json.
+        script: the command of `verify_ranks` on a rank, without --json; it ends with 1 when they
+            differ.
     Raises: LaunchError: the run ended without a report.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        command = [
-            *launcher,
-            *cards(count),
-            "--log_dir",
-            f"{folder}/log",
-            *script,
-            "--json",
-            str(file),
-        ]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-        if not file.exists():
-            raise LaunchError(
-                f"the run on {count} process(es) ended with exit code {done.returncode}, what it "
-                f"said is above: {' '.join(command)}"
-            )
-        return json.loads(file.read_text(encoding="utf-8"))[0]
+    return launch(launcher, script, count, environment=os.environ, verdicts=(0, 1))[0]

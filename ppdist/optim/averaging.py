@@ -5,6 +5,7 @@ The step hands over gradients of sums and the factor that makes them the gradien
 by `synchronised` that it does not.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -62,6 +63,15 @@ class Averaging:
     def synchronised(self, step: int) -> bool:
         """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
         return True
+
+
+def next_synchronised(steps: int, every: int) -> int:
+    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
+    can a run stop, be saved, and go on as if it had not.
+
+    Args: every: `Averaging.every`.
+    """
+    return math.ceil(steps / every) * every
 
 
 def lost(entries: Collection[str]) -> str:

@@ -1,11 +1,9 @@
 """How the ranks of a configuration become one: what is averaged, and who updates what."""
 
-import math
-
 import paddle
 
 from ppdist import dist
-from ppdist.optim.averaging import Averaging, DuringBackward
+from ppdist.optim.averaging import Averaging, DuringBackward, next_synchronised
 from ppdist.optim.compression import LowPrecision, LowRank, TopK
 from ppdist.optim.local_sgd import LocalSGD
 from ppdist.optim.sharding import Sharding
@@ -46,9 +44,8 @@ def build_sharding(
     return Sharding(parameters)
 
 
-def next_synchronised(steps: int | None, config: dist.DistributedConfig) -> int | None:
-    """`steps`, or the next one after which all ranks hold the same weights: only there can a run
-    stop, be saved, and go on as if it had not."""
-    if steps is None or config.sync_every is None or dist.world_size() == 1:
-        return steps
-    return math.ceil(steps / config.sync_every) * config.sync_every
+def last_step(max_steps: int | None, config: dist.DistributedConfig) -> int | None:
+    """`train.max_steps`, or the next step at which the ranks of this run can stop."""
+    if max_steps is None or config.sync_every is None or dist.world_size() == 1:
+        return max_steps
+    return next_synchronised(max_steps, config.sync_every)

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -272,9 +273,11 @@ def test_a_call_that_does_not_come_back_ends_the_process_with_a_reason() -> None
 
 
 def test_a_call_that_comes_back_leaves_no_clock_behind() -> None:
+    before = threading.active_count()
     with within(0.1, "nothing"):
-        pass
+        assert threading.active_count() == before + 1
     time.sleep(0.2)  # the process would be gone
+    assert threading.active_count() == before
 
 
 def test_little_memory_and_a_full_disk_are_warnings(
