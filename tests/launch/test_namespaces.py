@@ -218,7 +218,7 @@ def _training(folder: Path, request: pytest.FixtureRequest) -> list[str]:
     if root.is_dir():
         return [str(ROOT / "configs/examples/bccd_ppyoloe.yml"), f"data.root={root}"]
     drawn = [sys.executable, "tools/data.py", "synthetic", "--out", str(folder / "data")]
-    subprocess.run([*drawn, "--train", "32", "--val", "8"], cwd=ROOT, check=True)
+    subprocess.run([*drawn, "--train", "48", "--val", "8"], cwd=ROOT, check=True)
     return [str(ROOT / "configs/examples/demo.yml"), f"data.root={folder / 'data'}"]
 
 
