@@ -1,5 +1,6 @@
 # make demo      the whole road on data it makes itself: train on 2 processes, evaluate, export, predict
 # make test      what CI runs (minutes); make test-all also runs what takes long
+# make faults    every fault of docs/faults.md, and writes that page (hours); make soak alone: 30 min
 # make check     ruff and mypy;  make bench  measured speed;  make docs  regenerate generated files
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -8,7 +9,7 @@ STAMP := $(VENV)/.ppdist-installed
 DEMO := output/demo
 DEMO_CONFIG := configs/examples/demo.yml
 
-.PHONY: demo test test-all check bench docs install clean
+.PHONY: demo test test-all faults soak check bench docs install clean
 
 install: $(STAMP)
 
@@ -43,6 +44,18 @@ test-all: install
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check \
 	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
+
+# The page is written also when a test fails: it says so.
+faults: install
+	mkdir -p output/faults
+	-$(PY) tools/faults.py kills --points 50 --json output/faults/kills.json
+	-OMP_NUM_THREADS=1 $(PY) -m pytest $$($(PY) -m tests.faults.report --tests) \
+	  -o junit_family=xunit1 --junitxml output/faults/ran.xml
+	$(PY) -m tests.faults.report output/faults/ran.xml output/faults/kills.json output/faults/soak.json
+
+soak: install
+	mkdir -p output/faults
+	$(PY) tools/faults.py soak --minutes 30 --json output/faults/soak.json
 
 check: install
 	$(PY) -m ruff check ppdist tools tests

@@ -11,28 +11,44 @@
     checkpoints/last, best     links to one of them
 
 A directory appears under its name only when everything in it is on disk (written beside, fsync,
-rename), so a kill at any moment leaves the previous checkpoint in place.  Nothing here is pickled.
+rename), and goes under another name before it is deleted, so whenever a process is killed the
+checkpoints are whole and the links point at one.  Nothing here is pickled; tools/convert.py makes
+a .pdparams of a checkpoint for programs that read nothing else.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from pydantic import Field
-from safetensors.numpy import load_file, save
+from safetensors import SafetensorError
 
 from ppdist.config import Section
 from ppdist.errors import CheckpointError
 
 _NAME = re.compile(r"^step-(\d+)$")
+_DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
+_DRAFT_SECONDS = 24 * 3600.0  # older ones are left over, whatever still has their number
 _MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 20
+# How safetensors names the types of numpy.
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
+    "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 class CheckpointConfig(Section):
@@ -50,27 +66,41 @@ class CheckpointConfig(Section):
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A training run after one step, in arrays of its own; training may go on."""
+
+    step: int
+    groups: dict[str, dict[str, np.ndarray]]  # `model`, `optimizer`, ...: one file each
+    state: dict[str, Any]  # what JSON can hold
+
+    def arrays(self, group: str) -> dict[str, np.ndarray] | None:
+        """As `Checkpoint.arrays`."""
+        return self.groups.get(group)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose checksums were verified."""
 
     path: Path
     state: dict[str, Any]
-    digest: str  # SHA-256 of its manifest: the same for two that hold the same, and no others
+    files: dict[str, bytes]  # name -> what was verified
 
     def arrays(self, group: str) -> dict[str, np.ndarray] | None:
         """Arrays of one group (`model`, `ema`, `optimizer`, ...); None when it was not saved."""
-        file = self.path / f"{group}.safetensors"
-        return load_file(file) if file.exists() else None
+        name = f"{group}.safetensors"
+        return unpacked(self.files[name], self.path / name) if name in self.files else None
 
 
 def save_checkpoint(
     folder: Path,
     step: int,
-    groups: dict[str, dict[str, np.ndarray]],
+    groups: Mapping[str, Mapping[str, np.ndarray]],
     state: dict[str, Any],
     config_yaml: str,
 ) -> Path:
-    """Writes `folder/step-N` atomically and points `last` at it; rank 0 alone calls it.
+    """Writes `folder/step-N` atomically and points `last` at it, unless that is at a later one
+    already (a best that was refused is written late); one thread of rank 0 calls it.
 
     Args:
         groups: name -> arrays; one .safetensors file each.
@@ -79,31 +109,42 @@ def save_checkpoint(
     Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
     """
     final = path_of(folder, step)
-    draft = folder / f".{final.name}.{os.getpid()}"
+    draft = _draft_of(final)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
+        remove_drafts(folder)  # before, because they may be what fills the disk
         draft.mkdir()
-        files = {f"{name}.safetensors": save(_packed(arrays)) for name, arrays in groups.items()}
-        files["state.json"] = json.dumps(state, indent=1).encode()
-        files["config.yml"] = config_yaml.encode()
-        manifest = {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in files.items()
+        files = {
+            f"{name}.safetensors": _write_durably(draft / f"{name}.safetensors", _safetensors(each))
+            for name, each in groups.items()
         }
-        files[_MANIFEST] = json.dumps({"step": step, "files": manifest}, indent=1).encode()
-        for name, data in files.items():
-            _write_durably(draft / name, data)
+        texts = {"state.json": json.dumps(state, indent=1), "config.yml": config_yaml}
+        for name, text in texts.items():
+            files[name] = _write_durably(draft / name, [text.encode()])
+        manifest = json.dumps({"step": step, "files": files}, indent=1)
+        _write_durably(draft / _MANIFEST, [manifest.encode()])
         _sync_folder(draft)
         draft.rename(final)
         _sync_folder(folder)
-        point(folder / "last", final)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
+        needed = sum(array.nbytes for arrays in groups.values() for array in arrays.values())
         raise CheckpointError(
-            f"{final}: cannot write the checkpoint: {error}; older checkpoints are untouched"
+            f"{final}: cannot write the checkpoint: {error.strerror or error}; it needs "
+            f"{needed / 1e6:.1f} MB, {_free(folder)}; older checkpoints are untouched"
         ) from error
+    with contextlib.suppress(OSError):  # a file system without links; the checkpoint is there
+        last = folder / "last"
+        if not (last.is_dir() and _step_of(last.readlink()) > step):
+            point(last, final)
     return final
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"the disk has {shutil.disk_usage(folder).free / 1e6:.1f} MB free"
+    except OSError as error:
+        return f"and of the disk nobody knows ({error.strerror})"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -113,21 +154,64 @@ def path_of(folder: Path, step: int) -> Path:
 
 def point(link: Path, target: Path) -> None:
     """Makes `link` a relative link to a checkpoint beside it, in one atomic step."""
-    draft = link.with_name(f".{link.name}.{os.getpid()}")
+    draft = _draft_of(link)
     draft.unlink(missing_ok=True)
     draft.symlink_to(target.name)
     draft.replace(link)
 
 
+def point_at_step(link: Path, step: int) -> None:
+    """Makes `link` one to the checkpoint of a step beside it, if there is one.
+
+    A kill may have come between a checkpoint and the links that were to follow it.
+    """
+    path = path_of(link.parent, step)
+    if path.is_dir() and not (link.is_symlink() and link.readlink().name == path.name):
+        point(link, path)
+
+
 def prune(folder: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints and whatever `best` and `last` point at; and
-    drafts that a killed process left."""
-    for draft in folder.glob(".step-*"):
-        shutil.rmtree(draft, ignore_errors=True)
+    what killed processes left half done."""
+    remove_drafts(folder)
     named = {link.resolve() for link in (folder / "best", folder / "last") if link.is_symlink()}
-    for path in _steps(folder)[keep:]:
-        if path.resolve() not in named:
+    old = [path for path in _steps(folder)[keep:] if path.resolve() not in named]
+    if old:
+        _sync_folder(folder)  # or a power loss might keep the deletion and lose what `best` is now
+    for path in old:
+        draft = _draft_of(path)
+        path.rename(draft)  # at once: half a checkpoint must not bear the name of a whole one
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Deletes what killed processes left half done; what a living one is at stays."""
+    for path in folder.glob(".*"):
+        made_by = _DRAFT.match(path.name)
+        if made_by is None or _is_at_work(path, made_by["host"], int(made_by["pid"])):
+            continue
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _draft_of(path: Path) -> Path:
+    """The name under which this process begins, or deletes, what bears another."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def _is_at_work(draft: Path, host: str | None, pid: int) -> bool:
+    """Whether who made a draft may still be writing it, as far as this host can know."""
+    try:
+        old = time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS
+    except OSError:  # gone already
+        return True
+    if old or host is None:
+        return False
+    if host != socket.gethostname():
+        return True
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
@@ -140,28 +224,33 @@ def set_aside(folder: Path, step: int) -> Path | None:
     Returns: where they are now, a new directory beside `folder`; None: there were none.
     Raises: CheckpointError: the disk refused.
     """
-    found = [path for path in _steps(folder) if int(path.name.removeprefix("step-")) > step]
+    found = [path for path in _steps(folder) if _step_of(path) > step]
     if not found:
         return None
     names = (folder.with_name(f"{folder.name}-old-{n}") for n in itertools.count(1))
     aside = next(name for name in names if not name.exists())
+    moved = {path.name for path in found}
+    links = {
+        link: link.readlink().name
+        for link in (folder / "best", folder / "last")
+        if link.is_symlink() and link.readlink().name in moved
+    }
     try:
         aside.mkdir()
+        for link in links:  # before what they point at, so that they never dangle
+            link.unlink()
         for path in found:
             path.rename(aside / path.name)
-        for link in (folder / "best", folder / "last"):
-            if link.is_symlink() and not link.exists():
-                target = aside / link.readlink().name
-                link.unlink()
-                if target.exists():
-                    point(aside / link.name, target)
+        for link, name in links.items():
+            (aside / link.name).symlink_to(name)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot move older checkpoints: {error}") from error
     return aside
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Opens a checkpoint directory after checking every file against its manifest.
+    """Reads a checkpoint directory, each file once, and checks it against the manifest; files that
+    are not listed there are none of it.
 
     Raises: CheckpointError: absent, torn, or altered; the message names the file.
     """
@@ -169,21 +258,33 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not manifest_file.is_file():
         raise CheckpointError(f"{path}: not a checkpoint (it has no {_MANIFEST})")
     try:
-        listed = manifest_file.read_bytes()
-        manifest = json.loads(listed)["files"]
+        manifest = json.loads(manifest_file.read_bytes())["files"]
+        files: dict[str, bytes] = {}
         for name, expected in manifest.items():
-            data = (path / name).read_bytes()
-            if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            if Path(name).name != name or not (path / name).is_file():
+                raise ValueError(f"{_MANIFEST}: {name!r} is no file of it")
+            files[name] = (path / name).read_bytes()
+            if hashlib.sha256(files[name]).hexdigest() != expected["sha256"]:
                 raise CheckpointError(
                     f"{path / name}: damaged (its SHA-256 is not the one in {_MANIFEST}); "
                     f"use an older checkpoint"
                 )
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError) as error:
+        state = json.loads(files["state.json"])
+        if not isinstance(state["step"], int):
+            raise ValueError("state.json: step is not a number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: unreadable checkpoint: {error}") from error
-    return Checkpoint(path=path, state=state, digest=hashlib.sha256(listed).hexdigest())
+    return Checkpoint(path=path, state=state, files=files)
+
+
+def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .safetensors file.  Raises: CheckpointError: it is none."""
+    try:
+        return safetensors.numpy.load(data)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:  # the last: types of arrays
+        raise CheckpointError(f"{file}: holds no arrays that can be read: {error}") from error
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -191,9 +292,14 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     reasons: list[str] = []
     for path in _steps(folder):
         try:
-            return read_checkpoint(path), reasons
+            checkpoint = read_checkpoint(path)
         except CheckpointError as error:
             reasons.append(str(error))
+            continue
+        step = checkpoint.state["step"]
+        if path == path_of(folder, step):
+            return checkpoint, reasons
+        reasons.append(f"{path}: holds step {step} (renamed, or a copy)")
     return None, reasons
 
 
@@ -201,19 +307,56 @@ def _steps(folder: Path) -> list[Path]:
     """Checkpoint directories, newest step first."""
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.match(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [(_step_of(path), path) for path in folder.iterdir()]
+    return [path for step, path in sorted(found, reverse=True) if step >= 0]
 
 
-def _packed(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+def _step_of(path: Path) -> int:
+    """By its name; -1: it is not that of a checkpoint."""
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else -1
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    """A file of that format in pieces: the bytes of its header, then the arrays as they are.
+
+    The library's own `save` makes a second copy of everything and holds the interpreter's lock
+    meanwhile, which training needs.
+    Source: github.com/huggingface/safetensors, README, section Format.
+    """
+    header: dict[str, Any] = {}
+    at = 0
+    # The largest items first, as the library does, so that each array is aligned.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for key, array in ordered:
+        place = [at, at := at + array.nbytes]
+        kind = _DTYPES[array.dtype.name]
+        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+    """Writes bytes until they are on disk; returns what the manifest says of the file.
+
+    In blocks, and without a buffer of Python's: hashing and writing a block leave the interpreter
+    to training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            for begin in range(0, len(view), _BLOCK_BYTES):
+                block = view[begin : begin + _BLOCK_BYTES]
+                digest.update(block)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
         os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -17,6 +17,8 @@ from ppdist.errors import ConfigError
 
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"
+_MOST_VALUES = 100_000  # of a file: ten lines of aliases can stand for more than memory holds
+_MOST_DIGITS = 1000  # of a whole number; what has more is a float, and too large for any key
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
@@ -215,6 +217,8 @@ class Reader:
     def _compose(self, text: str, source: str) -> yaml.Node | None:
         try:
             return yaml.compose(text, Loader=_Loader)
+        except RecursionError:
+            raise ConfigError(f"{source}: lists or mappings are nested too deeply") from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -238,6 +242,7 @@ class _Converter:
         self.file = file
         self.item_place = place
         self.open: set[int] = set()  # ids of the collections being converted (finds alias loops)
+        self.converted = 0
 
     def place(self, node: yaml.Node) -> Place:
         if self.file is None:
@@ -248,13 +253,18 @@ class _Converter:
         """path: the keys above, for messages."""
         place = self.place(node)
         key_place = place if key is None else self.place(key)
+        self.converted += 1
+        if self.converted > _MOST_VALUES:
+            raise ConfigError(
+                f"{place}: {'.'.join(path)}: more than {_MOST_VALUES} values, aliases written out"
+            )
         if isinstance(node, yaml.ScalarNode):
             quoted = node.style in ("'", '"')
             return Node(self.scalar(node, path), place, key_place, node.value, quoted)
         if id(node) in self.open:
             raise ConfigError(f"{place}: {'.'.join(path)}: the alias contains itself")
         self.open.add(id(node))
-        if not node.tag.startswith(_TAG):
+        if node.tag not in (_TAG + "seq", _TAG + "map"):
             self.bad_tag(node, path)
         value: list[Node] | dict[str, Node]
         if isinstance(node, yaml.SequenceNode):
@@ -299,7 +309,7 @@ class _Converter:
             return None
         if kind == "bool":
             return text.lower() == "true"
-        if kind == "int" and _INT.match(text):
+        if kind == "int" and _INT.match(text) and len(text) <= _MOST_DIGITS:
             return int(text, 16) if text.startswith("0x") else int(text)
         if kind in ("int", "float") and _FLOAT.match(text):
             special = text.lower().lstrip("+-") in (".inf", ".nan")

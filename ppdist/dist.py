@@ -28,11 +28,12 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.base import distributed_strategy
 from pydantic import Field
 
+from ppdist import pulse
 from ppdist.config import Section
 from ppdist.errors import ConfigError
 from ppdist.host_memory import HostMemory, join
 from ppdist.joining import require_same, require_ways
-from ppdist.meetings import addresses, set_patience
+from ppdist.meetings import addresses as addresses
 from ppdist.meetings import announce as announce
 from ppdist.meetings import barrier as barrier
 from ppdist.meetings import exchange as exchange
@@ -43,9 +44,10 @@ from ppdist.meetings import local_size as local_size
 from ppdist.meetings import on_main as on_main
 from ppdist.meetings import rank as rank
 from ppdist.meetings import ranks_named as ranks_named
+from ppdist.meetings import set_patience
 from ppdist.meetings import together as together
 from ppdist.meetings import world_size as world_size
-from ppdist.message_size import LARGEST_MB, fastest_mb
+from ppdist.message_size import LARGEST_MB, fastest_mb, messages
 
 _BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
 _bucket_mb = 25
@@ -107,6 +109,21 @@ class DistributedConfig(Section):
         "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum. (gloo, "
         "which sums between hosts, gives up after 30 s, which cannot be configured in Paddle.)",
     )
+    hang_seconds: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="fleetrun names a rank that stands still and ends the run: within a step after "
+        "this many seconds, or ten times its 99th percentile if that is longer; in the first step "
+        "after a start or an evaluation after ten times as many (at least 60); elsewhere after "
+        "timeout_seconds. null: never.",
+    )
+    check_weights_every: int = Field(
+        default=100,
+        ge=0,
+        description="Every so many steps the ranks compare their weights. One whose differ from "
+        "those of most is named and gets theirs; where none can tell which are right, as of two "
+        "ranks, all go back to the last checkpoint. 0: never.",
+    )
 
 
 def on_gpu() -> bool:
@@ -123,10 +140,11 @@ def init(device: str, config: DistributedConfig) -> None:
         started processes for CPUs; or ranks would join in different ways.  LaunchError: hosts do
         not reach one another.
     """
+    pulse.begin(config.timeout_seconds, config.hang_seconds)
     set_patience(config.timeout_seconds)
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        # Not quite: Paddle has put a handler of its own below Python's, which prints a page about a
-        # "FatalError" when this rank is ended because another one failed.
+    if world_size() > 1 or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # Paddle has put a handler of its own below Python's, which prints a page about a
+        # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind = together(lambda: _choose_device(device))
     if world_size() > 1:
@@ -258,7 +276,8 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
     if _host is not None and tensor.dtype == paddle.float32:
         _sum_in_memory(_host, [tensor])
     elif world_size() > 1:
-        pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
+        with pulse.Waiting(f"all_reduce of {tensor.size} values"):
+            pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
     return tensor
 
 
@@ -272,7 +291,8 @@ def _sum_in_memory(host: HostMemory, tensors: Sequence[paddle.Tensor]) -> None:
 
     dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
     places = [(each.data_ptr(), each.size) for each in dense]
-    host.sum(places, None if _leaders is None else across)
+    with pulse.Waiting(f"sum of {sum(count for _, count in places)} values"):
+        host.sum(places, None if _leaders is None else across)
     for tensor, summed in zip(tensors, dense):
         if summed is not tensor:
             paddle.assign(summed, tensor)
@@ -306,31 +326,17 @@ def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
     Every rank calls it with tensors of the same shapes in the same order.
     """
     if world_size() > 1:
-        _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
+        with pulse.Waiting(f"broadcast from rank {source}"):
+            _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
 
 
 def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
     """Does to several tensors of one type, in few messages, what `work` does to one, in place."""
-    for bucket in _buckets(tensors, _bucket_mb << 20):
+    for bucket in messages(tensors, _bucket_mb << 20):
         flat = paddle.concat([tensor.flatten() for tensor in bucket])
         work(flat)
         for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
             paddle.assign(part.reshape(tensor.shape), tensor)
-
-
-def _buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
-    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
-    bucket: list[paddle.Tensor] = []
-    held = 0
-    for tensor in tensors:
-        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
-        if bucket and held + needed > size:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += needed
-    if bucket:
-        yield bucket
 
 
 def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
@@ -341,10 +347,12 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
     short = _host is not None and 4 * tensor.size <= _host.message_bytes
     if _host is not None and short and _leaders is None and tensor.dtype == paddle.float32:
         stacked = paddle.empty([world_size(), *tensor.shape])
-        _host.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
+        with pulse.Waiting(f"gather of {tensor.size} values"):
+            _host.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
         return stacked
     parts: list[paddle.Tensor] = []
-    pd.all_gather(parts, tensor)
+    with pulse.Waiting(f"all_gather of {tensor.size} values"):
+        pd.all_gather(parts, tensor)
     return paddle.stack(parts)
 
 

@@ -7,20 +7,42 @@ Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 a
 import io
 import json
 import os
+import re
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
+# Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
+JOB_DIR_VARIABLE = "PPDIST_JOB_DIR"
+JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, for its ranks alone
+# Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
+# a step at which the job ended twice and which is to be left out.
+RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # of a training
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
     "No ccache found",
     "When training, we now always track global mean",
     r"\s*Non compatible API",  # 3.2: paddle.split is not torch.split
 )
+
+
+# What moves a terminal's cursor, changes its title or turns the direction of what follows.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Names come out of files of strangers: their control characters become what JSON calls them.
+
+    Line ends and tabs stay: messages have them.
+    """
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class UserError(ValueError):
@@ -49,6 +71,11 @@ class ExportError(UserError):
 
 class LaunchError(UserError):
     """The processes of a run cannot be started as asked."""
+
+
+def hold_signals() -> None:
+    """Signals that ask to stop wait from here on, until engine/stopping.py is ready for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -84,12 +111,29 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code, message = 1, traceback.format_exc()
     launched = _report_to_launcher(code, message)
     if message and code == 2 and not launched:
-        print(f"ppdist: error: {message}", file=sys.stderr, flush=True)
+        say(f"ppdist: error: {message}")
     if message and code == 1:
-        print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        say(message)
+    for stream in (sys.stdout, sys.stderr):
+        _finish(stream)
     sys.exit(code)
+
+
+def say(text: str) -> None:
+    """A line to stderr, if anybody can still read it."""
+    with suppress(OSError, ValueError, AttributeError):  # closed, full, or never there
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def _finish(stream: TextIO | None) -> None:
+    """Writes what is left; where nobody reads it (`| head`), Python would change the exit code."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _report_to_launcher(code: int, message: str) -> bool:

@@ -4,7 +4,8 @@ The memory is a file that has no name (memfd_create), so it does not count again
 gone with the last process that has it open, however that one ends:
 
     head         a number drawn by whoever made it, to know it again
-    counters     one int64 a rank, each in its own cache line: how many times it has arrived
+    counters     of every rank in a cache line of its own, int64: how many times it has arrived,
+                 and the exchange it is in: step, kind, values
     slots        of every rank, what it brings
     sums         what all of them take away
 
@@ -24,12 +25,15 @@ import os
 import platform
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ppdist import pulse
 
 _LOGGER = logging.getLogger("ppdist.dist")
 _LINE = 64  # bytes of a cache line
@@ -42,6 +46,7 @@ _ELEMENT = 4  # bytes of a float32
 # who was late.  Whoever waits for that one on its own host says it before.
 _BETWEEN_HOSTS_SECONDS = 25.0
 
+_KINDS = ("sum", "gather")
 # Where the float32 values of one tensor lie: address, how many.
 Place = tuple[int, int]
 
@@ -161,7 +166,7 @@ class HostMemory:
         slots = slots.reshape(count + 1, -1)
         self._slots, self._sums = slots[:-1], slots[-1]
         self._counters = memoryview(memory)[_LINE : (1 + count) * _LINE].cast("q")
-        self._arrivals = 0
+        self._arrivals = self._exchanges = 0
         self.longest = self.message_bytes = message_bytes
 
     def sum(
@@ -173,15 +178,17 @@ class HostMemory:
             places: of as many values on every rank, in the same order.
             across: called by the first rank alone with the sums of every message, [F] float32, to
                 add to them, in place, what is on other hosts.
-        Raises: RuntimeError: another rank has ended.
+        Raises: RuntimeError: another rank has ended, or is in another exchange (on every rank).
             TimeoutError: another rank did not come in time.
         """
+        self._show("sum", sum(count for _, count in places))
         mine, sums, patience = self._slots[self._me], self._sums, self._patience
         if across is not None:
             patience = min(patience, _BETWEEN_HOSTS_SECONDS)
         for message in _messages(places, self.message_bytes // _ELEMENT):
             count = _copy(message, into=mine.ctypes.data)
             self._meet(patience)
+            self._require_same_exchange()
             share = _share(count, self._me, len(self._ranks))
             _add(self._slots[:, share], sums[share])
             self._meet(patience)
@@ -200,11 +207,40 @@ class HostMemory:
         Raises: as `sum`.
         """
         address, count = place
+        self._show("gather", count)
         ctypes.memmove(self._slots[self._me].ctypes.data, address, _ELEMENT * count)
         self._meet(self._patience)
+        self._require_same_exchange()
         for number, slot in enumerate(self._slots):
             ctypes.memmove(into + number * _ELEMENT * count, slot.ctypes.data, _ELEMENT * count)
         self._meet(self._patience)  # before anybody writes to a slot again
+
+    def _show(self, kind: str, values: int) -> None:
+        """Says which exchange this rank begins; the others look once they have all arrived."""
+        self._exchanges += 1
+        cell = self._me * _CELL
+        facts = (pulse.step(), _KINDS.index(kind), values)
+        self._counters[cell + 1 : cell + 4] = memoryview(array("q", facts))
+
+    def _require_same_exchange(self) -> None:
+        """Raises: RuntimeError, on every rank: they came to different ones."""
+        cells, me = self._counters, self._me * _CELL
+        own = cells[me + 1 : me + 4]
+        for other in range(len(self._ranks)):
+            if cells[other * _CELL + 1 : other * _CELL + 4] != own:
+                raise RuntimeError(
+                    f"the ranks are not in the same collective, number {self._exchanges} of this "
+                    f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them left "
+                    f"one out or took another way; what decides about a collective must be the "
+                    f"same on all ranks"
+                )
+
+    def _exchange(self, number: int) -> str:
+        """`rank 3 in a sum of 8000 values of step 7`"""
+        step, kind, values = self._counters[number * _CELL + 1 : number * _CELL + 4]
+        return (
+            f"rank {self._ranks[number]} in a {_KINDS[kind]} of {values} values of step {step + 1}"
+        )
 
     def _meet(self, patience: float) -> None:
         """Waits, so many seconds at most, until every rank has called it as often as this one."""

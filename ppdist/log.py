@@ -4,7 +4,6 @@ metrics.jsonl is the truth; VisualDL and the console are views of it.  Only rank
 Nothing here ever stops a training run: a full disk costs log lines, with one warning.
 """
 
-import contextlib
 import io
 import json
 import logging
@@ -12,9 +11,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO, cast
 
 import numpy as np
 from pydantic import Field
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from ppdist.config import Section
 from ppdist.errors import ConfigError
+from ppdist.outlets import ConsoleHandler, LogFileHandler, Screen
 from ppdist.visualdl_file import VisualDLFile, append_whole
 
 _LOGGER = logging.getLogger("ppdist")
@@ -96,7 +97,9 @@ class RunLog:
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             return
-        self._console = _Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        self._stdout_before, self._screen = sys.stdout, Screen(sys.stdout)
+        width = None if self._screen.isatty() else _PLAIN_WIDTH
+        self._console = Console(file=cast(TextIO, self._screen), width=width)
         self._metrics_path = output_dir / "metrics.jsonl"
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +110,7 @@ class RunLog:
         if config.visualdl:
             try:
                 self._visualdl = VisualDLFile(output_dir / "vdl", output_dir.name, resume_step)
-            except OSError as error:
+            except Exception as error:  # curves are not worth a run, whatever fails in making them
                 self._warn_once("VisualDL", error)
 
     def __enter__(self) -> "RunLog":
@@ -165,20 +168,21 @@ class RunLog:
             for key, value in record.items()
             if key not in ("step", "epoch", "time") and _is_point(key, value)
         }
-        if self._visualdl is not None:
-            try:
-                self._visualdl.add_scalars(int(record["step"]), values)
-            except (OSError, ValueError) as error:
-                self._warn_once("VisualDL", error)
+        self._to_visualdl(lambda file: file.add_scalars(int(record["step"]), values))
+
+    def go_back(self, step: int) -> None:
+        """Drops lines of metrics.jsonl and points after a step, because they are made again."""
+        if not self._main:
+            return
+        try:
+            _begin_metrics(self._metrics_path, step)
+        except OSError as error:
+            self._warn_once("metrics.jsonl", error)
+        self._to_visualdl(lambda file: file.go_back(step))
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images to VisualDL's Image page under `tag/0`, `tag/1`, ..."""
-        if self._visualdl is None:
-            return
-        try:
-            self._visualdl.add_images(step, tag, images_HW3)
-        except (OSError, ValueError) as error:
-            self._warn_once("VisualDL", error)
+        self._to_visualdl(lambda file: file.add_images(step, tag, images_HW3))
 
     def progress(self, step: int, fields: dict[str, str]) -> None:
         """Shows how far the run is; call it after every optimizer step.
@@ -209,9 +213,10 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._visualdl is not None:
-            self._visualdl.close()
-            self._visualdl = None
+        self._to_visualdl(VisualDLFile.close)
+        self._visualdl = None
+        if self._handlers:
+            sys.stdout = self._stdout_before
         for handler in self._handlers:
             _LOGGER.removeHandler(handler)
             handler.close()
@@ -222,20 +227,23 @@ class RunLog:
     def _open_handlers(self, output_dir: Path) -> None:
         _LOGGER.setLevel(logging.INFO)
         _LOGGER.propagate = False
-        self._handlers.append(_ConsoleHandler(self._console))
+        sys.stdout = self._screen  # also for whoever prints without asking the log
+        self._handlers.append(ConsoleHandler(self._console, self._screen))
+        _LOGGER.addHandler(self._handlers[0])
         try:
-            path = output_dir / "train.log"
-            file = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
+            self._handlers.append(LogFileHandler(output_dir / "train.log"))
         except OSError as error:
-            _LOGGER.addHandler(self._handlers[0])
             self._warn_once("train.log", error)
             return
-        file.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        )
-        self._handlers.append(file)
-        for handler in self._handlers:
-            _LOGGER.addHandler(handler)
+        _LOGGER.addHandler(self._handlers[1])
+
+    def _to_visualdl(self, write: Callable[[VisualDLFile], None]) -> None:
+        if self._visualdl is None:
+            return
+        try:
+            write(self._visualdl)
+        except Exception as error:  # curves are not worth a run, whatever fails in making them
+            self._warn_once("VisualDL", error)
 
     def _to_file_only(self, text: str) -> None:
         record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
@@ -297,51 +305,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes % 60:02d}m"
     return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-class _Console(Console):
-    """Falls silent when nobody reads stdout any more (`| head`); rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
-class _FileHandler(logging.FileHandler):
-    """Says once that the file cannot be written, instead of a traceback at every line."""
-
-    _said = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
-            print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # said before; its last lines have no room
-            super().close()
-
-
-class _ConsoleHandler(logging.Handler):
-    """Prints through rich, above a moving bar if there is one."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        style = "" if record.levelno < logging.WARNING else "yellow"
-        try:
-            self._console.print(
-                f"{clock} {mark}{record.getMessage()}",
-                style=style,
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-        except OSError:  # stdout is a closed pipe or a full disk
-            self.handleError(record)
 
 
 def _begin_metrics(path: Path, resume_step: int | None) -> None:

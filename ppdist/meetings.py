@@ -5,6 +5,7 @@ start-up, evaluation and checkpoints, where ranks may be minutes apart.  Above `
 all of this, nobody imports it.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -15,7 +16,8 @@ from typing import Any
 
 import paddle
 
-from ppdist.errors import UserError
+from ppdist import pulse
+from ppdist.errors import JOB_VARIABLE, LaunchError, UserError
 from ppdist.joining import wait_for_store
 
 _POLL_SECONDS = 0.02
@@ -133,6 +135,10 @@ def on_main(work: Callable[[], Any]) -> Any:
     key = f"ppdist/main/{next(_meetings)}"
     store = _store()
     if is_main():
+        with pulse.Waiting(
+            f"meeting {key}"
+        ):  # the others count the same meetings; it waits for none
+            pass
         try:
             result = work()
             text = json.dumps({"value": result})
@@ -145,8 +151,9 @@ def on_main(work: Callable[[], Any]) -> Any:
             store.add(f"{key}/done", 1)
             _leave(key)
     deadline = time.monotonic() + _patience
-    while store.add(f"{key}/done", 0) == 0:
-        _sleep_until(deadline, lambda: "rank 0 did not finish its work")
+    with pulse.Waiting(f"meeting {key}"):
+        while store.add(f"{key}/done", 0) == 0:
+            _sleep_until(deadline, lambda: "rank 0 did not finish its work")
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
     _leave(key)
     if "error" in outcome:
@@ -209,11 +216,12 @@ def _arrive(key: str) -> None:
     """Waits, up to the configured patience, until every rank has called it with this key."""
     store = _store()
     deadline = time.monotonic() + _patience
-    store.add(f"{key}/{rank()}/here", 1)
-    arrived = store.add(f"{key}/arrived", 1)
-    while arrived < world_size():
-        _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
-        arrived = store.add(f"{key}/arrived", 0)
+    with pulse.Waiting(f"meeting {key}"):
+        store.add(f"{key}/{rank()}/here", 1)
+        arrived = store.add(f"{key}/arrived", 1)
+        while arrived < world_size():
+            _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
+            arrived = store.add(f"{key}/arrived", 0)
 
 
 def _absent(key: str, what: str = "") -> str:
@@ -245,9 +253,37 @@ def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
 
 def _store() -> Any:
     global _reached
+    if _reached:
+        return paddle.base.core.create_or_get_global_tcp_store()
     endpoint = os.environ.get("PADDLE_MASTER")
-    if not _reached and endpoint and not is_main():
-        # Paddle would wait for it for 15 minutes, with the interpreter's lock.
-        wait_for_store(endpoint, host(), _patience)
-    _reached = True
-    return paddle.base.core.create_or_get_global_tcp_store()
+    with pulse.Waiting("meeting ppdist/store"):
+        if endpoint and not is_main():
+            # Paddle would wait for it for 15 minutes, with the interpreter's lock.
+            wait_for_store(endpoint, host(), _patience)
+        store = paddle.base.core.create_or_get_global_tcp_store()
+        _reached = True
+        _require_same_job(store)
+    return store
+
+
+def _require_same_job(store: Any) -> None:
+    """Keeps a rank of an earlier job, or of an earlier attempt, out of the meetings of this one.
+
+    The store is open to everybody who reaches it, so it gets no more than a fingerprint.
+
+    Raises: LaunchError: this rank is one.
+    """
+    job = hashlib.sha256(os.environ.get(JOB_VARIABLE, "").encode()).hexdigest()
+    if is_main():
+        store.set("ppdist/job", job)
+        store.add("ppdist/job/said", 1)
+        return
+    deadline = time.monotonic() + _patience
+    while store.add("ppdist/job/said", 0) == 0:
+        _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
+    if bytes(store.get("ppdist/job")).decode() != job:
+        raise LaunchError(
+            f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
+            f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
+            f"PPDIST_JOB_TOKEN is not the same on all hosts"
+        )

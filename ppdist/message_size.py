@@ -1,9 +1,12 @@
-"""Which size of message is worth it between these ranks, measured when they have just met."""
+"""Tensors in messages, and which size of message is worth it between these ranks, measured when
+they have just met."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
+
+import paddle
 
 SIZES_MB = (1, 2, 4, 8, 16)
 LARGEST_MB = SIZES_MB[-1]
@@ -38,3 +41,18 @@ def _seconds(try_size: Callable[[int], None], mb: int) -> float:
     began = time.perf_counter()
     try_size(mb)
     return time.perf_counter() - began
+
+
+def messages(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
+    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
+    message: list[paddle.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
+        if message and held + needed > size:
+            yield message
+            message, held = [], 0
+        message.append(tensor)
+        held += needed
+    if message:
+        yield message

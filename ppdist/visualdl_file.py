@@ -17,6 +17,7 @@ record.proto only this is needed (tests read the files back with VisualDL itself
 Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py, reader/record_reader.
 """
 
+import errno
 import io
 import os
 import struct
@@ -49,12 +50,20 @@ class VisualDLFile:
         Raises: OSError: the folder cannot be made or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / _FILE_NAME
+        self._path, self._run_name = folder / _FILE_NAME, run_name
+        self._open(keep_until_step)
+
+    def go_back(self, step: int) -> None:
+        """Drops the points after a step."""
+        self._file.close()
+        self._open(step)
+
+    def _open(self, keep_until_step: int | None) -> None:
         kept = []
         if keep_until_step is not None and self._path.exists():
             kept = [r for r in _records(self._path.read_bytes()) if _step_of(r) <= keep_until_step]
         if not kept:
-            kept = [_record(0, "meta_data_tag", _field(10, _field(1, run_name.encode())))]
+            kept = [_record(0, "meta_data_tag", _field(10, _field(1, self._run_name.encode())))]
         draft = self._path.with_suffix(".tmp")
         draft.write_bytes(b"".join(_framed(record) for record in kept))
         draft.replace(self._path)
@@ -84,9 +93,12 @@ class VisualDLFile:
 def append_whole(file: io.FileIO, data: bytes) -> None:
     """Appends all of `data` to an unbuffered file, or, when that fails, nothing.
 
-    Raises: OSError: the disk is full or gone.
+    Raises: OSError: the disk is full, or the file was removed.
     """
-    size = os.fstat(file.fileno()).st_size
+    status = os.fstat(file.fileno())
+    if not status.st_nlink:  # the system would take it, and nobody could read it
+        raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
+    size = status.st_size
     try:
         while data:  # an unbuffered write may take only a part
             data = data[file.write(data) :]

@@ -17,11 +17,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tools",),
     (
         "benchmark",
+        "drill",
+        "endurance",
         "ensemble",
         "equivalence",
         "link_speed",
         "plan",
         "plots",
+        "saving_speed",
         "scaling_speed",
         "search",
     ),
@@ -37,26 +40,39 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "report",
     ),
     ("engine",),
-    ("optim", "metrics", "checkpoint"),
+    ("optim", "metrics", "checkpoint", "checkpoint_writer"),
     ("losses", "postprocess"),
     ("models",),
     ("data",),
     ("boxes", "drawing"),
-    ("dist", "host_memory", "joining", "log", "meetings", "message_size", "visualdl_file", "wire"),
+    (
+        "dist",
+        "host_memory",
+        "joining",
+        "log",
+        "meetings",
+        "message_size",
+        "outlets",
+        "visualdl_file",
+        "wire",
+    ),
     (
         "config",
         "config_messages",
         "config_schema",
         "config_yaml",
         "errors",
+        "faults",
         "files",
         "own_keys",
+        "pulse",
+        "run_lock",
         "__version__",
     ),
 )
 # launch starts before Paddle is there and apart from the run that it starts.
 LAUNCH = "ppdist.launch"
-BELOW_LAUNCH = ("ppdist.launch", "ppdist.errors", "ppdist.own_keys")
+BELOW_LAUNCH = ("ppdist.launch", "ppdist.errors", "ppdist.own_keys", "ppdist.pulse")
 UPWARD = {
     # Whoever reads a file has to know the tree of all sections; imported inside load_config, so
     # that importing ppdist.config stays light.

@@ -12,6 +12,7 @@ from ppdist.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     set_aside,
+    unpacked,
 )
 from ppdist.errors import CheckpointError
 
@@ -42,6 +43,23 @@ def test_a_flipped_byte_is_found_and_an_older_checkpoint_used(tmp_path):
     checkpoint, reasons = newest_valid(tmp_path)
     assert checkpoint.state["step"] == 1
     assert "damaged" in reasons[0]
+
+
+def test_only_what_the_manifest_lists_is_of_a_checkpoint_and_all_of_it_is_verified(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "ema.safetensors").write_bytes(b"not ours")
+    checkpoint = read_checkpoint(path)
+    (path / "model.safetensors").write_bytes(b"written after the look at it")
+    assert checkpoint.arrays("ema") is None
+    assert checkpoint.arrays("model")["conv.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage" * 9, b"\x02" + bytes(7) + b"{}extra"])
+def test_a_file_without_arrays_is_named(data, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"ema\.safetensors: holds no arrays that can be read"
+    ):
+        unpacked(data, tmp_path / "ema.safetensors")
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from ppdist import dist, meetings
 from ppdist.errors import ConfigError, DataError, UserError
+from ppdist.message_size import messages
 from tests.distributed import run_on_ranks
 
 HOST = socket.gethostname()
@@ -95,7 +96,7 @@ def test_one_process_needs_no_ranks():
 def test_messages_are_of_so_many_bytes_whatever_the_type():
     for dtype, most in (("float32", 2), ("bfloat16", 4)):
         tensors = [paddle.zeros([256], dtype) for _ in range(8)]
-        sizes = [len(bucket) for bucket in dist._buckets(tensors, 2048)]
+        sizes = [len(message) for message in messages(tensors, 2048)]
         assert sizes == [most] * (8 // most)
 
 

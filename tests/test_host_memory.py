@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist import dist
+from ppdist import dist, pulse
 from ppdist.host_memory import HostMemory, _messages, _share
 from ppdist.launch.outcome import RankEnd
 from ppdist.message_size import LARGEST_MB, SIZES_MB, fastest_mb
@@ -99,7 +99,8 @@ def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(
             mmap.mmap(-1, size), rank=2, processes={2: me, 3: me}, message_bytes=64,
             patience_seconds=0.4,
         )  # fmt: skip
-        memory._counters[8] = arrived
+        for cell, fact in enumerate((arrived, pulse.step(), 0, 2)):  # a sum of two values
+            memory._counters[8 + cell] = fact
         values = np.ones(2, np.float32)
         with pytest.raises(TimeoutError) as told:
             memory.sum([(values.ctypes.data, 2)], lambda sums_F: None)
@@ -118,6 +119,46 @@ def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_t
     slow = "TimeoutError: rank 0 waited 5 s (distributed.timeout_seconds) for rank 1 (process 8"
     assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
     assert not RankEnd(0, 0, 1, slow, 0.0).is_consequence
+
+
+def apart(argument):
+    """Rank 1 leaves out a sum, or takes part in another one; then both wait at the same place."""
+    dist.init("cpu", dist.DistributedConfig())
+    one, two = paddle.to_tensor([1.0]), paddle.to_tensor([1.0, 2.0])
+    said = []
+    for name in argument:
+        dist.barrier()
+        pulse.beat("step", 7)
+        dist._host._counters[8 * dist.rank()] = dist._host._arrivals = 100 * len(said)
+        dist.barrier()
+        try:
+            if name == "left out" and dist.rank() == 1:
+                pulse.beat("step", 8)  # the same sum, of the next step
+                dist.all_reduce_sum(one)
+            elif name == "another" and dist.rank() == 1:
+                dist.all_gather(two)
+            else:
+                dist.all_reduce_sum(one)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_come_to_different_collectives_all_say_which(record_property):
+    began = time.monotonic()
+    first, second = run_on_ranks(
+        2, "tests.test_host_memory:apart", ["left out", "another"], hosts=1
+    )
+    record_property("seconds with the start of the ranks", round(time.monotonic() - began, 1))
+    assert (
+        "rank 0 in a sum of 1 values of step 8, rank 1 in a sum of 1 values of step 9" in first[0]
+    )
+    assert (
+        "rank 1 in a sum of 1 values of step 9, rank 0 in a sum of 1 values of step 8" in second[0]
+    )
+    assert "rank 0 in a sum of 1 values of step 8, rank 1 in a gather of 2 values" in first[1]
+    assert first[1].startswith("the ranks are not in the same collective, number ")
+    assert all("one of them left one out" in said for said in [*first, *second])
 
 
 def refuse(argument):

@@ -68,6 +68,17 @@ def test_a_resumed_run_drops_what_it_will_compute_again(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 0.5)]
 
 
+def test_a_run_that_goes_back_drops_what_it_will_compute_again(tmp_path):
+    with open_log(tmp_path) as log:
+        for step in (10, 20, 30):
+            log.metrics({"step": step, "loss": float(step)})
+        log.go_back(10)
+        log.metrics({"step": 20, "loss": 0.5})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in records] == [(10, 10.0), (20, 0.5)]
+    assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 0.5)]
+
+
 def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
     with open_log(tmp_path) as log:
         log.metrics({"step": 10, "loss": 1.0})

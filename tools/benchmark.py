@@ -10,6 +10,9 @@
   infer    milliseconds of one call: eager, exported, exported with oneDNN
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns:
            efficiency, what the machine allows, exposed and hidden communication
+  checkpoint
+           how long training stands still for one, what writing it beside the steps takes, and what
+           waiting for the write would
 
 `--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
 """
@@ -53,7 +56,7 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), help="eval, infer (3), scaling (5): how often"
+        "--repeats", type=at_least(1), help="eval, infer (3), scaling, checkpoint (5): how often"
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
@@ -193,8 +196,16 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     )
 
 
+def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.saving_speed import measure_saving
+
+    config = join_ranks(arguments)
+    return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
+
+
 MEASURES = {
     "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
+    "checkpoint": checkpoint,
 }  # fmt: skip
 
 if __name__ == "__main__":

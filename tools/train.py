@@ -21,22 +21,37 @@ def parse() -> argparse.Namespace:
         "--resume", nargs="?", const="", default=None, metavar="PATH",
         help="continue from PATH (a checkpoint or an output_dir), or from this run's newest",
     )  # fmt: skip
-    return parser.parse_args()
+    parser.add_argument(
+        "--resume-changed", action="store_true",
+        help="with --resume: continue although settings changed that change what is learned",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.resume_changed and arguments.resume is None:
+        parser.error("--resume-changed goes with --resume")
+    return arguments
 
 
 def main() -> int:
     arguments = parse()
+    errors.hold_signals()
     from ppdist import dist
     from ppdist.config import load_config
     from ppdist.engine.experiment import build_training
+    from ppdist.engine.stopping import until_first_step
     from ppdist.launch.fleetrun import started_by_stock_launcher
 
+    until_first_step()
     config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
     dist.init(config.device, config.distributed)
     resume = None if arguments.resume is None else Path(arguments.resume or output_dir)
     experiment = build_training(
-        config, output_dir=output_dir, evaluate=arguments.eval, resume=resume, command=sys.argv
+        config,
+        output_dir=output_dir,
+        evaluate=arguments.eval,
+        resume=resume,
+        command=sys.argv,
+        resume_changed=arguments.resume_changed,
     )
     with experiment.log:
         notice = started_by_stock_launcher()

@@ -254,7 +254,7 @@ def _in_memory(layout: Layout) -> _Opened:
 def _on_disk(layout: Layout, file: Path) -> _Opened:
     """The file, made where it is not there; it takes up no more than what was written into it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     os.truncate(descriptor, layout.bytes)
     disk, written = os.statvfs(file.parent), os.fstat(descriptor).st_blocks * 512
     most = _room(disk.f_bavail * disk.f_frsize) + written

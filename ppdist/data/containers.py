@@ -1,18 +1,30 @@
 """Whether an image file is whole, from its structure alone: before a decoder sees it.
 
 A decoder trusts lengths: OpenCV 5.0 asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk
-claims them, and paints what is missing of a JPEG grey.
+claims them, paints what is missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to
+900 million pixels, 5 GB at its peak.
 """
 
 import struct
 from typing import NamedTuple
 
+MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB once decoded, and as much again while it is
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
 _JPEG_PIXELS = (
     2048  # pixels that one byte of a JPEG can hold at most (a bit a block: 512), and spare
 )
+# The first bytes of a TIFF -> byte order, and whether places in it have 64 bits.
+_TIFF = {
+    b"II*\0": ("<", False),
+    b"MM\0*": (">", False),
+    b"II+\0": ("<", True),
+    b"MM\0+": (">", True),
+}
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
+_TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
+_MOST_TIFF_ENTRIES = 1000
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))  # JPEG markers that stand alone
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
 
@@ -27,7 +39,8 @@ class Damage(NamedTuple):
 def damage(content: bytes, length: int | None = None) -> Damage | None:
     """What keeps a file from being decoded, as far as its structure shows; None: nothing.
 
-    Knows JPEG, PNG, BMP and WebP; whatever else is for the decoder to judge.
+    Knows JPEG, PNG, BMP and WebP, and the size of a TIFF; whatever else is for the decoder to judge
+    (OpenCV refuses more than 2**30 pixels).
 
     Args:
         content: all of the file; its first 64 bytes are enough unless it is a JPEG or PNG.
@@ -41,10 +54,11 @@ def damage(content: bytes, length: int | None = None) -> Damage | None:
     if content.startswith(_PNG):
         return _png_damage(content)
     if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
-        declared = int.from_bytes(content[4:8], "little") + 8
-        return _cut_short("WebP") if declared > length else None
+        return _webp_damage(content, length)
     if content.startswith(b"BM"):
         return _bmp_damage(content, length)
+    if content[:4] in _TIFF:
+        return _too_large("TIFF", *_tiff_size(content))
     return None
 
 
@@ -56,6 +70,15 @@ def _absurd(name: str, width: int, height: int, found: int) -> Damage:
     return Damage(
         "image_unreadable",
         f"the {name} claims {width}x{height} pixels, which {found} bytes cannot hold",
+    )
+
+
+def _too_large(name: str, width: int, height: int) -> Damage | None:
+    if width * height <= MOST_PIXELS:
+        return None
+    return Damage(
+        "image_unreadable",
+        f"the {name} has {width}x{height} pixels, more than {MOST_PIXELS}: cut it into tiles",
     )
 
 
@@ -72,6 +95,8 @@ def _jpeg_damage(content: bytes) -> Damage | None:
             height, width = struct.unpack_from(">HH", content, position + 5)
             if width * height > _JPEG_PIXELS * len(content):
                 return _absurd("JPEG", width, height, len(content))
+            if width * height > MOST_PIXELS:
+                return _too_large("JPEG", width, height)
         position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
     return _cut_short("JPEG") if content.find(b"\xff\xd9", position) < 0 else None
 
@@ -87,6 +112,8 @@ def _png_damage(content: bytes) -> Damage | None:
     row = width * bits * _PNG_CHANNELS[colour] // 8
     if row * height > _DEFLATE * len(content):
         return _absurd("PNG", width, height, len(content))
+    if width * height > MOST_PIXELS:
+        return _too_large("PNG", width, height)
     position = 8
     while position + 12 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, position)
@@ -101,9 +128,40 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
     if len(content) < 34:
         return _cut_short("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
+    if header >= 40 and abs(width * height) > MOST_PIXELS:
+        return _too_large("BMP", width, abs(height))
     if header < 40 or compression not in (0, 3):
         return None
     if width <= 0 or height == 0 or bits not in (1, 4, 8, 16, 24, 32):
         return Damage("image_unreadable", "the BMP's header makes no sense")
     needed = start + (width * bits + 31) // 32 * 4 * abs(height)
     return _cut_short("BMP") if needed > length else None
+
+
+def _webp_damage(content: bytes, length: int) -> Damage | None:
+    """A single picture has at most 16383 pixels a side; the canvas of several may be larger."""
+    if content[12:16] == b"VP8X" and len(content) >= 30:
+        width, height = (int.from_bytes(content[at : at + 3], "little") + 1 for at in (24, 27))
+        if width * height > MOST_PIXELS:
+            return _too_large("WebP", width, height)
+    declared = int.from_bytes(content[4:8], "little") + 8
+    return _cut_short("WebP") if declared > length else None
+
+
+def _tiff_size(content: bytes) -> tuple[int, int]:
+    """(width, height) of the first picture; 0 where they are not found (TIFF 6.0, section 2)."""
+    order, large = _TIFF[content[:4]]
+    place, count, entry, value = ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
+    sides = {_TIFF_WIDTH: 0, _TIFF_HEIGHT: 0}
+    try:
+        (start,) = struct.unpack_from(order + place, content, 8 if large else 4)
+        (entries,) = struct.unpack_from(order + count, content, start)
+        start += struct.calcsize(count)
+        for number in range(min(entries, _MOST_TIFF_ENTRIES)):
+            tag, kind = struct.unpack_from(order + "HH", content, start + entry * number)
+            if tag in sides and kind in _TIFF_WHOLE:
+                at = start + entry * number + value
+                (sides[tag],) = struct.unpack_from(order + _TIFF_WHOLE[kind], content, at)
+    except struct.error:  # cut short
+        return 0, 0
+    return sides[_TIFF_WIDTH], sides[_TIFF_HEIGHT]

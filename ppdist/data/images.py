@@ -1,14 +1,17 @@
 """Images from disk, and what is accepted as one."""
 
+import os
+import stat
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from ppdist.data.containers import damage
+from ppdist.data.containers import MOST_PIXELS, damage
 from ppdist.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+_MOST_BYTES = 8 * MOST_PIXELS  # four channels of 16 bits, not compressed
 # Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
 _REDUCED = {
     2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
@@ -41,13 +44,10 @@ def read_image(
         size: the (height, width) it must have; an image that has it without being turned stays.
         reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
             which is three times as fast and averages the pixels left out.
-    Raises: DataError: absent, unreadable, damaged, cut short, or of another size (within
-        `reduced` pixels).
+    Raises: DataError: absent, unreadable, damaged, cut short, of more than containers.MOST_PIXELS,
+        or of another size (within `reduced` pixels).
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    content = _content(path)
     found = damage(content)
     if found is not None:
         raise DataError(f"{path}: {found.text}")
@@ -67,6 +67,24 @@ def read_image(
         height, width = _reduced_size(image_HW3.shape[:2], reduced)
         image_HW3 = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_AREA)
     return image_HW3
+
+
+def _content(path: str | Path) -> bytes:
+    """All bytes of a file that is one: a pipe would be waited for, a device is endless."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"{path}: not a file")
+            if status.st_size > _MOST_BYTES:
+                raise DataError(f"{path}: {status.st_size} bytes: too large for an image")
+            return file.read()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _reduced_size(size: tuple[int, ...], factor: int) -> tuple[int, int]:

@@ -44,7 +44,8 @@ class TrainSampler:
     So every image comes exactly once an epoch, or as often as its `copies_N` says, and the images
     of a step do not depend on how world, accumulation and batch make up the total batch.  A
     micro-batch that gets nothing holds one padding key, so that every rank has as many
-    micro-batches as the others: index -1, or EMPTY where no rank got anything.
+    micro-batches as the others: index -1, or EMPTY where no rank got anything.  With `parts` each
+    micro-batch comes in so many, for ranks that have too little memory for it as a whole.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
     multi-scale training; one is drawn per step, the same on all ranks.  `copies_N`: how often each
@@ -61,6 +62,7 @@ class TrainSampler:
     end_step: int
     sizes: Sequence[tuple[int, int]]
     copies_N: np.ndarray | None = None
+    parts: int = 1
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -78,7 +80,7 @@ class TrainSampler:
         return math.ceil(self.epoch_size / self.total_batch)
 
     def __len__(self) -> int:
-        return (self.end_step - self.start_step) * self.accumulate
+        return (self.end_step - self.start_step) * self.accumulate * self.parts
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for step in range(self.start_step, self.end_step):
@@ -95,7 +97,8 @@ class TrainSampler:
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.total_batch
         shares = np.array_split(
-            self._order(epoch)[first : first + self.total_batch], self.world * self.accumulate
+            self._order(epoch)[first : first + self.total_batch],
+            self.world * self.accumulate * self.parts,
         )
         height, width = self.size_of(step)
         # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an

@@ -28,6 +28,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ppdist import pulse
 from ppdist.data.sample import SampleKey
 from ppdist.data.samples import EXITED, HUNG, NOTHING, Arrays, Made, Samples
 from ppdist.data.worker import LOOK_SECONDS, SLOTS, Result, Task, Worker, tie, work
@@ -126,6 +127,7 @@ class Pool:
 
     def _listen(self) -> None:
         """Takes in what workers have sent, and replaces those that have died or hang."""
+        pulse.alive()  # who hangs here is a worker, and replaced below
         by_link = {worker.link.fileno(): worker for worker in self._crew}
         for link in wait([*by_link], min(LOOK_SECONDS, self._timeout)):
             assert isinstance(link, int)

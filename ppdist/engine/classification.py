@@ -1,7 +1,7 @@
 """Accuracy of a classifier over a whole set, sharded over the ranks."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,14 @@ import paddle
 from ppdist import dist
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_classes, side_by_side
-from ppdist.engine.evaluator import ShareProgress, check_each_once, in_eval_mode
+from ppdist.engine.evaluator import (
+    CUT_SHORT,
+    ShareProgress,
+    agreed,
+    check_each_once,
+    go_on,
+    in_eval_mode,
+)
 from ppdist.metrics.classification import METRICS, Ranking, accuracy, rank, write_ranking
 from ppdist.models.detector import ImageModel
 
@@ -45,17 +52,19 @@ class ClassificationEvaluator:
         self._loader = loader
         self._max_pictures = max_pictures
 
-    def evaluate(self, model: ImageModel) -> dict[str, float]:
+    def evaluate(self, model: ImageModel, stopped: Callable[[], bool] = go_on) -> dict[str, float]:
         """Accuracy of the model; every rank calls it and every rank gets the same result.
 
         The mode (train or eval) of every layer is as before when it returns.
 
         Args:
             model: the classifier itself, not its data-parallel wrapper.
+            stopped: whether this rank was asked to stop; looked at after each batch.
         Returns: what `measure` does; and `eval_seconds` (rank 0's).
+        Raises: EvaluationStopped, on all ranks: one was asked to stop.
         """
         began = time.monotonic()
-        ranking = self.predict(model)
+        ranking = self.predict(model, stopped)
         seconds = dist.on_main(lambda: time.monotonic() - began)
         return {**self.measure(ranking), "eval_seconds": seconds}
 
@@ -70,12 +79,13 @@ class ClassificationEvaluator:
         """See `ppdist.metrics.classification.write_ranking`."""
         write_ranking(path, self._dataset, found)
 
-    def predict(self, model: ImageModel) -> Ranking:
+    def predict(self, model: ImageModel, stopped: Callable[[], bool] = go_on) -> Ranking:
         """The surest classes of the whole set, in its order; every rank calls it and gets all.
 
-        Raises: RuntimeError: an image was seen twice or not at all.
+        Args: stopped: see `evaluate`.
+        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
         """
-        ours = self._predict_share(model)
+        ours = agreed(lambda: self._predict_share(model, stopped))
         columns = [ours.index_N[:, None], ours.place_N[:, None], ours.labels_NK, ours.scores_NK]
         rows_NX = dist.all_gather_rows(np.concatenate(columns, axis=1).astype(np.float64))
         rows_NX = rows_NX[np.argsort(rows_NX[:, 0], kind="stable")]
@@ -84,7 +94,7 @@ class ClassificationEvaluator:
         labels_NK, scores_NK = np.split(rows_NX[:, 2:], 2, axis=1)
         return Ranking(index_N, place_N, labels_NK.astype(np.int64), scores_NK.astype(np.float32))
 
-    def _predict_share(self, model: ImageModel) -> Ranking:
+    def _predict_share(self, model: ImageModel, stopped: Callable[[], bool]) -> Ranking:
         nothing = np.zeros(0, np.int64)
         parts = [rank(np.zeros((0, model.num_classes), np.float32), nothing, nothing)]
         self.pictures = []
@@ -101,6 +111,10 @@ class ClassificationEvaluator:
                     images_BHW3 = batch.images_B3HW.numpy()[real_B][:wanted].transpose(0, 2, 3, 1)
                     self.pictures += self._draw(images_BHW3, label_B[real_B], ranking)
                 progress.add(len(ranking.index_N))
+                if stopped():
+                    nobody = np.zeros((1, model.num_classes), np.float32)
+                    parts.append(rank(nobody, np.zeros(1, np.int64), np.array([CUT_SHORT])))
+                    break
         return Ranking(*(np.concatenate(values) for values in zip(*parts)))
 
     def _draw(

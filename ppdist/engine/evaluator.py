@@ -3,19 +3,20 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 import paddle
 from pydantic import Field
 
-from ppdist import dist
+from ppdist import dist, pulse
 from ppdist.config import Section
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_boxes, side_by_side
+from ppdist.errors import UserError
 from ppdist.log import duration
 from ppdist.metrics.coco import METRICS, evaluate_boxes, write_detections
 from ppdist.models.detector import Detector
@@ -23,7 +24,9 @@ from ppdist.postprocess import NMSConfig, multiclass_nms
 
 _LOGGER = logging.getLogger("ppdist")
 _REPORT_SECONDS = 30.0
+T = TypeVar("T")
 _DRAWN_SCORE = 0.3
+CUT_SHORT = -1  # in place of an image's position: the rank was asked to stop
 
 
 class EvaluateConfig(Section):
@@ -49,6 +52,40 @@ class EvaluateConfig(Section):
         description="With data.resize: letterbox, make each input no larger than its image needs "
         "(sides in multiples of the largest stride), images of one shape together; faster.",
     )
+
+
+class EvaluationStopped(Exception):
+    """A rank was asked to stop; raised on all of them, and there are no metrics."""
+
+
+def go_on() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
+class EvaluationFailed(RuntimeError):
+    """Raised on every rank alike, and training is as it was: some rank could not do its part."""
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """What `work` returned on this rank, if it did on all; every rank calls it.
+
+    Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
+        UserError, on every rank: by users' mistakes alone.
+    """
+    value, failure, mine = None, None, None
+    try:
+        value = work()
+    except Exception as error:
+        failure = error
+        said = f"rank {dist.rank()} (host {dist.host()}): {type(error).__name__}: {error}"
+        mine = [isinstance(error, UserError), said]
+    failed = [told for told in dist.exchange(mine) if told]
+    if not failed:
+        return cast(T, value)
+    if all(is_users for is_users, _ in failed):
+        raise failure or UserError(failed[0][1])
+    raise EvaluationFailed("; ".join(said for _, said in failed)) from failure
 
 
 class Evaluator:
@@ -91,7 +128,7 @@ class Evaluator:
         self._nms = nms
         self._max_pictures = max_pictures
 
-    def evaluate(self, model: Detector) -> dict[str, float]:
+    def evaluate(self, model: Detector, stopped: Callable[[], bool] = go_on) -> dict[str, float]:
         """COCO metrics of the model; every rank calls it and every rank gets the same result.
 
         Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
@@ -99,15 +136,15 @@ class Evaluator:
 
         Args:
             model: the detector itself, not its data-parallel wrapper.
+            stopped: whether this rank was asked to stop; looked at after each batch.
         Returns: what `measure` does; and `eval_seconds` (rank 0's wall time).
+        Raises: EvaluationStopped, on all ranks: one was asked to stop.
         """
         began = time.monotonic()
-        found_R7 = self.predict(model)
+        found_R7 = self.predict(model, stopped)
 
-        def measure() -> dict[str, float]:
-            return {**self.measure(found_R7), "eval_seconds": time.monotonic() - began}
-
-        return dist.on_main(measure)
+        metrics = agreed(lambda: self.measure(found_R7) if dist.is_main() else {})
+        return dist.on_main(lambda: {**metrics, "eval_seconds": time.monotonic() - began})
 
     def measure(self, found_R7: np.ndarray) -> dict[str, float]:
         """Metrics of what `predict` found, on this rank alone.
@@ -126,20 +163,25 @@ class Evaluator:
         """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""
         write_detections(path, self._dataset, found_R7)
 
-    def predict(self, model: Detector) -> np.ndarray:
+    def predict(self, model: Detector, stopped: Callable[[], bool] = go_on) -> np.ndarray:
         """Detections of the whole set; every rank calls it and every rank gets all rows.
 
+        Args: stopped: see `evaluate`.
         Returns: float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
             pixels of the original image, ordered by position.
-        Raises: RuntimeError: an image was seen twice or not at all.
+        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
+            EvaluationFailed.
         """
-        rows_R7, seen_S = self._detect_share(model)
+        rows_R7, seen_S = agreed(lambda: self._detect_share(model, stopped))
         check_each_once(self._dataset, dist.all_gather_rows(seen_S[:, None])[:, 0])
         gathered_R7 = dist.all_gather_rows(rows_R7)
         return gathered_R7[np.argsort(gathered_R7[:, 0], kind="stable")]
 
-    def _detect_share(self, model: Detector) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [R, 7] of this rank's images, and their positions int64 [S]."""
+    def _detect_share(
+        self, model: Detector, stopped: Callable[[], bool]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [R, 7] of this rank's images, and their positions int64 [S], CUT_SHORT among them if
+        it was asked to stop."""
         rows = [np.zeros((0, 7), np.float32)]
         seen = [np.zeros(0, np.int64)]
         self.pictures = []
@@ -154,6 +196,9 @@ class Evaluator:
                 names = self._dataset.class_names
                 self.pictures += draw_batch(batch, rows_R6, count_B, names, wanted)
                 progress.add(len(seen[-1]))
+                if stopped():
+                    seen.append(np.array([CUT_SHORT]))
+                    break
         return np.concatenate(rows), np.concatenate(seen)
 
     def _in_original_pixels(
@@ -181,6 +226,7 @@ class ShareProgress:
         self._began = self._reported = time.monotonic()
 
     def add(self, images: int) -> None:
+        pulse.alive()
         self._done += images
         now = time.monotonic()
         if now - self._reported > _REPORT_SECONDS:
@@ -190,7 +236,10 @@ class ShareProgress:
 
 
 def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
-    """Raises: RuntimeError: the positions seen by all ranks are not each image exactly once."""
+    """Raises: RuntimeError: the positions seen by all ranks are not each image exactly once;
+    EvaluationStopped: CUT_SHORT is among them."""
+    if CUT_SHORT in seen_N:
+        raise EvaluationStopped
     counts_N = np.bincount(seen_N, minlength=len(dataset.records))
     wrong = np.flatnonzero(counts_N != 1)
     if wrong.size:

@@ -9,14 +9,8 @@ import numpy as np
 import paddle
 from pydantic import Field, model_validator
 
-from ppdist import dist, models
-from ppdist.checkpoint import (
-    Checkpoint,
-    CheckpointConfig,
-    newest_valid,
-    read_checkpoint,
-    set_aside,
-)
+from ppdist import dist, models, run_lock
+from ppdist.checkpoint import CheckpointConfig
 from ppdist.config import Section, dump_yaml
 from ppdist.config_yaml import Node, merge
 from ppdist.data.dataset import DataConfig
@@ -30,11 +24,13 @@ from ppdist.engine.compatible import misfits, surprises
 from ppdist.engine.derived import Derived, derive
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
-from ppdist.engine.feed import Feed, images_of_epoch, read_sets
+from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
 from ppdist.engine.preflight import preflight
+from ppdist.engine.resume import find_start, own_folder, settle_run, tell
 from ppdist.engine.step import TrainStep
-from ppdist.engine.trainer import TrainConfig, Trainer
-from ppdist.errors import CheckpointError, ConfigError
+from ppdist.engine.train_config import TrainConfig
+from ppdist.engine.trainer import Trainer
+from ppdist.errors import ConfigError
 from ppdist.log import LogConfig, RunLog
 from ppdist.losses import Loss
 from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
@@ -160,6 +156,7 @@ def build_training(
     evaluate: bool,
     resume: Path | None,
     command: list[str],
+    resume_changed: bool = False,
 ) -> Experiment:
     """Builds everything a training run needs, on every rank; `dist.init` comes before.
 
@@ -168,51 +165,83 @@ def build_training(
         evaluate: evaluate during training and keep the best (`--eval`).
         resume: a checkpoint, or the run's output_dir for its newest valid one; None starts anew.
         command: what the user typed, for environment.json.
+        resume_changed: resume also with settings that change what is learned.
     Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
     """
-    noticed = preflight(config, output_dir=output_dir, evaluate=evaluate, resume=bool(resume))
-    checkpoint, passed_over = _checkpoint_of_run(resume)
+    noticed = preflight(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=bool(resume),
+        resume_changed=resume_changed,
+    )
+    # Where there is nothing yet, nothing is made before this run is known to begin.
+    noticed += dist.on_main(lambda: run_lock.hold(output_dir) if output_dir.exists() else [])
+    start = find_start(resume, output_dir, config, resume_changed)
     train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
     bad_images = BadImages(train_set, config.data.bad_images_limit)
-    model, evaluated_model = build_model(config), build_model(config)
-    loaded = None if checkpoint else _load_pretrained(config, model)
+    model = build_model(config)
+    loaded = _load_pretrained(config, model) if start.snapshot is None else None
     derived = derive_run(config, images_of_epoch(train_set, config.data.sampling))
+    mark = fingerprint(train_set, config.data.root)
+    run = settle_run(start, derived, len(train_set.records), mark, resume_changed)
+    bad_images.known |= run.bad_images
+    noticed += dist.on_main(lambda: run_lock.hold(output_dir))
     dist.on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    start = None if checkpoint is None else checkpoint.state["step"]
-    log = _open_log(config, output_dir, derived, start)
+    own_folder(output_dir, start, run)
+    log = _open_log(config, output_dir, derived, start.step)
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in (*noticed, *passed_over, *found, *surprises(config)):
+        for warning in (*noticed, *start.warnings, *found, *surprises(config)):
             log.warning(warning)
         if loaded:
             log.info(f"{loaded}")
-        if checkpoint is None:
+        if start.snapshot is None:
             _settle_anchors(config, model, train_set, log)
-        slow = speed_up_cpu(config, [model, evaluated_model])
-        if slow:
-            log.warning(slow)
-        trainer = Trainer(
-            train_step=build_train_step(config, derived, model),
-            feed=build_feed(config, train_set, derived),
-            bad_images=bad_images,
-            derived=derived,
-            evaluator=_evaluator_of_training(config, val_set, model),
-            evaluated_model=evaluated_model,
-            log=log,
-            output_dir=output_dir,
-            config_yaml=dump_yaml(config),
-            checkpoint=config.checkpoint,
-            evaluate=config.evaluate,
-            log_every=config.log.every_steps,
-            seed=config.seed,
+        trainer = _build_trainer(
+            config, derived, model, train_set, val_set, bad_images, log, output_dir
         )
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-            log.info(f"resumed from {checkpoint.path} after step {start}")
-        _set_aside(output_dir, start or 0, log)
-        _say_derived(config, derived, start, log)
+        if start.snapshot is not None:
+            trainer.restore(start.snapshot, start.own, bool(start.rescored))
+        trainer.progress.run = run
+        tell(start, derived, log)
+        _say_derived(config, derived, start.step, log)
         undo.pop_all()
     return Experiment(trainer=trainer, log=log, output_dir=output_dir)
+
+
+def _build_trainer(
+    config: ExperimentConfig,
+    derived: Derived,
+    model: ImageModel,
+    train_set: DetectionSet,
+    val_set: DetectionSet | None,
+    bad_images: BadImages,
+    log: RunLog,
+    output_dir: Path,
+) -> Trainer:
+    """The loop around a model that has its weights; every rank builds one."""
+    evaluated_model = build_model(config)
+    slow = speed_up_cpu(config, [model, evaluated_model])
+    if slow:
+        log.warning(slow)
+    return Trainer(
+        train_step=build_train_step(config, derived, model),
+        feed=build_feed(config, train_set, derived),
+        bad_images=bad_images,
+        derived=derived,
+        evaluator=_evaluator_of_training(config, val_set, model),
+        evaluated_model=evaluated_model,
+        log=log,
+        output_dir=output_dir,
+        config_yaml=dump_yaml(config),
+        checkpoint=config.checkpoint,
+        evaluate=config.evaluate,
+        log_every=config.log.every_steps,
+        seed=config.seed,
+        bad_steps_limit=config.train.bad_steps_limit,
+        check_weights_every=config.distributed.check_weights_every,
+    )
 
 
 def _say_derived(
@@ -249,13 +278,6 @@ def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport 
     if isinstance(config.model, YOLOv5Config) and config.model.anchors:
         model.set_anchors(np.array(config.model.anchors))  # the file has anchors of its own
     return report
-
-
-def _set_aside(output_dir: Path, start: int, log: RunLog) -> None:
-    """Moves checkpoints that are not this run's out of the way; every rank calls it."""
-    aside = dist.on_main(lambda: f"{set_aside(output_dir / 'checkpoints', start) or ''}")
-    if aside:
-        log.warning(f"checkpoints of another run, or beyond the step resumed from, are in {aside}")
 
 
 def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageModel) -> TrainStep:
@@ -354,44 +376,3 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     for model in models:
         use_onednn_convolutions(model)
     return ""
-
-
-def _checkpoint_of_run(resume: Path | None) -> tuple[Checkpoint | None, list[str]]:
-    """As _find_checkpoint, on every rank; they must find the same one.
-
-    Raises: CheckpointError, on every rank: they do not.
-    """
-    checkpoint, passed_over = dist.together(lambda: _find_checkpoint(resume))
-    mine = checkpoint and f"step {checkpoint.state['step']} (manifest {checkpoint.digest[:12]})"
-    found_W = dist.exchange([dist.host(), mine])
-    for rank, (host, found) in enumerate(found_W):
-        if found != found_W[0][1]:
-            raise CheckpointError(
-                f"--resume: rank 0 (host {found_W[0][0]}) finds the checkpoint of {found_W[0][1]}, "
-                f"rank {rank} (host {host}) another one, of {found}; give every host the same "
-                f"folder (shared, or copied)"
-            )
-    if checkpoint is not None and checkpoint.state["world"] == dist.world_size():
-        dist.resume_bucket(checkpoint.state.get("bucket_mb"))
-    return checkpoint, [f"passed over: {reason}" for reason in passed_over]
-
-
-def _find_checkpoint(resume: Path | None) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint `--resume` means, and why newer ones were passed over."""
-    if resume is None:
-        return None, []
-    if (resume / "manifest.json").exists():
-        return read_checkpoint(resume.resolve()), []
-    checkpoint, reasons = newest_valid(resume / "checkpoints")
-    if checkpoint is None:
-        found = f"; passed over: {'; '.join(reasons)}" if reasons else ""
-        remedy = "give --resume a checkpoint directory, or leave it out to start anew"
-        if dist.world_size() > dist.local_size():
-            remedy = (
-                "rank 0's host writes them and every host reads them: put output_dir on a file "
-                "system that all share, or copy the folder to every host"
-            )
-        raise CheckpointError(
-            f"--resume: no checkpoint in {resume / 'checkpoints'}{found}; {remedy}"
-        )
-    return checkpoint, reasons

@@ -1,6 +1,7 @@
 """The data of a run: its two sets, checked, and this rank's micro-batches from any step on."""
 
 import hashlib
+import itertools
 import math
 import os
 import zlib
@@ -75,14 +76,8 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
         return
     records = Records.of(dataset.records)
     top = os.path.join(os.path.abspath(root), "")
-    content = hashlib.blake2b(digest_size=16)
-    for index in range(len(records)):
-        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
-    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
-    for column in (*columns, records.crowd_O):
-        content.update(np.ascontiguousarray(column).tobytes())
     classes = [list(dataset.class_names), list(dataset.category_ids)]
-    found_W = dist.exchange([classes, content.hexdigest(), dist.host()])
+    found_W = dist.exchange([classes, fingerprint(dataset, root), dist.host()])
     other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
     if other is None:
         _require_same_images(dataset.source, records, top)
@@ -95,6 +90,19 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
         f"{dataset.source}: not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
         f"{found_W[other][2]}): {what}; give every host the same files below data.root"
     )
+
+
+def fingerprint(dataset: DetectionSet, root: str) -> str:
+    """Stands for the names of a set's images below `root`, their sizes, order and objects."""
+    records = Records.of(dataset.records)
+    top = os.path.join(os.path.abspath(root), "")
+    content = hashlib.blake2b(digest_size=16)
+    for index in range(len(records)):
+        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
+    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
+    for column in (*columns, records.crowd_O):
+        content.update(np.ascontiguousarray(column).tobytes())
+    return content.hexdigest()
 
 
 def _require_same_images(source: str, records: Records, top: str) -> None:
@@ -204,7 +212,10 @@ class Feed:
 
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
+        parts: in how many a micro-batch comes, from the next `batches` on; see TrainSampler.
     """
+
+    parts = 1
 
     def __init__(
         self,
@@ -249,9 +260,21 @@ class Feed:
         Args:
             scores: of the last evaluation, None before the first.
         """
-        sampler = replace(self._sampler, start_step=first_step)
+        self._loader.plan = self._plan(first_step, scores)
+        return iter(self._loader)
+
+    def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
+        """Positions of this rank's images of a step, without opening them; scores: as `batches`."""
+        keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
+        return [key.index for key in keys if key.index >= 0]
+
+    def path(self, index: int) -> str:
+        """The file of the image at a position."""
+        return self._dataset.records[index].path
+
+    def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
+        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
         if self.follows_scores and scores is not None:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)
-        self._loader.plan = sampler
-        return iter(self._loader)
+        return sampler

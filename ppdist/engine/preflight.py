@@ -47,19 +47,25 @@ _SHARED_BYTES = 1 * _GIB
 _DISK_BYTES = 5 * _GIB
 
 
-def preflight(config: Any, *, output_dir: Path, evaluate: bool, resume: bool) -> list[str]:
+def preflight(
+    config: Any, *, output_dir: Path, evaluate: bool, resume: bool, resume_changed: bool = False
+) -> list[str]:
     """Looks whether the run can start; every rank calls it after `dist.init`, before anything else.
 
     Args:
         config: ExperimentConfig.
-        evaluate: `--eval` was given; resume: `--resume` was.
+        evaluate: `--eval` was given; resume, resume_changed: `--resume`, `--resume-changed` were.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         they cannot sum.
     """
     dist.together(lambda: check_precision(config))
     hosts_W = dist.exchange(dist.host())
-    given = {"--eval": f"{evaluate}", "--resume": f"{resume}"}
+    given = {
+        "--eval": f"{evaluate}",
+        "--resume": f"{resume}",
+        "--resume-changed": f"{resume_changed}",
+    }
     require_agreement(
         {
             "command line": given,
@@ -171,7 +177,7 @@ def digests_of_code() -> Facts:
 
 def flat_config(config: Any) -> Facts:
     """Key path -> JSON of its value, of the keys that every rank must have alike."""
-    flat = dict(_flattened("", config.model_dump(mode="json")))
+    flat = dict(flattened("", config.model_dump(mode="json")))
     facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
     weights = config.model.pretrained
     if weights:
@@ -179,10 +185,11 @@ def flat_config(config: Any) -> Facts:
     return facts
 
 
-def _flattened(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flattened(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree of mappings: (key path behind the prefix, value)."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flattened(f"{prefix}{key}.", value)
+            yield from flattened(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value
 

@@ -4,16 +4,15 @@ import math
 import time
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import paddle
 from paddle import nn
-from pydantic import Field
 
-from ppdist import dist
-from ppdist.config import Section
+from ppdist import dist, pulse
 from ppdist.data.sample import Batch
+from ppdist.engine.out_of_memory import is_out_of_memory
+from ppdist.engine.precision import AmpConfig, loss_scale, lower_scale, make_float32
 from ppdist.losses import Loss, LossOutput
 from ppdist.models.detector import ImageModel
 from ppdist.optim.averaging import Averaging
@@ -21,18 +20,6 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.optimizer import biases, set_rates
 from ppdist.optim.schedule import Rates
 from ppdist.optim.sharding import Sharding
-
-
-class AmpConfig(Section):
-    """Automatic mixed precision; GPUs only (Paddle has no such kernels on CPU)."""
-
-    enabled: bool = Field(default=False, description="Compute in a lower precision on GPUs.")
-    dtype: Literal["float16", "bfloat16"] = Field(
-        default="float16", description="float16 needs loss scaling (done); bfloat16 does not."
-    )
-    level: Literal["O1", "O2"] = Field(
-        default="O1", description="O1: chosen operators; O2: the whole model, float32 masters."
-    )
 
 
 class Clock:
@@ -64,6 +51,11 @@ class StepResult:
     stop_requested: bool  # some rank was asked to stop
     bad_images: dict[int, str]  # position -> why: what this rank alone met, and was not known
     bad_somewhere: bool  # some rank met one
+    searching: bool  # not applied, because the loss scale of float16 was still too high
+    too_large: bool  # some rank had no memory for its micro-batches: as if there had been no step
+    ran_out: bool  # this rank
+    own_loss: float  # sum over this rank's images, not normalised
+    own_images: list[int]  # positions of the images of this rank, where the step was not applied
 
 
 class TrainStep:
@@ -120,7 +112,10 @@ class TrainStep:
         )
         self._biases = biases(model)
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
-        self._statistics = _running_statistics(model) if average_statistics else []
+        self._all_statistics = _running_statistics(model)
+        self._statistics = self._all_statistics if average_statistics else []
+        self._norms_meet = bool(self._all_statistics) and not average_statistics
+        self._in_backward = False
 
     def __call__(
         self,
@@ -138,31 +133,32 @@ class TrainStep:
         """
         self.optimizer.clear_grad()
         self.loss.prepare(self.model, step)
-        images = 0
-        bad_images: dict[int, str] = {}
-        sums: dict[str, paddle.Tensor] = {}
+        pulse.at("waiting for its images")
         micro_batches = [next(batches) for _ in range(count)]
+        pulse.at("")
         clock.lap("data")
+        before = [tensor.clone() for tensor in self._all_statistics]
         totals = self._totals(micro_batches)
         clock.lap("communication")
-        for micro, batch in enumerate(micro_batches):
-            communicates = micro == count - 1 and self.averaging.during_backward
-            with nullcontext() if communicates else dist.local_gradients(self.wrapped):
-                output = self._forward_backward(batch, step, totals, clock)
-            images += batch.images_B3HW.shape[0] if batch.real else 0
+        sums, fitted = self._gradients(micro_batches, step, totals, clock)
+        bad_images: dict[int, str] = {}
+        for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
-            terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
-            for name, value in terms.items():
-                sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
+        images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
         finite = paddle.isfinite(sums["loss"]).astype("float32")
-        counts = paddle.to_tensor([float(images), float(stop), float(len(bad_images))])
-        facts = [counts, 1.0 - finite, *sums.values()]
+        own = [float(each) for each in (images, stop, len(bad_images), not fitted)]
+        facts = [paddle.to_tensor(own), 1.0 - finite, *sums.values()]
         tally = dist.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
-        total_images, stops, bad, broken, normalizer, *values = (float(value) for value in tally)
+        total_images, stops, bad, short, broken, normalizer, *values = map(float, tally)
         divisor = max(1.0, normalizer)
-        norm, applied = self._update(rates, divisor, broken == 0)
-        self._synchronise(step, applied)
+        norm, applied = math.nan, False
+        if not short:
+            norm, applied = self._update(rates, divisor, broken == 0)
+        if not applied:
+            self._undo(before)
+        if not short:
+            self._synchronise(step, applied)
         clock.lap("optimizer")
         names = [name for name in sums if name != "normalizer"]
         return StepResult(
@@ -174,7 +170,80 @@ class TrainStep:
             stop_requested=stops > 0,
             bad_images=bad_images,
             bad_somewhere=bad > 0,
+            searching=not applied and not short and broken == 0 and loss_scale(self.scaler) >= 1.0,
+            too_large=short > 0,
+            ran_out=not fitted,
+            own_loss=sums["loss"].item(),
+            own_images=[] if applied else _positions(micro_batches),
         )
+
+    def leave_out(self, step: int) -> None:
+        """Passes over a step (0-based) that is not to be computed; every rank calls it."""
+        self._synchronise(step, False)
+
+    def forget(self) -> None:
+        """Drops what it keeps from step to step; for whoever has overwritten the weights."""
+        self.optimizer.clear_grad()
+        self._updates = 0
+
+    def _gradients(
+        self, micro_batches: list[Batch], step: int, totals: paddle.Tensor | None, clock: Clock
+    ) -> tuple[dict[str, paddle.Tensor], bool]:
+        """Adds up the gradients of this rank's micro-batches.
+
+        Returns: sums of the normalizer, the loss and its parts; False: there was too little memory,
+            and these are of less than all images.
+        """
+        sums: dict[str, paddle.Tensor] = {}
+        fitted = True
+        for micro, batch in enumerate(micro_batches):
+            pulse.alive()
+            communicates = micro == len(micro_batches) - 1 and self.averaging.during_backward
+            with nullcontext() if communicates else dist.local_gradients(self.wrapped):
+                if fitted:
+                    output = self._if_it_fits(batch, step, totals, clock, communicates)
+                    fitted = output is not None
+                if not fitted:
+                    output = self._forward_backward(_blank(batch), step, totals, clock)
+            assert output is not None
+            terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
+            for name, value in terms.items():
+                sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
+        return sums, fitted
+
+    def _if_it_fits(
+        self,
+        batch: Batch,
+        step: int,
+        totals: paddle.Tensor | None,
+        clock: Clock,
+        communicates: bool,
+    ) -> LossOutput | None:
+        """Forward and backward; None: this rank has too little memory, and a blank image can stand
+        in, so that this rank reaches all collectives of the step and tells the others.
+
+        Raises: MemoryError: it cannot, because ranks meet within forward or backward, and nobody
+            knows which of these meetings were missed.
+        """
+        self._in_backward = False
+        try:
+            return self._forward_backward(batch, step, totals, clock)
+        except Exception as error:
+            meets = self._norms_meet or (communicates and self._in_backward)
+            if not is_out_of_memory(error) or (meets and dist.world_size() > 1):
+                raise
+        # After the clause: the exception holds frames, and these hold the memory.
+        if dist.on_gpu():
+            paddle.device.cuda.empty_cache()
+        return None
+
+    @paddle.no_grad()
+    def _undo(self, statistics: list[paddle.Tensor]) -> None:
+        """Leaves nothing of a step that was not applied: not finite, running statistics would stay
+        so for ever, and a step made again must not move them twice."""
+        self.optimizer.clear_grad()
+        for tensor, before in zip(self._all_statistics, statistics):
+            paddle.assign(before, tensor)
 
     @paddle.no_grad()
     def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
@@ -211,6 +280,7 @@ class TrainStep:
                 parts={name: part * 0.0 for name, part in output.parts.items()},
             )
         clock.lap("loss")
+        self._in_backward = True
         self.scaler.scale(output.total / self.loss_divisor).backward()
         clock.lap("backward")
         return output
@@ -219,12 +289,12 @@ class TrainStep:
     def _update(self, rates: Rates, divisor: float, finite: bool) -> tuple[float, bool]:
         """Divides, checks, clips and applies the gradients; the same decision on every rank,
         because all ranks hold the same norm and the same tally."""
-        _make_float32(self._parameters)
+        make_float32(self._parameters)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         # Gradients will be the mean over ranks of grad(total / loss_divisor).
         factor = self.loss_divisor * dist.world_size() / divisor
-        loss_scale = self.scaler.state_dict()["scale"][0] if self.scaler.is_enable() else 1.0
-        self.averaging.gradients(gradients, factor / float(loss_scale) if finite else math.nan)
+        scaled = factor / (loss_scale(self.scaler) or 1.0)
+        self.averaging.gradients(gradients, scaled if finite else math.nan)
         self.scaler.unscale_(self.optimizer)
         norm = self.averaging.norm(_norm(gradients) * factor)
         applied = finite and math.isfinite(norm)
@@ -240,7 +310,7 @@ class TrainStep:
                 self.sharding.exchange()
         self.scaler.update()
         if not applied:
-            _lower_scale(self.scaler)
+            lower_scale(self.scaler)
         return norm, applied
 
     def _synchronise(self, step: int, applied: bool) -> None:
@@ -248,7 +318,8 @@ class TrainStep:
         self._updates += applied
         self.averaging.updated(step)
         if self.averaging.synchronised(step):
-            dist.mean_tensors(self._statistics)
+            if self._updates:  # else they are as they were, and a mean of equals may round
+                dist.mean_tensors(self._statistics)
             if self.ema is not None:
                 self.ema.update(self._masters(), self._updates)
             self._updates = 0
@@ -260,32 +331,17 @@ class TrainStep:
         return {key: masters[p.name] for key, p in named if p.name in masters}
 
 
-def _make_float32(parameters: list[paddle.Tensor]) -> None:
-    """Gives parameters of lower precision (AMP O2) float32 gradients, so that unscaling, clipping
-    and the update lose nothing.
-
-    Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
-    gradient all-reduce takes gradients in the precision of their parameters, so after the first
-    of several micro-steps it would find another one.
-    """
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.dtype != paddle.float32:
-            wide = gradient.astype("float32")
-            parameter.clear_gradient(False)  # it does not change its precision in place
-            parameter.grad = wide
+def _blank(batch: Batch) -> Batch:
+    """The first image of a batch, in the place of a batch without one; see Batch."""
+    fields = ("images_B3HW", "boxes_BM4", "labels_BM", "mask_BM", "image_index_B", "scale_B2",
+              "offset_B2")  # fmt: skip
+    return replace(batch, **{name: getattr(batch, name)[:1] for name in fields}, real=False)
 
 
-def _lower_scale(scaler: paddle.amp.GradScaler) -> None:
-    """Halves the loss scale after a step that was not applied; `update` took it for a good one.
-
-    GradScaler hears of an overflow only in its own `step`, which still updates where nothing but
-    the loss was not finite; and what it prints of an overflow is an error from numpy 2.4 on.
-    """
-    if scaler.is_enable():
-        state = scaler.state_dict()
-        lower = state["scale"] * scaler.get_decr_ratio()
-        scaler.load_state_dict({**state, "scale": lower, "incr_count": 0})
+def _positions(micro_batches: list[Batch]) -> list[int]:
+    """Of the images in the set's records."""
+    found = [batch.image_index_B.numpy().ravel().tolist() for batch in micro_batches]
+    return [int(index) for indices in found for index in indices if index >= 0]
 
 
 def _norm(gradients: list[paddle.Tensor]) -> float:
@@ -295,6 +351,6 @@ def _norm(gradients: list[paddle.Tensor]) -> float:
 
 
 def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
-    norms = (nn.BatchNorm1D, nn.BatchNorm2D)
+    norms = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
     return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]

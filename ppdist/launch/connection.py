@@ -13,6 +13,7 @@ from typing import Any
 
 MAX_LINE_BYTES = 256 * 1024  # longer than any greeting or report that this side makes
 _RECEIVE_BYTES = 64 * 1024
+_MOST_PIECES = 2 * MAX_LINE_BYTES // _RECEIVE_BYTES
 _CONNECT_SECONDS = 5.0
 
 Message = dict[str, Any]
@@ -90,8 +91,9 @@ class Connection:
             # Closing with unread bytes would make the system drop what was sent, too.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-                while self._socket.recv(_RECEIVE_BYTES):
-                    pass
+                for _ in range(_MOST_PIECES):  # who sends without end is not listened to
+                    if not self._socket.recv(_RECEIVE_BYTES):
+                        break
             self._close("closed")
 
     def _finish_connecting(self) -> None:

@@ -11,24 +11,31 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from ppdist.errors import UserError
+from ppdist.errors import JOB_DIR_VARIABLE, JOB_VARIABLE, LaunchError, UserError
 from ppdist.launch.greeting import own_greeting
 from ppdist.launch.line import Line
-from ppdist.launch.meeting import meet
+from ppdist.launch.meeting import Stopped, meet
+from ppdist.launch.membership import TOKEN_VARIABLE, name_of_job
 from ppdist.launch.options import Options, help_text, parse_options
-from ppdist.launch.outcome import STOPPED, USER_ERROR, Outcome
+from ppdist.launch.outcome import USER_ERROR, Outcome, say, say_end, stopped_before
 from ppdist.launch.plan import LaunchPlan, Machine, make_plan, this_machine
-from ppdist.launch.process import run_job
+from ppdist.launch.process import private_files, private_folder, run_job
+from ppdist.launch.restarts import Restarts
+from ppdist.launch.signals import signals_noted
 from ppdist.launch.stock import started_by_stock_launcher
 
 __all__ = ["fleetrun", "main", "started_by_stock_launcher"]
 
-_RESTART_PAUSE_SECONDS = 1.0
+# Options, plan, line, folder, attempt, signals: see process.run_job.
+Run = Callable[[Options, LaunchPlan, Line | None, Path, int, list[int]], Outcome]
 
 
 def main() -> int:
     """Entry of the console script and of tools/launch.py; returns the exit code."""
+    _open_streams()
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
         print(help_text())
@@ -36,21 +43,32 @@ def main() -> int:
     try:
         return fleetrun(arguments, os.environ, this_machine, run_job)
     except UserError as error:
-        _say(f"error: {error}", name="ppdist")
+        say(f"error: {error}", name="ppdist")
         return USER_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _open_streams() -> None:
+    """Nothing else must get the numbers of stdin, stdout or stderr that are closed (`>&-`)."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 def fleetrun(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     machine: Callable[[], Machine],
-    run: Callable[[Options, LaunchPlan, Line | None], Outcome],
+    run: Run,
 ) -> int:
     """Plans and runs, again after a failure where that was asked for; returns the exit code.
 
-    A restart runs the same command: it continues where the script continues, so it wants --resume.
+    A restart runs the same command with PPDIST_RESTART in the environment, which makes
+    tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
+    only be repeated (wrong input) or was wanted (a signal).
 
     Args:
         machine: looks at the machine; called when the command line is known to be right.
@@ -59,43 +77,103 @@ def fleetrun(
     """
     options = parse_options(arguments, environment)
     here = machine()
-    for attempt in range(options.max_restart + 1):
-        plan = make_plan(options, environment, here)  # anew each time: a port may have been taken
-        _say(f"{plan.description}; logs in {options.log_dir}/")
-        if plan.meeting_port is None:
-            outcome = run(options, plan, None)
-        else:
-            outcome = _run_with_others(options, plan, plan.meeting_port, run)
-        if outcome.message:
-            _say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
-        finished = outcome.code in (0, USER_ERROR, STOPPED) or outcome.stopped is not None
-        if finished or attempt == options.max_restart:
-            break
-        _say(f"restart {attempt + 1} of {options.max_restart}{_from_the_start(options)}")
-        time.sleep(_RESTART_PAUSE_SECONDS)
+    restarts = Restarts()
+    with signals_noted() as received, private_folder() as folder:
+        outcome = _attempt(options, environment, here, run, restarts, folder, received)
+        while not outcome.is_final and restarts.attempt < options.max_restart:
+            restarts.learn(outcome)
+            say(_announcement(restarts, options.max_restart))
+            try:
+                outcome = _attempt(options, environment, here, run, restarts, folder, received)
+            except LaunchError as error:  # the command was right; a host or a port is missing now
+                say(f"error: {error}")
+                outcome = Outcome(outcome.code, "")
     return outcome.code
 
 
-def _run_with_others(
+def _attempt(
     options: Options,
-    plan: LaunchPlan,
-    port: int,
-    run: Callable[[Options, LaunchPlan, Line | None], Outcome],
+    environment: Mapping[str, str],
+    machine: Machine,
+    run: Run,
+    restarts: Restarts,
+    folder: Path,
+    received: list[int],
 ) -> Outcome:
-    line = meet(own_greeting(options, plan), port, options.start_timeout, _say)
+    """Runs the job once, from meeting the other hosts to the end of all; says how it ended.
+
+    Before a restart it pauses; several hosts meet first, so that a signal for one of them then
+    reaches all.
+
+    Args: folder: of the whole job; what an attempt needs goes below it.
+    """
+    plan = make_plan(options, environment, machine)
+    line, token, pause = None, environment.get(TOKEN_VARIABLE, ""), restarts.pause
+    if plan.meeting_port is not None:
+        say(f"{plan.description}; logs in {options.log_dir}/")
+        mine = own_greeting(options, plan, restarts.attempt, restarts.skip).signed(token)
+        try:
+            line = meet(mine, plan.meeting_port, options.start_timeout, say, received, token)
+        except Stopped:
+            return _stopped_before(received)
+        restarts.agree(line.attempt, line.skip)
+    if not _sleep(pause, line, received):
+        outcome = _stopped_before(received)
+        if line is not None:
+            outcome = line.finish(outcome, received)
+            say_end(outcome)
+        return outcome
+    if line is None:
+        if pause:  # in which a port may have been taken
+            plan = make_plan(options, environment, machine)
+        say(f"{plan.description}; logs in {options.log_dir}/")
+    # With --master hosts do not meet here, so that nothing can be drawn for all of them.
+    drawn = line.drawn if line is not None else "" if options.master else None
+    variables = {JOB_DIR_VARIABLE: str(folder), JOB_VARIABLE: name_of_job(token, drawn)}
+    variables |= restarts.variables
+    plan = replace(plan, environment=plan.environment | variables)
+    own_folder = folder / str(restarts.attempt)
     try:
-        return run(options, plan, line)
-    except UserError as error:  # the others wait for this host already
-        return line.finish(Outcome(USER_ERROR, f"error: {error}"), [])
+        with private_files(own_folder):
+            own_folder.mkdir()
+        outcome = run(options, plan, line, own_folder, restarts.attempt, received)
+    except UserError as error:
+        if line is None:
+            raise
+        # The others wait for this host already.
+        code = 1 if restarts.attempt else USER_ERROR  # it has worked before
+        outcome = line.finish(Outcome(code, f"error: {error}"), [])
+    say_end(outcome)
+    return outcome
 
 
-def _from_the_start(options: Options) -> str:
-    resumes = any(word.startswith("--resume") for word in options.script_arguments)
-    return "" if resumes else " (the command has no --resume, so the script begins anew)"
+def _stopped_before(received: Sequence[int]) -> Outcome:
+    """A signal came, here or on another host, while nothing ran."""
+    outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
+    say_end(outcome)
+    return replace(outcome, message="")
 
 
-def _say(text: str, name: str = "fleetrun") -> None:
-    print(f"{name}: {text}", file=sys.stderr, flush=True)
+def _announcement(restarts: Restarts, most: int) -> str:
+    """What happens next, and why."""
+    text = (
+        f"restart {restarts.attempt} of {most} in {restarts.pause:g} s, from the newest checkpoint "
+        f"of this job, or anew where there is none"
+    )
+    if restarts.skip:
+        steps = ", ".join(str(step) for step in restarts.skip)
+        text += f"; step {steps} failed twice: its images are left out"
+    return text
+
+
+def _sleep(seconds: float, line: Line | None, received: Sequence[int]) -> bool:
+    """Returns early when something happens; False if that is a signal, for any host."""
+    end = time.monotonic() + seconds
+    while not received and not (line is not None and line.watch(received)):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    return not received and (line is None or line.stopped_by is None)
 
 
 if __name__ == "__main__":

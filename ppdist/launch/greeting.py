@@ -4,13 +4,14 @@ import importlib.metadata
 import platform
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
 from ppdist.launch.connection import Message, integer_of, text_of
-from ppdist.launch.options import Options
+from ppdist.launch.membership import proof, proves
+from ppdist.launch.options import MOST_RESTARTS, Options
 from ppdist.launch.plan import CPU_VARIABLE, LaunchPlan
 from ppdist.own_keys import HOSTS_OWN_KEYS
 
@@ -30,18 +31,32 @@ class Greeting:
     ppdist: str  # versions
     paddle: str
     python: str
-    identity: str = field(default_factory=lambda: secrets.token_hex(8))  # of this fleetrun
+    max_restart: int = 0
+    attempt: int = 0  # how often this host has restarted the run
+    skip: tuple[int, ...] = ()  # steps that failed twice and are left out
+    identity: str = field(default_factory=lambda: secrets.token_hex(16))  # of this fleetrun
+    proof: str = ""  # that it knows the token of the job
 
     def message(self) -> Message:
         """As it is sent."""
         return {"type": "hello", **asdict(self)}
+
+    def signed(self, token: str) -> "Greeting":
+        """The same with its proof."""
+        return replace(self, proof=proof(token, asdict(replace(self, proof=""))))
+
+    def is_signed(self, token: str) -> bool:
+        """Whether who sent it has the same token, or as here none."""
+        return proves(token, asdict(replace(self, proof="")), self.proof)
 
     @property
     def is_first(self) -> bool:
         return self.host == self.hosts[0]
 
 
-def own_greeting(options: Options, plan: LaunchPlan) -> Greeting:
+def own_greeting(
+    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
+) -> Greeting:
     """What this host says."""
     return Greeting(
         host=plan.host,
@@ -53,6 +68,9 @@ def own_greeting(options: Options, plan: LaunchPlan) -> Greeting:
         ppdist=_version("ppdist"),
         paddle=_version("paddlepaddle-gpu") or _version("paddlepaddle"),
         python=platform.python_version(),
+        max_restart=options.max_restart,
+        attempt=attempt,
+        skip=skip,
     )
 
 
@@ -60,8 +78,14 @@ def read_greeting(message: Message) -> Greeting | None:
     """The greeting that a message holds, None when it holds none."""
     if message["type"] != "hello":
         return None
-    processes = integer_of(message, "processes", 1, 4096)
-    values: dict[str, Any] = {"processes": processes}
+    values: dict[str, Any] = {
+        "processes": integer_of(message, "processes", 1, 4096),
+        "max_restart": integer_of(message, "max_restart", 0, MOST_RESTARTS),
+        "attempt": integer_of(message, "attempt", 0, MOST_RESTARTS),
+        "skip": steps_of(message),
+    }
+    if None in values.values():
+        return None
     for each in fields(Greeting):
         if each.name in ("hosts", "arguments"):
             words = message.get(each.name)
@@ -70,11 +94,21 @@ def read_greeting(message: Message) -> Greeting | None:
             if not all(isinstance(word, str) and len(word) <= _WORD_LIMIT for word in words):
                 return None
             values[each.name] = tuple(words)
-        elif each.name != "processes":
+        elif each.name not in values:
             values[each.name] = text_of(message, each.name, _WORD_LIMIT)
-    if processes is None or values["host"] not in values["hosts"]:
+    if values["host"] not in values["hosts"]:
         return None
     return Greeting(**values)
+
+
+def steps_of(message: Message) -> tuple[int, ...] | None:
+    """The steps to leave out that a message holds, None where it holds something else."""
+    steps = message.get("skip")
+    if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
+        return None
+    if not all(type(step) is int and 0 < step < 10**12 for step in steps):
+        return None
+    return tuple(steps)
 
 
 def differences(mine: Greeting, theirs: Greeting) -> list[str]:
@@ -102,6 +136,8 @@ def differences(mine: Greeting, theirs: Greeting) -> list[str]:
         if not _may_differ(own, other):
             remedy = "start every host with the same command"
             differ("arguments of the script", own or "none", other or "none", remedy)
+    remedy = "hosts restart together: give the same --max_restart on every host"
+    differ("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
     remedy = "install the same version on every host"
     differ("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
     differ("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)

@@ -11,13 +11,16 @@ import errno
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from ppdist.errors import LaunchError
-from ppdist.launch.connection import Connection, Message, text_of
-from ppdist.launch.greeting import Greeting, differences, read_greeting, remarks
+from ppdist.launch.connection import Connection, Message, integer_of, text_of
+from ppdist.launch.greeting import Greeting, differences, read_greeting, remarks, steps_of
 from ppdist.launch.line import Line
+from ppdist.launch.membership import TOKEN_VARIABLE, proof, proves
 from ppdist.launch.network import port_in_use
+from ppdist.launch.options import MOST_RESTARTS
 
 REPORT_SECONDS = 10.0  # between two lines that say who is missing
 _CALL_SECONDS = 1.0  # between two calls of one host
@@ -25,20 +28,38 @@ _GREETING_SECONDS = 10.0  # for an answer of who has taken the call
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _GUESTS = 256  # callers that have not said who they are
+_MOST_REFUSED = 20  # lines about callers that were refused
+_OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
 
 
-def meet(mine: Greeting, port: int, seconds: float, say: Callable[[str], None]) -> Line:
+class Stopped(Exception):
+    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
+
+
+def meet(
+    mine: Greeting,
+    port: int,
+    seconds: float,
+    say: Callable[[str], None],
+    received: Sequence[int] = (),
+    token: str = "",
+) -> Line:
     """Waits until all hosts of the run are there; the connections stay open as the line of the run.
+
+    For a restart they meet again.  A host that was lost and is started again joins them: it takes
+    over from the others how often the run was restarted, and which steps are left out.
 
     Args:
         port: of the first host.
         seconds: how long to wait.
         say: prints a line for the user.
-    Raises: LaunchError: a host does not come in time, or was started with something else.
+        received: signals so far; with one the waiting ends.
+        token: of the job; hosts that do not know it are refused.
+    Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
     """
-    meeting = _Meeting(mine, port, say)
+    meeting = _Meeting(mine, port, say, token)
     try:
-        meeting.wait(seconds)
+        meeting.wait(seconds, received)
         return meeting.line()
     except BaseException:
         meeting.leave()
@@ -46,8 +67,8 @@ def meet(mine: Greeting, port: int, seconds: float, say: Callable[[str], None]) 
 
 
 class _Meeting:
-    def __init__(self, mine: Greeting, port: int, say: Callable[[str], None]) -> None:
-        self.mine, self.port, self.say = mine, port, say
+    def __init__(self, mine: Greeting, port: int, say: Callable[[str], None], token: str) -> None:
+        self.mine, self.port, self.say, self.token = mine, port, say, token
         self.first = mine.hosts[0]
         self.joined: dict[str, Connection] = {}  # the first host has all the others', they have its
         self.identities: dict[str, str] = {}
@@ -55,7 +76,9 @@ class _Meeting:
         self.calls: dict[str, Connection] = {}  # begun here and not yet answered
         self.tried: dict[str, str] = {}  # host -> what came of the last call
         self.called: dict[str, float] = {}
+        self.refused: set[str] = set()  # what was said of callers
         self.complete = False
+        self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
         self.listener = _listen(mine, port)
 
     @property
@@ -63,10 +86,12 @@ class _Meeting:
         expected = self.mine.hosts[1:] if self.mine.is_first else [self.first]
         return [host for host in expected if host not in self.joined]
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, received: Sequence[int]) -> None:
         begin = time.monotonic()
         reported = begin
         while not self.complete:
+            if received:
+                self._stop()
             self._call_missing()
             self._pause()
             self._take_calls()
@@ -74,7 +99,8 @@ class _Meeting:
             self._hear_calls()
             self._hear_joined()
             if self.mine.is_first and not self.missing:
-                self._tell_joined({"type": "go"})
+                go = {"type": "go", "attempt": self.attempt, "skip": sorted(self.skip)}
+                self._tell_joined(go)
                 self.complete = True
             now = time.monotonic()
             # Who has joined leaves it to the first host, which knows who is missing.
@@ -85,13 +111,26 @@ class _Meeting:
                 reported = now
                 self._report(now - begin)
 
+    def _stop(self) -> NoReturn:
+        """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
+
+        At the very start they may: the command is being typed again.
+        """
+        if self.attempt:
+            self._tell_joined({"type": "stopped"})
+        raise Stopped
+
     def line(self) -> Line:
         self._hang_up()
         if not self.mine.is_first and self.listener is not None:
             self.listener.close()
             self.listener = None
         self.say(f"all {len(self.mine.hosts)} hosts are here")
-        return Line(self.mine.host, self.mine.hosts, self.joined, self.listener, self.say)
+        line = Line(self.mine.host, self.mine.hosts, self.joined, self.listener, self.say)
+        line.drawn = self.identities.get(self.first, self.mine.identity)
+        line.attempt, line.skip = self.attempt, tuple(sorted(self.skip))
+        line.restarts = self.mine.max_restart > 0
+        return line
 
     def leave(self) -> None:
         self._hang_up()
@@ -124,26 +163,38 @@ class _Meeting:
         select.select(reading, calling, [], _POLL_SECONDS)
 
     def _take_calls(self) -> None:
+        if self.listener is None:
+            return
         with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
-            while self.listener is not None and len(self.guests) < _GUESTS:
+            for _ in range(_GUESTS):
                 self.guests.append(Connection(self.listener.accept()[0]))
+        # A host says at once who it is, so those who say nothing for longest make room for others.
+        for guest in self.guests[:-_GUESTS]:
+            self._hear_guest(guest)
+        for guest in self.guests[:-_GUESTS]:
+            guest.close()
+        self.guests = self.guests[-_GUESTS:]
 
     def _hear_guests(self) -> None:
         for guest in list(self.guests):
-            messages = guest.receive()
-            late = time.monotonic() - guest.opened > _GREETING_SECONDS
-            theirs = read_greeting(messages[0]) if messages else None
-            if theirs is None and guest.closed is None and not late and not messages:
-                continue
-            self.guests.remove(guest)
-            if theirs is None or not self._receive_guest(guest, theirs):
-                guest.close()
+            self._hear_guest(guest)
+
+    def _hear_guest(self, guest: Connection) -> None:
+        messages = guest.receive()
+        late = time.monotonic() - guest.opened > _GREETING_SECONDS
+        theirs = read_greeting(messages[0]) if messages else None
+        if theirs is None and guest.closed is None and not late and not messages:
+            return
+        self.guests.remove(guest)
+        if theirs is None or not self._receive_guest(guest, theirs):
+            guest.close()
 
     def _receive_guest(self, guest: Connection, theirs: Greeting) -> bool:
         """Answers who has called; True when it has joined, False when the call is over."""
         refusal = self._refusal(theirs)
         if refusal:
-            guest.send({"type": "refused", "text": refusal})
+            signed = proof(self.token, {"text": refusal, "to": theirs.identity})
+            guest.send({"type": "refused", "text": refusal, "proof": signed})
             return False
         guest.send(self.mine.message())
         try:
@@ -158,12 +209,17 @@ class _Meeting:
 
     def _refusal(self, theirs: Greeting) -> str:
         """Why a caller has no place in this run, "" when it has one."""
+        if not theirs.is_signed(self.token):
+            self._say_refused(f"refused who says it is host {theirs.host[:60]}: it {_OTHER_TOKEN}")
+            return f"this one {_OTHER_TOKEN}"
         if theirs.host not in self.mine.hosts:
-            self.say(f"refused {theirs.host}, which has called and is not among --ips of this host")
+            self._say_refused(
+                f"refused {theirs.host[:60]}, which has called and is not among --ips of this host"
+            )
             return f"it is not among --ips {','.join(self.mine.hosts)} there"
         known = self.identities.get(theirs.host)
         if theirs.host == self.mine.host or (known is not None and known != theirs.identity):
-            self.say(f"refused a second fleetrun that says it is host {theirs.host}")
+            self._say_refused(f"refused a second fleetrun that says it is host {theirs.host}")
             return (
                 f"another fleetrun is host {theirs.host} of this run already: it was started "
                 f"twice, or --host is wrong on one of the two"
@@ -171,6 +227,12 @@ class _Meeting:
         if self.joined and not self.mine.is_first and theirs.host != self.first:
             return f"host {self.mine.host} is in a run of host {self.first} already"
         return ""
+
+    def _say_refused(self, text: str) -> None:
+        """Once each, and not for ever: it calls again every second, and may be a stranger."""
+        if text not in self.refused and len(self.refused) < _MOST_REFUSED:
+            self.refused.add(text)
+            self.say(text)
 
     def _compare(self, theirs: Greeting) -> None:
         found = differences(self.mine, theirs)
@@ -181,15 +243,24 @@ class _Meeting:
         for line in remarks(self.mine, theirs):
             self.say(line)
         self.joined[theirs.host] = connection
+        self.attempt = max(self.attempt, theirs.attempt)
+        self.skip |= set(theirs.skip)
         self.identities[theirs.host] = theirs.identity
 
     def _hear_calls(self) -> None:
         for host, call in list(self.calls.items()):
             messages = call.receive()
             theirs = read_greeting(messages[0]) if messages else None
+            doubtful = ""
             if messages and messages[0]["type"] == "refused":
-                text = text_of(messages[0], "text")
-                self._fail(f"host {host} refused this one, {self.mine.host}: {text}")
+                doubtful = self._hear_refusal(host, messages[0])
+            elif theirs is not None and not theirs.is_signed(self.token):
+                doubtful = f"who answers there {_OTHER_TOKEN}"
+            if doubtful:
+                self.tried[host] = doubtful
+                del self.calls[host]
+                call.close()
+                continue
             if theirs is not None:
                 self._compare(theirs)
             if theirs is not None and not self.mine.is_first:
@@ -197,9 +268,12 @@ class _Meeting:
                 self._join(theirs, call)
                 self._follow(messages[1:])
                 continue
+            busy = bool(messages) and messages[0]["type"] == "busy"
             silent = time.monotonic() - call.heard > _GREETING_SECONDS and not call.connecting
             if theirs is not None:
                 self.tried[host] = f"it is there, but has not reached {self.mine.host}:{self.port}"
+            elif busy:
+                self.tried[host] = f"{text_of(messages[0], 'text')}; this one joins its restart"
             elif messages or silent or (call.closed or "").startswith("it does not speak"):
                 self.tried[host] = (
                     "what answers there is not a fleetrun: another program has the port; take "
@@ -212,11 +286,23 @@ class _Meeting:
             del self.calls[host]
             call.close()
 
+    def _hear_refusal(self, host: str, message: Message) -> str:
+        """What is to be thought of it, where a stranger may have said it.
+
+        Raises: LaunchError: a host of this job has no place for this one.
+        """
+        text, given = text_of(message, "text"), text_of(message, "proof")
+        if self.token and not proves(self.token, {"text": text, "to": self.mine.identity}, given):
+            return f"who answers there refuses this one: {text}"
+        self._fail(f"host {host} refused this one, {self.mine.host}: {text}")
+
     def _hear_joined(self) -> None:
         for host, connection in list(self.joined.items()):
             messages = connection.receive()
             if not self.mine.is_first:
                 self._follow(messages)
+            elif any(message["type"] == "stopped" for message in messages):
+                self._stop()
             if connection.closed is not None and not self.complete:
                 del self.joined[host], self.identities[host]
                 self.tried[host] = "it was here and went away"
@@ -227,6 +313,10 @@ class _Meeting:
         for message in messages:
             if message["type"] == "go":
                 self.complete = True
+                self.attempt = integer_of(message, "attempt", 0, MOST_RESTARTS) or 0
+                self.skip = set(steps_of(message) or ())
+            elif message["type"] == "stopped":
+                raise Stopped
             elif message["type"] == "waiting":
                 self.say(text_of(message, "text"))
             elif message["type"] == "refused":
@@ -248,7 +338,7 @@ class _Meeting:
         ]
         return f"still waiting for {', '.join(each)}"
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str) -> NoReturn:
         """Raises: LaunchError: this text, which the hosts that have joined get as well."""
         if self.mine.is_first:
             self._tell_joined({"type": "refused", "text": text})

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from ppdist.errors import LaunchError
+from ppdist.launch.port_holder import holder
 
 SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
 _ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
@@ -242,7 +243,10 @@ def ranks_port(start: int, hosts: int) -> int:
 def port_in_use(port: int, hosts: int) -> str:
     """What to tell the user."""
     others = " (the same on every host)" if hosts > 1 else ""
+    who = holder(port)
+    by = f"by {who}" if who else "by another run or one that did not end"
+    hint = "" if who else "; `ss -ltnp` shows who has it"
     return (
-        f"port {port} is in use on this machine, by another run or one that did not end; "
-        f"choose another with --start_port P{others}; `ss -ltnp` shows who has it"
+        f"port {port} is in use on this machine, {by}; choose another with --start_port P{others}"
+        f"{', or end that process' if who else ''}{hint}"
     )

@@ -38,6 +38,7 @@ STALE_VARIABLES = (
     "FLAGS_selected_gpus",
 )
 START_SECONDS = 600
+MOST_RESTARTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ OURS = (
     Option(
         ("--max_restart",),
         "K",
-        "start again up to K times after a failure (one host; default 0)",
+        "start again from the newest checkpoint up to K times after a failure, on all hosts "
+        "together (default 0)",
         ("PADDLE_MAX_RESTART",),
     ),
     Option(
@@ -176,7 +178,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         start_port=_integer(values, "start_port", 1024, 65535),
         start_timeout=_integer(values, "start_timeout", 1, 1_000_000) or START_SECONDS,
         master=values.get("master"),
-        max_restart=_integer(values, "max_restart", 0, 1_000_000) or 0,
+        max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
         log_dir=values.get("log_dir", "log"),
         log_overwrite=_boolean(values, "log_overwrite"),
         passed={key: value for key, value in values.items() if key not in taken},

@@ -3,19 +3,29 @@
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from ppdist import errors, pulse
+from ppdist.launch import worker
+from ppdist.launch.watch import found_stall
 
 USER_ERROR, STOPPED = 2, 75
 _TAIL_LINES = 40
 # What a rank says when another one is gone: the consequence, not the cause.
 _LOST_PEER = re.compile(
     r"gloo/transport|pair\.cc|unbound_buffer\.cc|Connection reset by peer|Connection closed by peer"
-    r"|Connection refused|byte_sent|ncclRemoteError|ncclSystemError"
+    r"|Connection refused(?!, tried for)|byte_sent|ncclRemoteError|ncclSystemError"
     r"|rank \d+ \(host [^)]*\) failed:"
     r"|ended while rank \d+ waited for it"
+)
+# When it gave up waiting for one that may stand still (watch.py).
+_LATE_PEER = re.compile(
+    r"rank \d+ waited [\d.]+ s \(|did not come to the first all-reduce"
+    r"|cannot reach port \d+ of .*, where rank 0 keeps"
 )
 
 
@@ -28,12 +38,27 @@ class RankEnd:
     code: int | None  # negative: killed by that signal; None: nobody saw its end
     message: str  # what errors.run left, "" if nothing
     time: float  # of the failure, seconds since the epoch
+    pid: int = 0  # of its watcher, worker.py
+    reading: pulse.Reading | None = None  # its last sign of life
+    exit: int | None = None  # what the process itself ended with; None: it is still at it
+    began: bool = True  # the script, and not only its watcher
+
+    @property
+    def failed(self) -> bool:
+        """True unless it ended as it should; one that ends well amid training leaves the others."""
+        early = self.reading is not None and self.reading.phase in ("step", "save")
+        return self.code not in (0, STOPPED) or (self.code == 0 and early)
 
     @property
     def is_consequence(self) -> bool:
         """True when it ended because another rank had."""
         killed = self.code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
         return bool(_LOST_PEER.search(self.message)) or (killed and not self.message)
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """True when it ended because another rank had, or did not come."""
+        return self.is_consequence or bool(_LATE_PEER.search(self.message))
 
     @property
     def how(self) -> str:
@@ -43,7 +68,48 @@ class RankEnd:
             name = signal.Signals(-self.code).name
             hint = " (out of memory? see dmesg)" if self.code == -signal.SIGKILL else ""
             return f"was killed by {name}{hint}"
-        return f"ended with exit code {self.code}"
+        amid = ", though training was not over," if self.code == 0 else ""
+        return f"ended with exit code {self.code}{amid}"
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step that it was making, from 1; None outside of steps."""
+        if self.reading is None or self.reading.phase != "step":
+            return None
+        return self.reading.step + 1
+
+    @property
+    def reached(self) -> int:
+        """The number, from 1, of the last step that it began."""
+        if self.reading is None:
+            return 0
+        return self.reading.step + (self.reading.phase == "step")
+
+    @property
+    def made_no_step(self) -> bool:
+        """True when this attempt of it is known not to have got beyond its start."""
+        if self.reading is None:
+            return not self.began
+        if self.reading.phase == "start":
+            return True
+        none = self.reading.steps_since == self.reading.steps_measured == 0
+        return self.reading.phase == "step" and none
+
+    @property
+    def where(self) -> str:
+        """What it was doing and on which host."""
+        host = f"(host {socket.gethostname()})"
+        if self.reading is None:
+            return host
+        done = self.reading.step
+        places = {
+            "start": "before its first step",
+            "step": f"in step {done + 1}",
+            "evaluate": f"in the evaluation after step {done}",
+            "save": f"at the checkpoint after step {done}",
+            "end": f"after its last step, {done}",
+        }
+        return f"{places[self.reading.phase]} {host}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +123,26 @@ class Outcome:
     told: str = field(default="", compare=False)  # `message` without what only this terminal has
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
     time: float = field(default=0.0, compare=False)  # of the failure, seconds since the epoch
+    step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
+    reached: int = field(default=0, compare=False)  # the last step that began here
+    # Somebody stood still when others had waited in vain, who may have had another reason.
+    is_guess: bool = field(default=False, compare=False)
+
+    @property
+    def is_final(self) -> bool:
+        """True when starting again would be wrong or in vain."""
+        return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
+
+
+def say(text: str, name: str = "fleetrun") -> None:
+    """One line for the user; a terminal that is gone stops nothing."""
+    errors.say(f"{name}: {text}")
+
+
+def say_end(outcome: Outcome) -> None:
+    """The message of an outcome, if there is something to say."""
+    if outcome.message:
+        say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
 
 
 def judge(
@@ -75,22 +161,61 @@ def judge(
         launcher_code: of Paddle's launcher; it counts only where no rank started.
         stopped: the signal that fleetrun received, or None.
     """
-    ends = _read_ends(folder)
+    # Nobody is left: who has not left its exit code was killed.
+    ends = [
+        replace(end, exit=-signal.SIGKILL) if end.exit is None else end for end in read_ends(folder)
+    ]
     codes = {end.code for end in ends}
     if not ends and stopped is None:
         said = "Paddle's launcher failed before any rank began:\n" + _tail(launcher_log)
         return Outcome(1, said, told=said, time=time.time())
-    if not ends:
-        said = f"stopped by {signal.Signals(stopped or 0).name} before any rank began"
-        return Outcome(1, said, told=said, is_consequence=True, time=time.time())
-    if codes == {0}:
+    if not ends and stopped is not None:
+        return stopped_before(stopped, "any rank began")
+    failed = [end for end in ends if end.failed]
+    if not failed and codes == {0}:
         late = f"Paddle's launcher failed:\n{_tail(launcher_log)}" if launcher_code == 1 else ""
         return Outcome(1 if late else 0, late, stopped, told=late, time=time.time())
-    if codes <= {0, STOPPED}:
+    if not failed:
         return Outcome(STOPPED, "", stopped)
-    failed = [end for end in ends if end.code not in (0, STOPPED)]
-    user_errors = [end for end in failed if end.code == USER_ERROR and not end.is_consequence]
-    first = min(user_errors or failed, key=lambda end: (end.is_consequence, end.time))
+    outcome = _of_failed(folder, ends, failed, log_dir, offsets, stopped)
+    return replace(outcome, reached=max(end.reached for end in ends))
+
+
+def stopped_before(number: int, what: str) -> Outcome:
+    """A signal came before a step was made: nothing is lost, and who starts again goes on."""
+    return Outcome(STOPPED, f"stopped by {signal.Signals(number).name} before {what}", number)
+
+
+def first_cause(
+    folder: Path, ends: Sequence[RankEnd], log_dir: Path, offsets: Mapping[int, int]
+) -> Outcome | None:
+    """The outcome as it looks while ranks still run; None until one has failed by itself."""
+    causes = [end for end in ends if end.failed and not end.waited_in_vain]
+    return _of_failed(folder, ends, causes, log_dir, offsets, None) if causes else None
+
+
+def _of_failed(
+    folder: Path,
+    ends: Sequence[RankEnd],
+    failed: Sequence[RankEnd],
+    log_dir: Path,
+    offsets: Mapping[int, int],
+    stopped: int | None,
+) -> Outcome:
+    """Args: failed: those of `ends` that did, at least one."""
+    user_errors = [end for end in failed if end.code == USER_ERROR and not end.waited_in_vain]
+    first = min(
+        user_errors or failed,
+        key=lambda end: (end.is_consequence, end.waited_in_vain, end.time),
+    )
+    stall = found_stall(folder)
+    named = stall is not None and first.rank in stall.ranks
+    if stall is not None and (stall.certain or named or first.waited_in_vain):
+        steps = [end.step for end in ends if end.step is not None]
+        step = min(steps, default=None)
+        guess = not stall.certain
+        said = stall.message
+        return Outcome(1, said, stopped, said, False, stall.time, step, is_guess=guess)
     if first.code == USER_ERROR and first.message:
         said = f"error: {first.message}"
         return _failure(first, USER_ERROR, said, said, stopped)
@@ -98,6 +223,8 @@ def judge(
         said, told = (_said(first, log_dir, offsets, here) for here in (True, False))
         return _failure(first, USER_ERROR, said, told, stopped)
     if stopped is not None and all(end.is_consequence or end.code == STOPPED for end in ends):
+        if all(end.made_no_step or end.code == STOPPED for end in ends):
+            return stopped_before(stopped, "the first step of this attempt")
         ranks = ", ".join(str(end.rank) for end in failed)
         name = signal.Signals(stopped).name
         said = f"stopped by {name}; rank {ranks} left no checkpoint"
@@ -107,21 +234,23 @@ def judge(
 
 
 def _failure(first: RankEnd, code: int, message: str, told: str, stopped: int | None) -> Outcome:
-    return Outcome(code, message, stopped, told, first.is_consequence, first.time)
+    return Outcome(code, message, stopped, told, first.is_consequence, first.time, first.step)
 
 
 def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
-    place = "above" if here else "on the terminal there"
+    said = _said(first, log_dir, offsets, here)
+    place = ("below" if said else "above") if here else "on the terminal there"
     log = f"its output is {place}" if first.local == 0 else f"log: {_log(first, log_dir)}"
-    text = f"rank {first.rank} failed first: it {first.how}; {log}"
+    text = f"rank {first.rank} failed first: it {first.how} {first.where}; {log}"
     if first.is_consequence:
         text += "\nIt lost another rank, and no rank of this host says why."
-    return f"{text}\n{_said(first, log_dir, offsets, here)}".rstrip()
+    return f"{text}\n{said}".rstrip()
 
 
 def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
     """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
-    if end.local == 0:
+    cut = end.exit == -signal.SIGKILL  # perhaps amid its last words
+    if end.local == 0 and not (cut and end.message):
         return "" if here else end.message.rstrip()
     return end.message.rstrip() or _tail(_log(end, log_dir), offsets.get(end.local, 0))
 
@@ -130,10 +259,10 @@ def _log(end: RankEnd, log_dir: Path) -> Path:
     return log_dir / f"workerlog.{end.local}"
 
 
-def _read_ends(folder: Path) -> Sequence[RankEnd]:
+def read_ends(folder: Path) -> Sequence[RankEnd]:
+    """Of all ranks of this host that have begun; the code of those that run is None."""
     ends = []
-    for path in sorted(folder.glob("exit-*.json")):
-        seen = json.loads(path.read_text(encoding="utf-8"))
+    for seen in worker.reports(folder):
         code, message, when = seen["code"], "", seen["time"]
         report = folder / f"rank-{seen['rank']}.json"
         if report.is_file():
@@ -141,7 +270,10 @@ def _read_ends(folder: Path) -> Sequence[RankEnd]:
             if said["code"] != 0:  # a rank may still crash after it has reported 0
                 # The report comes when the rank fails, the exit only when it has been torn down.
                 code, message, when = said["code"], said["message"], report.stat().st_mtime
-        ends.append(RankEnd(seen["rank"], seen["local"], code, message, when))
+        reading = pulse.read(pulse.file_of(folder, seen["rank"]))
+        own, began = seen["code"], seen["code"] is not None or seen["child"] != 0
+        rank, local, pid = seen["rank"], seen["local"], seen["pid"]
+        ends.append(RankEnd(rank, local, code, message, when, pid, reading, own, began))
     return ends
 
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppdist.errors import EXIT_DIR_VARIABLE, LaunchError
+from ppdist.errors import (
+    EXIT_DIR_VARIABLE,
+    JOB_DIR_VARIABLE,
+    JOB_VARIABLE,
+    RESTART_VARIABLE,
+    SKIP_STEP_VARIABLE,
+    LaunchError,
+)
 from ppdist.launch.cards import (
     Card,
     choose,
@@ -16,6 +23,7 @@ from ppdist.launch.cards import (
     paddle_build,
     visible_labels,
 )
+from ppdist.launch.membership import TOKEN_VARIABLE
 from ppdist.launch.network import (
     Network,
     check_interfaces,
@@ -29,6 +37,10 @@ from ppdist.launch.options import OPTION_VARIABLES, Options
 
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
 CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
+# Of a run around this one.
+_OWN_VARIABLES = (
+    EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,8 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     _check_paddle_and_script(options, machine)
     variables = {name: value for name, value in environment.items() if name not in OPTION_VARIABLES}
     variables[LAUNCHER_VARIABLE] = "fleetrun"
-    variables.pop(EXIT_DIR_VARIABLE, None)
+    for name in (*_OWN_VARIABLES, TOKEN_VARIABLE):
+        variables.pop(name, None)
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
     arguments: list[str] = []
     notes: list[str] = []
@@ -118,10 +131,10 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
         raise LaunchError(f"there is no script {script!r} (looked from {Path.cwd()})")
-    if options.max_restart and (options.master or len((options.ips or "").split(",")) > 1):
+    if options.max_restart and options.master:
         raise LaunchError(
-            "--max_restart works on one host only: hosts that restart by themselves would meet "
-            "ranks of the failed run; start all hosts again with --resume instead"
+            "--max_restart does not work with --master: hosts that restart by themselves would "
+            "meet ranks of the failed run; name the hosts with --ips"
         )
 
 

@@ -9,6 +9,7 @@ It stands between the two because Paddle's launcher, as it is,
 A script, run by its path: only the standard library, nothing of ppdist.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -22,7 +23,10 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 FOLDER_VARIABLE = "PPDIST_EXIT_DIR"
-GRACE_SECONDS = 30  # for a clean checkpoint once the launcher is gone, as Paddle's launcher gives
+# For a clean checkpoint.  Paddle's launcher kills this process after 30, and then nobody would be
+# left who could end what the script has started.
+GRACE_SECONDS = 28
+_RECORD_BYTES = 200  # of a report: more than numbers and a time can take
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,53 +35,121 @@ def main() -> int:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     rank, local = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_LOCAL_RANK"])
     child: subprocess.Popen | None = None
-    parent = os.getppid()
+    me, parent = os.getpid(), os.getppid()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # Paddle's launcher signals the whole process group, so the child has it already, unless
-        # the signal says that the launcher itself is gone.
         if child is None:
             sys.exit(128 + number)
-        if os.getppid() != parent:
+        # Paddle's launcher signals the whole process group, so the child has it already; a signal
+        # for this process alone is passed on to all ranks by fleetrun, which finds this file.
+        with contextlib.suppress(OSError):
+            (folder / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
+        if os.getppid() != parent:  # the launcher is gone, and nobody else signals
             os.kill(child.pid, signal.SIGTERM)
-            signal.alarm(GRACE_SECONDS)
+        signal.alarm(GRACE_SECONDS)
 
     def kill(number: int, frame: FrameType | None) -> None:
         if child is not None:
             os.kill(child.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGALRM, kill)
     end_with_parent(signal.SIGTERM, parent)
-    leave(folder, rank, local, None)
+    begin_report(folder, rank, local)
+    forget_environment(folder)
     output, errors = streams(folder, local, Path(job["log_dir"]), job)
     child = subprocess.Popen(
         job["command"],
         stdout=output,
         stderr=errors,
         env=environment(job["log_dir"]),
-        preexec_fn=lambda: end_with_parent(signal.SIGKILL, None),
+        preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
     )
+    begin_report(folder, rank, local, child.pid)
     code = child.wait()
-    leave(folder, rank, local, code)
+    end_report(folder, rank, local, code)
+    for left in started_by(folder, rank):  # whatever group or session it made for itself
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(left, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
-def end_with_parent(number: int, parent: int | None) -> None:
+def end_with_parent(number: int, parent: int) -> None:
     """Asks Linux to send this process a signal when its parent dies; elsewhere nothing happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
-        if parent is not None and os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # it died before we asked
             os.kill(os.getpid(), number)
 
 
-def leave(folder: Path, rank: int, local: int, code: int | None) -> None:
-    """Writes how the script ended (None: it has begun) to exit-RANK.json, atomically."""
+def forget_environment(folder: Path) -> None:
+    """Removes what Paddle's launcher has written of all variables, secrets too, before it started
+    this process; the folder stays behind where fleetrun is killed."""
+    if "PADDLE_TRAINER_ENDPOINTS" not in os.environ:  # too long to be passed on otherwise
+        return
+    for pattern in ("envlog.*", "backup_env.*.json", "*.log"):
+        for path in (folder / "paddle").glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def started_by(folder: Path, rank: int | None = None) -> list[int]:
+    """Ids of the processes of an attempt (of one rank of it) but this one, by their environment.
+
+    Zombies have none, nor has anything where there is no /proc.
+    """
+    marks = {f"{FOLDER_VARIABLE}={folder}".encode()}
+    if rank is not None:
+        marks.add(f"PADDLE_TRAINER_ID={rank}".encode())
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (place / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended, or is another user's
+            continue
+        if marks <= set(variables) and int(place.name) != os.getpid():
+            found.append(int(place.name))
+    return found
+
+
+def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
+    """Writes to exit-RANK.json that the script begins, and makes room for how it ends: a disk that
+    is full by then must not turn success into failure.
+
+    Args: child: the process of the script, 0 before there is one.
+    """
     report = folder / f"exit-{rank}.json"
     draft = report.with_suffix(f".{os.getpid()}")
-    state = {"rank": rank, "local": local, "pid": os.getpid(), "code": code, "time": time.time()}
-    draft.write_text(json.dumps(state), encoding="utf-8")
-    draft.replace(report)
+    with contextlib.suppress(OSError):  # the folder is gone with fleetrun
+        draft.write_bytes(_record(rank, local, child, None) + b" " * _RECORD_BYTES)
+        draft.replace(report)
+
+
+def end_report(folder: Path, rank: int, local: int, code: int) -> None:
+    """Writes how the script ended into the room that begin_report has made."""
+    with contextlib.suppress(OSError):
+        report = os.open(folder / f"exit-{rank}.json", os.O_WRONLY)
+        os.pwrite(report, _record(rank, local, 0, code), _RECORD_BYTES)
+        os.close(report)
+
+
+def _record(rank: int, local: int, child: int, code: int | None) -> bytes:
+    state = {"rank": rank, "local": local, "pid": os.getpid(), "child": child, "code": code}
+    text = json.dumps(state | {"time": time.time()})
+    return text.ljust(_RECORD_BYTES - 1).encode() + b"\n"
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    """What was left of each rank that has begun, in the order of ranks: rank, local (number), pid
+    (of its watcher), child (the script's process, 0: none yet), code (None: it runs), time."""
+    found = {}
+    for path in folder.glob("exit-*.json"):
+        with contextlib.suppress(OSError):
+            for line in path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # no end yet, or just being written
+                    state = json.loads(line)
+                    found[state["rank"]] = state
+    return [found[rank] for rank in sorted(found)]
 
 
 def streams(
@@ -85,7 +157,8 @@ def streams(
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
     """stdout and stderr of the script: fleetrun's own for the host's first rank, else its log."""
     log = open(log_dir / f"workerlog.{local}", "wb" if job["log_overwrite"] else "ab")  # noqa: SIM115
-    log.write(f"--- {time.strftime('%F %T')}: {' '.join(job['command'])}\n".encode())
+    again = f"restart {job['restart']}: " if job["restart"] else ""
+    log.write(f"--- {time.strftime('%F %T')}: {again}{' '.join(job['command'])}\n".encode())
     log.flush()
     if local == 0:
         try:
@@ -107,6 +180,8 @@ def environment(log_dir: str) -> dict[str, str]:
     """The environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
+    if "PADDLE_TRAINER_ENDPOINTS" in variables:
+        variables.pop("PADDLE_BACKUP_ENV_PATH", None)  # what forget_environment has removed
     if variables.pop("PPDIST_CPU", None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
             variables.pop(name, None)

@@ -165,7 +165,7 @@ def optimizer_arrays(
 def load_optimizer_arrays(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> None:
-    """Restores what `optimizer_arrays` gave.
+    """Restores what `optimizer_arrays` gave, in place of all state there is.
 
     Raises: CheckpointError: an entry belongs to no parameter of this model, or to an optimizer of
         another kind.
@@ -196,6 +196,23 @@ def load_optimizer_arrays(
         state["master_weights"] = masters
     if state:
         optimizer.set_state_dict(state)
+    else:
+        _begin_anew(optimizer, model)
+    if optimizer._accumulators:
+        optimizer._accumulators_holder = {}  # Paddle kept a second copy of all that it has set
+
+
+def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
+    """Makes what state there is that of an optimizer before its first step."""
+    powers = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # which begin at beta, others 0
+    for name, of_parameters in optimizer._accumulators.items():
+        first = float(getattr(optimizer, powers[name])) if name in powers else 0.0
+        for tensor in of_parameters.values():
+            tensor.fill_(first)
+    for parameter in model.parameters():
+        if parameter.name in optimizer._master_weights:
+            master = optimizer._master_weights[parameter.name]
+            paddle.assign(parameter.astype("float32"), master)
 
 
 def _longest_first(model: nn.Layer) -> dict[str, str]:

@@ -63,6 +63,10 @@ class Rates(NamedTuple):
     bias_lr: float  # of biases
     momentum: float
 
+    def scaled(self, factor: float) -> "Rates":
+        """With other learning rates; momentum stays."""
+        return Rates(self.lr * factor, self.bias_lr * factor, self.momentum)
+
 
 @dataclass(frozen=True)
 class Schedule:

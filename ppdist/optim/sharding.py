@@ -60,12 +60,12 @@ class Sharding:
             dist.broadcast_tensors(share, owner)
 
     def whole(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The optimizer state of all ranks together, on rank 0; the others get nothing.
+        """The optimizer state of all ranks together, on rank 0; the others get back their own.
 
         Every rank calls it; they may be minutes apart.
         Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
         """
-        everything: dict[str, np.ndarray] = {}
+        everything = {} if dist.is_main() else dict(arrays)
         shapes_W = dist.all_gather_objects({key: array.shape for key, array in arrays.items()})
         for owner, shapes in enumerate(shapes_W):
             if owner == dist.rank():

@@ -105,6 +105,21 @@ def test_the_length_is_the_number_of_micro_batches():
     assert len(list(one)) == len(one) == 21
 
 
+@pytest.mark.parametrize("images, world, accumulate, batch", SHAPES)
+def test_micro_batches_in_parts_are_smaller_and_a_step_holds_the_same_images(
+    images, world, accumulate, batch
+):
+    whole = ranks(images, world, accumulate, batch)
+    for parts in (2, 4):
+        samplers = [replace(one, parts=parts, end_step=5) for one in whole]
+        for step in range(2 * whole[0].steps_per_epoch):
+            assert indices_of_step(samplers, step) == indices_of_step(whole, step)
+        micro = [keys for one in samplers for keys in one.micro_batches(0)]
+        assert max(map(len, micro)) <= -(-batch // parts)
+        assert len(micro) == world * accumulate * parts
+        assert len(samplers[0]) == 5 * accumulate * parts == len([*samplers[0]])
+
+
 def test_a_resumed_sampler_goes_on_where_the_first_would_have():
     whole = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, end=12))
     resumed = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, start=5, end=12))

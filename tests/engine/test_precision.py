@@ -1,5 +1,6 @@
 """Loss scaling and float32 gradients of AMP, as far as a CPU can run them."""
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -105,6 +106,25 @@ def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it():
         scales.append(step.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
     assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled
+
+
+def test_a_loss_scale_that_is_still_too_high_is_no_fault_until_it_is_below_one():
+    dist.init("cpu", dist.DistributedConfig())
+    step, _ = build()
+    enable_scaling(step.scaler)
+    paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()
+
+    def searching(value, scale):
+        state = step.scaler.state_dict()
+        step.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
+        result = step(iter([batch(value)]), 1, 0, RATES, False, Clock())
+        assert not result.applied
+        return result.searching
+
+    assert searching(1e15, 2.0**80)  # the scaled gradient overflows, the loss does not
+    assert searching(1e30, 2.0)  # 1 from here on
+    assert not searching(1e30, 1.0)
+    assert not searching(float("inf"), 1024.0)
 
 
 def accumulate(argument):

@@ -189,6 +189,7 @@ def whole_runs(argument):
             evaluate=argument["evaluate"],
             resume=output if resume else None,
             command=["test"],
+            resume_changed=resume,
         )
         with experiment.log:
             if interrupt and dist.rank() == 1:

@@ -10,9 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
-from ppdist.checkpoint import Checkpoint
 from ppdist.data.synthetic import make_shapes
-from ppdist.engine import experiment
 from ppdist.engine.experiment import build_training
 from ppdist.errors import CheckpointError, ConfigError
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -40,6 +38,7 @@ def run(
     *overrides,
     model="ppyoloe",
     resume=False,
+    resume_changed=False,
     evaluate=False,
     before=lambda trainer: None,
 ):
@@ -51,6 +50,7 @@ def run(
         evaluate=evaluate,
         resume=output_dir if resume else None,
         command=["test"],
+        resume_changed=resume_changed,
     )
     with experiment.log:
         before(experiment.trainer)
@@ -293,21 +293,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes,
     assert (ended["step"], ended["best_step"]) == (2, 1)
 
 
-def test_the_size_of_messages_is_that_of_a_checkpoint_of_as_many_ranks(monkeypatch, tmp_path):
-    taken = []
-    monkeypatch.setattr(dist, "resume_bucket", taken.append)
-    for world in (1, 2):
-        state = {"step": 1, "bucket_mb": 4 * world, "world": world}
-        found = Checkpoint(tmp_path, state, "digest")
-        monkeypatch.setattr(experiment, "_find_checkpoint", lambda resume, found=found: (found, []))
-        experiment._checkpoint_of_run(tmp_path)
-    assert taken == [4]
-
-
 def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():
     import paddle
 
-    from ppdist.engine.trainer import _array, copy_into
+    from ppdist.engine.run_state import _array, copy_into
 
     weight = paddle.to_tensor([1.5, -2.25, 3e-8]).astype("bfloat16")
     array = _array(weight)
@@ -324,8 +313,11 @@ def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
 
 def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=1")
-    with pytest.raises(CheckpointError, match=r"its model is another one: backbone\."):
-        run(shapes, tmp_path, "model.width_multiple=0.25", resume=True)
+    wider = "model.width_multiple=0.25"
+    with pytest.raises(CheckpointError, match=r"  model\.width_multiple: 0\.125 then, 0\.25 now\n"):
+        run(shapes, tmp_path, wider, resume=True)
+    with pytest.raises(CheckpointError, match=r"model of the checkpoint is another one: back"):
+        run(shapes, tmp_path, wider, resume=True, resume_changed=True)
 
 
 def test_an_output_dir_that_cannot_be_written_is_the_users_error(shapes, tmp_path):

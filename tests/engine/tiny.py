@@ -112,13 +112,16 @@ def blank_batch(somewhere: bool) -> Batch:
 def freeze_statistics(model: ImageModel) -> None:
     """Normalises by fixed statistics from now on, those of a little training: fresh ones (0 and 1)
     would leave nothing of the images after a few layers."""
-    norms = [layer for layer in model.sublayers() if isinstance(layer, nn.BatchNorm2D)]
     model.train()
     with paddle.no_grad():
         for _ in range(15):
             model(model.normalize(fixed_batch(0, 0, IMAGES).images_B3HW))
-    for layer in norms:
+    for layer in norms_of(model):
         layer._use_global_stats = True
+
+
+def norms_of(model: ImageModel) -> list[nn.BatchNorm2D]:
+    return [layer for layer in model.sublayers() if isinstance(layer, nn.BatchNorm2D)]
 
 
 def build_step(

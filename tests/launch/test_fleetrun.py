@@ -128,7 +128,7 @@ if first:
     ended = fleetrun("--nproc_per_node", "2", "--max_restart", "1", write(code))
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 failed first: it was killed by SIGKILL" in ended.stderr
-    assert "restart 1 of 1 (the command has no --resume" in ended.stderr
+    assert "restart 1 of 1 in 1 s, from the newest checkpoint of this job" in ended.stderr
     assert ended.stdout.split("\n")[:2] == ["attempt 1", "attempt 2"]
 
 

@@ -141,3 +141,83 @@ def test_an_interface_that_is_not_there_is_named(start, port: str, variable: str
     ended = start(A, "--host", A, *common, variables={variable: "ib7"}).ended()
     assert ended.code == 2
     assert f"ppdist: error: {variable}=ib7" in ended.errors and "lo (127.0.0.1)" in ended.errors
+
+
+FAILS_ONCE = """
+attempt = int(os.environ.get("PPDIST_RESTART", "0"))
+with open(f"attempts{rank}", "a") as file:
+    print(attempt, file=file)
+if rank == 1 and attempt == 0: os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0: time.sleep(120)
+"""
+WAITS_FOR_A_RESTART = """
+attempt = int(os.environ.get("PPDIST_RESTART", "0"))
+with open(f"attempts{rank}", "a") as file:
+    print(attempt, file=file)
+if attempt == 0:
+    Path(f"ready{rank}").touch()
+    time.sleep(120)
+"""
+
+
+def attempts(rank: int) -> list[str]:
+    return Path(f"attempts{rank}").read_text().split()
+
+
+def test_all_hosts_restart_together(start, port: str) -> None:
+    script = write(WAITS_FOR_ALL + FAILS_ONCE)
+    first, second = [host.ended() for host in both(start, port, script, "--max_restart", "2")]
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert attempts(0) == attempts(1) == ["0", "1"]
+    assert f"fleetrun: host {B}: rank 1 failed first: it was killed by SIGKILL" in first.errors
+    for host in (first, second):
+        assert "fleetrun: restart 1 of 2 in 1 s" in host.errors
+        assert host.errors.count("all 2 hosts are here") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [A, B])
+def test_a_host_that_was_lost_joins_the_next_attempt_when_it_is_started_again(
+    start, port: str, lost: str, record_property
+) -> None:
+    command = ("--ips", f"{A},{B}", "--start_port", port, "--max_restart", "2")
+    script = write(WAITS_FOR_ALL + WAITS_FOR_A_RESTART)
+    hosts = {host: start(host, "--host", host, *command, script) for host in (B, A)}
+    wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
+    hosts[lost].process.send_signal(signal.SIGKILL)
+    other = hosts[A if lost == B else B]
+    wait_for(lambda: "restart 1 of 2" in other.said)
+    time.sleep(1)
+    begin = time.monotonic()
+    again = start(lost, "--host", lost, *command, script)
+    ended = [other.ended(), again.ended()]
+    record_property("seconds_from_its_start_to_the_end", round(time.monotonic() - begin, 1))
+    assert [host.code for host in ended] == [0, 0], ended
+    assert attempts(0) == attempts(1) == ["0", "1"]
+    assert f"host {lost}: its fleetrun is gone" in ended[0].errors
+
+
+@pytest.mark.slow
+def test_a_host_that_is_started_again_before_the_others_know_waits_for_the_restart(
+    start, port: str
+) -> None:
+    command = ("--ips", f"{A},{B}", "--start_port", port, "--max_restart", "2")
+    script = write(WAITS_FOR_ALL + WAITS_FOR_A_RESTART)
+    hosts = {host: start(host, "--host", host, *command, script) for host in (B, A)}
+    wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
+    again = start("again", "--host", B, *command, script)  # B has come back, A does not know
+    time.sleep(5)
+    hosts[B].process.send_signal(signal.SIGKILL)
+    ended = [hosts[A].ended(), again.ended()]
+    assert [host.code for host in ended] == [0, 0], ended
+    assert attempts(0) == attempts(1) == ["0", "1"]
+
+
+def test_restarts_that_differ_are_refused(start, port: str) -> None:
+    common = ("--ips", f"{A},{B}", "--start_port", port)
+    script = write("")
+    first = start(A, "--host", A, *common, "--max_restart", "3", script)
+    second = start(B, "--host", B, *common, script)
+    for host in (first, second):
+        ended = host.ended()
+        assert ended.code == 2 and "give the same --max_restart" in ended.errors

@@ -120,6 +120,18 @@ def test_the_same_wrong_input_on_all_hosts_is_said_by_each_as_its_own() -> None:
     assert [host.outcome for host in hosts.values()] == [wrong, wrong]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_the_others_hear_whether_a_host_knows_why_its_ranks_failed(known: bool) -> None:
+    failed = Outcome(1, "x", told="x", is_consequence=not known)
+    made, _ = lines([A, B, C])
+    made[B].tell_failure(failed)
+    deadline = time.monotonic() + 10
+    while not (made[A].watch([]) and made[C].watch([])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [made[host].cause_known for host in (A, B, C)] == [known] * 3
+    assert not made[B].watch([])  # its own failure is no news to it
+
+
 @pytest.mark.parametrize("stopped", [A, B, C])
 def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
     made, said = lines([A, B, C])
@@ -172,10 +184,12 @@ def test_the_verdict_prefers_wrong_input_then_the_cause_then_the_earliest() -> N
     clean, stopped = Report(A, 0, "", False, 0.0), Report(B, 75, "", False, 0.0)
     early, late = Report(A, 1, "x", False, 1.0), Report(B, 1, "y", False, 2.0)
     wrong, echo = Report(C, 2, "z", False, 3.0), Report(C, 2, "rank 0 (host a) failed:", True, 0.5)
-    assert verdict([clean, stopped]) is stopped
-    assert verdict([clean, late, early]) is early
-    assert verdict([late, early, wrong]) is wrong
-    assert verdict([late, early, echo]) is early
+    assert verdict([clean, stopped]) == stopped
+    assert verdict([clean, late, early]) == early
+    assert verdict([late, early, wrong]) == wrong
+    assert verdict([late, early, echo]) == early
+    guess, lost = Report(A, 1, "g", False, 0.1, is_guess=True), Report(B, 1, "l", True, 0.05)
+    assert verdict([late, guess]) == late and verdict([lost, guess]) == guess
 
 
 def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:

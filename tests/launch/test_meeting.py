@@ -1,6 +1,7 @@
 """Hosts that meet: each is a thread of this process with a loopback address of its own."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -39,6 +40,7 @@ class Host:
     said: list[str] = field(default_factory=list)
     line: Line | None = None
     error: str = ""
+    received: list[int] = field(default_factory=list)
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self._meet, daemon=True)
@@ -46,9 +48,13 @@ class Host:
 
     def _meet(self) -> None:
         try:
-            self.line = meeting.meet(self.greeting, self.port, self.seconds, self.said.append)
+            self.line = meeting.meet(
+                self.greeting, self.port, self.seconds, self.said.append, self.received
+            )
         except LaunchError as error:
             self.error = str(error)
+        except meeting.Stopped:
+            self.error = "stopped"
 
     def end(self) -> None:
         self.thread.join(30)
@@ -107,6 +113,31 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
     for each in hosts:
         assert "gave up after 1.5 s (--start_timeout): " in each.error
         assert "still waiting for host 127.0.0.4 (127.0.0.4:" in each.error
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
+    port, all_hosts = _free_ports(1)[0], (A, B, C, "127.0.0.5")  # which does not come
+    hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
+    for each in hosts:
+        each.start()
+    time.sleep(1.5)
+    hosts[stopped].received.append(signal.SIGTERM)
+    for each in hosts:
+        each.end()
+    assert [each.error for each in hosts] == ["stopped"] * 3
+
+
+def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -> None:
+    port = _free_ports(1)[0]
+    hosts = [Host(host(own), port) for own in (A, B, B)]
+    hosts[1].received.append(signal.SIGINT)
+    for each in hosts:
+        each.start()
+        time.sleep(0.3)
+    for each in (*hosts[1:], hosts[0]):
+        each.end()
+    assert [each.error for each in hosts] == ["", "stopped", ""]
 
 
 def test_two_hosts_that_both_think_they_are_first_find_out() -> None:

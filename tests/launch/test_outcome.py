@@ -5,8 +5,8 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
+from ppdist import pulse
+from ppdist.launch import worker
 from ppdist.launch.outcome import Outcome, judge
 
 TERM = -signal.SIGTERM
@@ -68,12 +68,78 @@ def test_stopped_before_saving_is_1(tmp_path: Path) -> None:
     assert outcome == Outcome(1, "stopped by SIGTERM; rank 1 left no checkpoint", signal.SIGTERM)
 
 
-@pytest.mark.parametrize("stopped", [None, signal.SIGINT])
-def test_without_any_rank_the_launcher_speaks(tmp_path: Path, stopped: int | None) -> None:
-    outcome = ended(tmp_path, stopped=stopped, launcher=1)
+def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, launcher=1)
+    assert outcome.code == 1 and "noise" not in outcome.message
+    assert "Traceback (most recent" in outcome.message
+
+
+def say(folder: Path, rank: int, phase: str, steps: int) -> None:
+    """The last sign of life of a rank."""
+    number = pulse.PHASES.index(phase)
+    packed = pulse._LAYOUT.pack(1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0)
+    pulse.file_of(folder, rank).write_bytes(packed)
+
+
+def test_stopped_before_the_first_step_of_an_attempt_is_75_because_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    before = "stopped by SIGINT before any rank began"
+    assert ended(tmp_path, stopped=signal.SIGINT) == Outcome(75, before, signal.SIGINT)
+    for rank, phase in enumerate(("start", "step", "step")):
+        say(tmp_path, rank, phase, 0)
+    outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
+    assert outcome.code == 75 and outcome.is_final
+    assert outcome.message == "stopped by SIGTERM before the first step of this attempt"
+    say(tmp_path, 1, "step", 1)
+    outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
     assert outcome.code == 1
-    said = "stopped by SIGINT before any rank began" if stopped else "Traceback (most recent"
-    assert said in outcome.message and "noise" not in outcome.message
+
+
+def test_how_far_an_attempt_came_is_known_in_every_phase(tmp_path: Path) -> None:
+    for phase, reached in (("step", 8), ("save", 7), ("evaluate", 7)):
+        say(tmp_path, 0, phase, 3)
+        assert ended(tmp_path, (-signal.SIGSEGV, 1.0)).reached == reached
+
+
+def test_a_rank_that_gave_up_on_the_store_says_so_unless_another_is_the_cause(
+    tmp_path: Path,
+) -> None:
+    said = (
+        "host a cannot reach port 6071 of 10.0.0.1, where rank 0 keeps what ranks tell each other "
+        "(Connection refused, tried for 300 s): nothing listens there: see in its log what keeps"
+    )
+    gone = (2, 1.0, 2, said)
+    assert ended(tmp_path, (TERM, 9.0), gone) == Outcome(2, f"error: {said}")
+    outcome = ended(tmp_path, (-signal.SIGSEGV, 1.5), gone)
+    assert outcome.message.startswith("rank 0 failed first: it was killed by SIGSEGV")
+
+
+def test_last_words_that_were_cut_off_are_printed_again(tmp_path: Path) -> None:
+    killed = ended(tmp_path, (-signal.SIGKILL, 2.0, 1, "Traceback: boom"))
+    assert killed.message.endswith("its output is below\nTraceback: boom")
+    assert "boom" not in ended(tmp_path, (1, 2.0, 1, "Traceback: boom")).message
+
+
+def test_the_end_of_a_rank_needs_no_room_on_the_disk(tmp_path: Path, monkeypatch) -> None:
+    worker.begin_report(tmp_path, 3, 1, 4711)
+    (begun,) = worker.reports(tmp_path)
+    assert (begun["rank"], begun["local"], begun["child"], begun["code"]) == (3, 1, 4711, None)
+    path = tmp_path / "exit-3.json"
+    before, node = path.stat().st_size, path.stat().st_ino
+    monkeypatch.setattr(Path, "write_bytes", None)  # nothing is made anew
+    worker.end_report(tmp_path, 3, 1, -signal.SIGKILL)
+    assert (path.stat().st_size, path.stat().st_ino) == (before, node)
+    assert worker.reports(tmp_path)[0]["code"] == -9
+
+
+def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
+    worker.begin_report(tmp_path, 0, 0)
+    path = tmp_path / "exit-0.json"
+    begun = path.read_bytes()
+    worker.end_report(tmp_path, 0, 0, 0)
+    path.write_bytes(path.read_bytes()[: len(begun) // 2 + 20].ljust(len(begun)))
+    assert worker.reports(tmp_path)[0]["code"] is None
 
 
 def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:

@@ -314,9 +314,9 @@ def test_a_master_gets_this_hosts_address_and_paddles_options() -> None:
         plan(f"--master {B}:33000 --ips {A},{B}", machine())
 
 
-def test_restarts_are_refused_on_several_hosts_rather_than_pretended() -> None:
-    with pytest.raises(LaunchError, match="--max_restart works on one host only"):
-        plan(f"--ips={A},{B} --max_restart 2", machine())
+def test_restarts_are_refused_with_paddles_rendezvous_rather_than_pretended() -> None:
+    with pytest.raises(LaunchError, match="--max_restart does not work with --master"):
+        plan(f"--master {B}:33000 --max_restart 2", machine())
 
 
 def test_ranges_ignore_spaces_and_quotes() -> None:
@@ -333,6 +333,15 @@ def test_the_listing_of_nvidia_smi_is_read_and_mig_slices_are_left_out() -> None
     name = "NVIDIA A100-SXM4-40GB"
     assert parse_nvidia_smi(listing) == [Card(0, name, "GPU-5c8"), Card(1, name, "GPU-77e")]
     assert parse_nvidia_smi("No devices were found\n") == []
+
+
+def test_what_a_job_around_this_one_was_told_is_not_passed_on() -> None:
+    told = {
+        name: "1"
+        for name in ("PPDIST_RESTART", "PPDIST_SKIP_STEP", "PPDIST_JOB_DIR", "PPDIST_EXIT_DIR")
+    }
+    environment = make_plan(parse_options(["t.py"], told), told | {"A": "1"}, machine()).environment
+    assert environment["A"] == "1" and not set(told) & set(environment)
 
 
 def test_the_plan_leaves_the_machine_as_it_is() -> None:

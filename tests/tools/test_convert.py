@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.checkpoint import save_checkpoint
 from ppdist.config import load_config
 from ppdist.models import build_model
 from ppdist.models.pretrained import arrays_of, load_weights, official_arrays_of
@@ -73,3 +74,15 @@ def test_wrong_input_is_one_message_and_exit_2(config, convert, tmp_path) -> Non
     code, said = convert(tmp_path / "w.npz", tmp_path / "w.pt", "-o", "model.num_classes=4")
     assert code == 2 and "holds no values for 6 tensors (head.predict3.weight, ...)" in said
     assert not (tmp_path / "w.pt").exists()
+
+
+def test_a_checkpoint_becomes_a_pdparams_of_its_averaged_weights(config, convert, tmp_path) -> None:
+    arrays = arrays_of(build_model(load_config(config).model))
+    averaged = {key: value + 1 for key, value in arrays.items()}
+    save_checkpoint(tmp_path, 7, {"model": arrays, "ema": averaged}, {"step": 7}, "")
+    code, said = convert(tmp_path / "last", tmp_path / "best.pdparams")
+    assert code == 0, said
+    written = read_arrays(tmp_path / "best.pdparams")
+    assert written.keys() == averaged.keys()
+    for key, value in averaged.items():
+        np.testing.assert_array_equal(written[key], value)

@@ -249,8 +249,14 @@ def _clean(name: str) -> str:
             continue
     *folders, file = _NO_NAME.sub("_", name).split(os.sep)
     stem, suffix = os.path.splitext(file)
-    folders = ["images_" if part == "images" else part.strip() or "_" for part in folders]
-    return "/".join([*folders, f"{stem.strip() or '_'}{suffix.rstrip()}"])
+    folders = ["images_" if part == "images" else _named(part) for part in folders]
+    return "/".join([*folders, f"{_named(stem)}{suffix.rstrip()}"])
+
+
+def _named(part: str) -> str:
+    """Without blanks around it; what they kept from meaning another folder does not mean it now."""
+    bare = part.strip()
+    return "_" if bare in ("", ".", "..") else bare
 
 
 def _check_names_stay(form: Format, names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -10,6 +11,15 @@ from ppdist.data.formats.raw import Complain
 from ppdist.errors import DataError
 
 NAME_FILES = ("label_list.txt", "classes.txt")
+
+
+class _Plain(yaml.SafeLoader):
+    """Plain data without aliases: ten lines of those can stand for more than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 def class_names(
@@ -54,7 +64,7 @@ def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
 
 def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
     try:
-        content = yaml.safe_load(read_text(file, complain))
+        content = yaml.load(read_text(file, complain), Loader=_Plain)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
@@ -64,7 +74,9 @@ def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
         if set(names) != set(range(len(names))):
             raise DataError(f"{file}: names: expected the numbers 0 to {len(names) - 1} as keys")
         names = [names[number] for number in range(len(names))]
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+    if not isinstance(names, list) or any(isinstance(name, list | dict) for name in names):
+        return ()
+    return tuple(map(str, names))
 
 
 def read_list(path: Path, complain: Complain | None = None) -> list[str]:

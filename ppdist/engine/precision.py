@@ -1,0 +1,53 @@
+"""Automatic mixed precision: its section of the configuration, and what Paddle's leaves to do."""
+
+from typing import Literal
+
+import paddle
+from pydantic import Field
+
+from ppdist.config import Section
+
+
+class AmpConfig(Section):
+    """Automatic mixed precision; GPUs only (Paddle has no such kernels on CPU)."""
+
+    enabled: bool = Field(default=False, description="Compute in a lower precision on GPUs.")
+    dtype: Literal["float16", "bfloat16"] = Field(
+        default="float16", description="float16 needs loss scaling (done); bfloat16 does not."
+    )
+    level: Literal["O1", "O2"] = Field(
+        default="O1", description="O1: chosen operators; O2: the whole model, float32 masters."
+    )
+
+
+def make_float32(parameters: list[paddle.Tensor]) -> None:
+    """Gives parameters of lower precision (AMP O2) float32 gradients, so that unscaling, clipping
+    and the update lose nothing.
+
+    Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
+    gradient all-reduce takes gradients in the precision of their parameters, so after the first
+    of several micro-steps it would find another one.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != paddle.float32:
+            wide = gradient.astype("float32")
+            parameter.clear_gradient(False)  # it does not change its precision in place
+            parameter.grad = wide
+
+
+def loss_scale(scaler: paddle.amp.GradScaler) -> float:
+    """By what losses are multiplied for float16; 0: they are not."""
+    return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
+
+
+def lower_scale(scaler: paddle.amp.GradScaler) -> None:
+    """Halves the loss scale after a step that was not applied; `update` took it for a good one.
+
+    GradScaler hears of an overflow only in its own `step`, which still updates where nothing but
+    the loss was not finite; and what it prints of an overflow is an error from numpy 2.4 on.
+    """
+    if scaler.is_enable():
+        state = scaler.state_dict()
+        lower = state["scale"] * scaler.get_decr_ratio()
+        scaler.load_state_dict({**state, "scale": lower, "incr_count": 0})

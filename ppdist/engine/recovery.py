@@ -1,0 +1,249 @@
+"""What all ranks do together about a step that failed: pass over it, go back, take smaller bites.
+
+Every decision here follows from sums or values that all ranks hold, so it is the same on each.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppdist import dist
+from ppdist.checkpoint import Snapshot
+from ppdist.engine.derived import Derived
+from ppdist.engine.feed import Feed
+from ppdist.engine.out_of_memory import halved, is_out_of_memory, note, noted, parts_of
+from ppdist.engine.precision import loss_scale
+from ppdist.engine.run_state import Progress, restore
+from ppdist.engine.step import StepResult, TrainStep
+from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError
+from ppdist.log import RunLog
+
+MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
+_RATE_FACTOR = 0.5
+_SHOWN = 8  # images in a message
+
+
+def _left_out(text: str) -> set[int]:
+    """`7,12`  Raises: ConfigError: it is something else."""
+    if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
+        raise ConfigError(
+            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12; "
+            f"fleetrun --max_restart sets it by itself"
+        )
+    return {int(step) for step in text.split(",") if step}
+
+
+def rate_factor(returns: int) -> float:
+    """By what the learning rate is multiplied after so many returns to earlier weights."""
+    return _RATE_FACTOR**returns
+
+
+class Recovery:
+    """Every rank has one, and calls each method at the same time as the others.
+
+    Attributes:
+        left_out: the numbers, from 1, of steps that are not to be computed, because twice the run
+            ended there.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_step: TrainStep,
+        feed: Feed,
+        derived: Derived,
+        log: RunLog,
+        output_dir: Path,
+        bad_steps_limit: int,
+    ) -> None:
+        """Args: bad_steps_limit: `train.bad_steps_limit`."""
+        self.left_out = _left_out(os.environ.get(SKIP_STEP_VARIABLE, ""))
+        self._train_step = train_step
+        self._feed = feed
+        self._batch_size = derived.batch_size_per_card
+        self._log = log
+        self._folder = output_dir
+        self._limit = bad_steps_limit
+        self._good: Snapshot | None = None
+        self._doubted = -1  # the step of the snapshot that `doubt` has gone back to
+
+    def begin(self, progress: Progress, snapshot: Snapshot) -> None:
+        """Before the first step of this process.
+
+        Args: snapshot: where the run is.
+        """
+        self.keep(snapshot)
+        known = [most for most in (progress.most_images, noted()) if most is not None]
+        progress.most_images = min(known, default=None)
+        self._feed.parts = parts_of(self._batch_size, progress.most_images)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """The state to go back to from now on, unless taken amid steps that were not finite.
+
+        A run that resumes from such a one (it was the best, or the end) goes back no further.
+        """
+        if self._good is None or not snapshot.state["bad_steps"]:
+            self._good = snapshot
+
+    def meet(self, result: StepResult, progress: Progress) -> bool:
+        """Looks at a step that was not applied because something was not finite.
+
+        Returns: whether the run is back at earlier weights, and `progress` with it.
+        Raises: FloatingPointError, on every rank: going back did not help.
+        """
+        step = progress.step + 1
+        found = f"loss {result.losses['loss']:g}, gradient norm {result.gradient_norm:g}"
+        scale = loss_scale(self._train_step.scaler)
+        if result.searching:
+            self._log.warning(
+                f"step {step}: {found}: too large for float16, so no rank applied it; the loss "
+                f"scale is {scale:g} from here on"
+            )
+            return False
+        progress.bad_steps += 1
+        hint = ""
+        if 0 < scale < 1:
+            hint = (
+                "; float16 no longer reaches: set train.amp.dtype: bfloat16, which needs no scale"
+            )
+        self._log.warning(f"step {step}: {found}: not finite, so no rank applied it{hint}")
+        self._write_down(step, "not finite", result.own_images, result.own_loss)
+        if progress.bad_steps < self._limit:
+            return False
+        if progress.returns >= MOST_RETURNS:
+            raise FloatingPointError(
+                f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
+                f"{step}, and {MOST_RETURNS} returns to earlier weights with half the learning "
+                f"rate did not help; their images are in {self._folder / 'bad_steps.jsonl'}; lower "
+                f"optimizer.lr, set train.clip_norm, or turn train.amp off; checkpoints up to here "
+                f"are intact{hint}"
+            )
+        self._go_back(progress)
+        progress.returns += 1
+        factor = rate_factor(progress.returns)
+        self._log.warning(
+            f"not finite for {self._limit} steps in a row, up to step {step}: back to the weights "
+            f"after step {progress.step}, and from there on with {factor:g} of the learning rate "
+            f"(return {progress.returns} of at most {MOST_RETURNS}); the images of these steps are "
+            f"in {self._folder / 'bad_steps.jsonl'}"
+        )
+        self._log.metrics({"step": progress.step, "returned_from_step": step, "lr_factor": factor})
+        return True
+
+    def doubt(self, progress: Progress) -> bool:
+        """When ranks held different weights, and nobody knows which of them were right.
+
+        Returns: whether the run is back at the state that was kept, before they differed; once for
+            each state, because steps that make them differ again would be made for ever.
+        """
+        assert self._good is not None, "begin was not called"
+        if self._doubted == self._good.step:
+            return False
+        self._doubted = self._good.step
+        step = progress.step
+        self._go_back(progress)
+        self._log.warning(
+            f"after step {step}: back to the weights after step {progress.step}, as each rank has "
+            f"kept them; the steps since are made again"
+        )
+        return True
+
+    def _go_back(self, progress: Progress) -> None:
+        assert self._good is not None, "begin was not called"
+        restored, _ = restore(self._good, self._train_step)
+        self._train_step.forget()
+        progress.go_back_to(restored)
+        self._log.go_back(progress.step)
+
+    def make_smaller(self, result: StepResult, progress: Progress) -> None:
+        """Halves the micro-batches after a step for which some rank had too little memory.
+
+        Raises: ConfigError, on every rank: they have one image already.
+        """
+        step = progress.step + 1
+        told_W = dist.all_gather_objects([result.ran_out, dist.host()])
+        ranks = dist.ranks_named(
+            [rank for rank, (ran_out, _) in enumerate(told_W) if ran_out],
+            [host for _, host in told_W],
+        )
+        most = halved(self._batch_size, self._feed.parts, step, ranks)
+        progress.most_images = most
+        self._feed.parts = parts_of(self._batch_size, most)
+        self._log.warning(
+            f"step {step}: {ranks} ran out of memory; from here on all ranks take micro-batches of "
+            f"at most {most} of the {self._batch_size} images (train.batch_size_per_card) and "
+            f"{self._feed.parts} times as many; total batch, learning rate and order of the images "
+            f"stay, and the step is made again"
+        )
+
+    @contextlib.contextmanager
+    def watching_memory(self, step: int) -> Iterator[None]:
+        """Around a step: when this rank runs out of memory where it cannot tell the others, it ends
+        with what to do, and leaves it to the next attempt of the job.
+
+        Raises: MemoryError: on this rank alone.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            me = f"rank {dist.rank()} (host {dist.host()})"
+            most = halved(self._batch_size, self._feed.parts, step, me)
+            note(most)
+            where = " where the others wait for it in a collective" * (dist.world_size() > 1)
+            raise MemoryError(
+                f"step {step}: {me} ran out of memory{where};"
+                f" fleetrun --max_restart goes on with micro-batches of at most {most} images; "
+                f"without it, lower train.batch_size_per_card and raise train.accumulate_steps by "
+                f"as much, and start again with --resume"
+            ) from error
+
+    def leave_out(self, progress: Progress) -> None:
+        """Passes over a step of `left_out`, once it is next, without opening its images."""
+        step = progress.step + 1
+        images = self._feed.images_of(progress.step, progress.class_scores)
+        self._train_step.leave_out(progress.step)
+        shown = self._write_down(step, "left out", images, math.nan)
+        self._log.warning(
+            f"step {step} is left out, because the run ended there twice; its images: {shown}"
+        )
+
+    def _write_down(self, step: int, why: str, images: list[int], loss: float) -> str:
+        """Adds what each rank had in a step to bad_steps.jsonl; returns the first images of all.
+
+        Args:
+            images: positions in the set, of this rank.
+            loss: of this rank, a sum over them.
+        """
+        own_loss = loss if math.isfinite(loss) else f"{loss}"
+        told_W = dist.all_gather_objects([own_loss, images])
+        lines = [
+            {
+                "time": round(time.time(), 3),
+                "step": step,
+                "rank": rank,
+                "why": why,
+                "loss": loss,
+                "images": [self._feed.path(index) for index in indices],
+            }
+            for rank, (loss, indices) in enumerate(told_W)
+        ]
+        if dist.is_main():
+            self._append("".join(json.dumps(line) + "\n" for line in lines))
+        paths = [path for line in lines for path in line["images"]]
+        return ", ".join(paths[:_SHOWN]) + (
+            f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
+        )
+
+    def _append(self, text: str) -> None:
+        try:
+            with (self._folder / "bad_steps.jsonl").open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            self._log.warning(f"bad_steps.jsonl cannot be written ({error}): {text}")

@@ -1,0 +1,369 @@
+"""Looks from outside whether the ranks of this host get on, and ends those of a run that does not.
+
+What a rank does it says in its pulse (ppdist/pulse.py); whether it is stopped or waits for a disk
+says Linux.  A rank stands still when it is stopped, or has given no sign of life for longer than a
+step may take and waits for nobody, or when all of them wait.  It is named, all ranks of the host
+write the stacks of their threads, and are killed: a checkpoint needs all of them, so none is lost.
+
+When ranks fail first, here or on another host, because they waited in vain (gloo gives up after
+30 s), who stood still here by then is named as the cause.
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppdist import pulse
+from ppdist.launch import worker
+from ppdist.pulse import Reading
+
+_LOOK_SECONDS = 0.5
+# If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
+# between two looks counts.
+_GAP_SECONDS = 5.0
+_STEPS_KNOWN = 2
+_TIMES_P99 = 10.0
+# The first step after a start or an evaluation: GPUs choose their algorithms and compile there.
+_TIMES_FIRST, _FIRST_SECONDS = 10.0, 60.0
+_BLAMED_SECONDS = 10.0  # without a sign of life, when others failed because they waited
+_STACKS_SECONDS = 2.0
+_FOUND = "watch.json"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Who stood still, for outcome.py."""
+
+    message: str
+    time: float  # since when, seconds since the epoch
+    ranks: list[int]  # however these end now, it is the consequence
+    certain: bool  # False: whoever failed first may have had another reason
+
+
+def found_stall(folder: Path) -> Stall | None:
+    """What a Watch of this folder has found."""
+    with contextlib.suppress(FileNotFoundError):
+        return Stall(**json.loads((folder / _FOUND).read_text(encoding="utf-8")))
+    return None
+
+
+@dataclass
+class Seen:
+    """A rank as it was last seen; times are those of the watch's own clock."""
+
+    rank: int
+    reading: Reading
+    born: str  # of the process, so that its number is not taken for that of a later one
+    changed: float  # when it last gave a sign of life
+    state: str = "R"  # of the process, as in /proc/PID/stat
+    traced: bool = False  # by a debugger
+    stopped_at: float | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.reading.step, self.reading.collectives
+
+
+class Watch:
+    """Over the ranks of one run on this host."""
+
+    def __init__(
+        self,
+        folder: Path,
+        several_hosts: bool,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            folder: of the attempt, where ranks keep their pulses, and job.json says where logs go.
+            several_hosts: ranks may wait for those of other hosts.
+            clock: seconds; setting the time of the host does not move it.
+        """
+        self._folder, self._several_hosts, self._say = folder, several_hosts, say
+        self._clock = clock
+        self._looked: float | None = None
+        self._now = 0.0  # of our own clock, which stands while this process does
+        self._ranks: dict[int, Seen] = {}
+        self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._ended: set[int] = set()  # ranks whose end was looked into
+        self._struck = False
+
+    def look(self, others_wait: bool = False) -> None:
+        """Called often; blocks only for the moment that stacks take once somebody stands still.
+
+        Args: others_wait: the ranks of another host failed, and it does not know why.
+        """
+        clock = self._clock()
+        gap = 0.0 if self._looked is None else clock - self._looked
+        if self._looked is not None and gap < _LOOK_SECONDS and not others_wait:
+            return
+        self._looked = clock
+        self._now += min(gap, _GAP_SECONDS)
+        self._see()
+        for log in self._collect_stacks("asked for by a signal"):
+            self._say(f"stacks of a rank were asked for by a signal: {log}")
+        ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
+        if self._struck or not ranks:
+            return
+        limits = {seen.rank: self.limit(seen) for seen in ranks}
+        culprits, how = stalled(ranks, limits, self._now, self._several_hosts)
+        certain = True
+        if not culprits and (self._somebody_failed() or others_wait):
+            culprits, how = suspects(ranks, self._usual_seconds(), self._now)
+            certain = False
+        if culprits:
+            self._strike(culprits, how, certain)
+
+    def limit(self, seen: Seen) -> float:
+        """How long this rank may give no sign of life, s."""
+        reading, usual = seen.reading, self._usual_seconds()
+        patience = max(reading.patience, reading.limit)
+        if math.isinf(reading.limit):
+            return math.inf
+        if reading.phase != "step":
+            return patience
+        if usual is None or reading.steps_since == 0:
+            first = max(_FIRST_SECONDS, _TIMES_FIRST * reading.limit)
+            return min(patience, max(first, _TIMES_P99 * (usual or 0.0)))
+        return max(reading.limit, _TIMES_P99 * usual)
+
+    def _usual_seconds(self) -> float | None:
+        """The 99th percentile of the steps of this host, s; None before some were timed."""
+        if len(self._step_seconds) < _STEPS_KNOWN:
+            return None
+        ordered = sorted(self._step_seconds)
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    def _readings(self) -> dict[int, Reading]:
+        """Of all ranks that have begun, some perhaps before they could say anything.
+
+        Those have the limits that the others have told, and none while nobody has.
+        """
+        found: dict[int, Reading] = {}
+        for path in self._folder.glob("pulse-*"):
+            reading = pulse.read(path)
+            if reading is not None:
+                found[int(path.name.partition("-")[2])] = reading
+        patience = min((each.patience for each in found.values()), default=math.inf)
+        limit = min((each.limit for each in found.values()), default=math.inf)
+        for report in worker.reports(self._folder):
+            if report["rank"] not in found and report["child"]:
+                found[report["rank"]] = pulse.silent(report["child"], patience, limit)
+        return found
+
+    def _see(self) -> None:
+        for rank, reading in self._readings().items():
+            state, born = _process(reading.pid)
+            seen = self._ranks.get(rank)
+            if state in ("", "Z", "X") or (seen is not None and seen.born != born):
+                self._ranks.pop(rank, None)  # it has ended; how is for others to say
+                continue
+            if seen is None:
+                seen = self._ranks[rank] = Seen(rank, reading, born, self._now)
+            elif reading.seconds != seen.reading.seconds:
+                self._note(seen, reading)
+            seen.reading = reading
+            seen.state, seen.traced = state, _is_traced(reading.pid)
+            if state != "T":
+                seen.stopped_at = None
+            elif seen.stopped_at is None:
+                seen.stopped_at = self._now
+
+    def _note(self, seen: Seen, reading: Reading) -> None:
+        """A sign of life; how long steps take is learned from it."""
+        if reading.steps_measured > seen.reading.steps_measured:
+            self._step_seconds.append(reading.step_seconds)
+        seen.changed = self._now
+
+    def _somebody_failed(self) -> bool:
+        """Whether a rank of this host has ended with a failure since the last time."""
+        failed = False
+        for report in worker.reports(self._folder):
+            number, code = report["rank"], report["code"]
+            if number not in self._ended and code is not None:
+                self._ended.add(number)
+                failed = failed or code not in (0, 75)
+        return failed
+
+    def _strike(self, culprits: Sequence[Seen], how: str, certain: bool) -> None:
+        """Leaves word of who stands still and of where everybody is, and ends them.
+
+        Args: certain: nothing has failed yet, so all are to be ended; else process.py does it.
+        """
+        self._struck = True
+        since = time.time() - max(self._now - seen.changed for seen in culprits)
+        for seen in self._ranks.values():
+            _send(seen, pulse.STACKS_SIGNAL)
+        for seen in culprits:
+            if seen.state == "T":
+                _send(seen, signal.SIGCONT)  # the first that it does is to write its stacks
+        files = self._awaited_stacks(how)
+        where = f"; the stacks of all ranks of this host: {files}" if files else ""
+        stall = Stall(f"{how}{where}", since, [seen.rank for seen in culprits], certain)
+        draft = self._folder / f"{_FOUND}.tmp"
+        draft.write_text(json.dumps(asdict(stall)), encoding="utf-8")
+        draft.replace(self._folder / _FOUND)
+        for seen in self._ranks.values() if certain else culprits:
+            _send(seen, signal.SIGKILL)
+
+    def _awaited_stacks(self, why: str) -> str:
+        """Waits for the stacks of all ranks; returns in which files they are now."""
+        deadline = time.monotonic() + _STACKS_SECONDS
+        missing = set(self._ranks)
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing -= set(_grown(self._folder))
+        time.sleep(0.2)  # the last may still be at it
+        return ", ".join(self._collect_stacks(why))
+
+    def _collect_stacks(self, why: str) -> list[str]:
+        """Moves what ranks have written of their stacks to the logs; names of those files."""
+        files: list[str] = []
+        grown = _grown(self._folder)
+        if not grown:
+            return files
+        orders = json.loads((self._folder / "job.json").read_text(encoding="utf-8"))
+        for rank, path in grown.items():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            os.truncate(path, 0)  # it is open for appending
+            log = Path(orders["log_dir"]) / f"stacks.{rank}"
+            with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+                file.write(f"--- {time.strftime('%F %T')}: rank {rank}: {why}\n{text}\n")
+                files.append(str(log))
+        return files
+
+
+def stalled(
+    ranks: Sequence[Seen], limits: dict[int, float], now: float, several_hosts: bool
+) -> tuple[Sequence[Seen], str]:
+    """Who of the ranks of a host stands still, and how to say it; nobody and "" if none does.
+
+    Args: limits: of each rank, s without a sign of life.
+    """
+    if any(seen.traced for seen in ranks):
+        return [], ""  # somebody looks into one with a debugger
+    stopped = [
+        seen
+        for seen in ranks
+        if seen.stopped_at is not None and now - seen.stopped_at >= seen.reading.limit
+    ]
+    if stopped:
+        return stopped, told(stopped, ranks, now)
+    if any(seen.stopped_at is not None for seen in ranks):
+        return [], ""  # not yet for long enough
+    over = [seen for seen in ranks if now - seen.changed > limits[seen.rank]]
+    lowest = min(seen.progress for seen in ranks)
+    alone = [seen for seen in over if not seen.reading.inside and seen.progress == lowest]
+    if alone:
+        return alone, told(alone, ranks, now)
+    still = min(now - seen.changed for seen in ranks)
+    all_wait = all(seen.reading.inside for seen in ranks)
+    apart = len({(seen.progress, seen.reading.place) for seen in ranks}) > 1
+    # Ranks that wait in different places wait for ever, whatever the phase.
+    if apart and (len(over) == len(ranks) or (all_wait and still > ranks[0].reading.limit)):
+        return ranks, (
+            f"the ranks of this host wait for one another in different places, since {still:.0f} "
+            f"s: {'; '.join(f'{_named(seen)} {_where(seen)}' for seen in ranks)}; one of them left "
+            f"out a collective or took another way"
+        )
+    # The host where a rank stands still knows more, and is first.
+    patience = 2 if several_hosts else 1
+    if apart or any(now - seen.changed <= patience * limits[seen.rank] for seen in ranks):
+        return [], ""
+    whom = "those of other hosts, or for the network" if several_hosts else "none that is missing"
+    return ranks, f"all ranks of this host wait for {whom}, since {still:.0f} s: {_where(ranks[0])}"
+
+
+def suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Sequence[Seen], str]:
+    """Who stands still, if others say that they waited in vain: sooner than by itself.
+
+    Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
+    """
+    stopped = [seen for seen in ranks if seen.state == "T"]
+    alone = [
+        seen
+        for seen in ranks
+        if usual is not None
+        and seen.reading.phase == "step"
+        and seen.reading.steps_since > 0
+        and not seen.reading.inside
+        and now - seen.changed > max(_BLAMED_SECONDS, usual)
+    ]
+    found = stopped or alone
+    return found, told(found, ranks, now) if found else ""
+
+
+def told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
+    """`rank 5 (host a, pid 123) stands still since 61 s: stopped (SIGSTOP), in ...`"""
+    texts = []
+    for seen in culprits:
+        since = now - seen.changed
+        why = _where(seen)
+        if seen.state == "T":
+            why = f"stopped (SIGSTOP), {why}"
+        elif seen.state == "D":
+            why = f"waiting for a disk or a network file system, {why}"
+        texts.append(f"{_named(seen)} stands still since {since:.0f} s: {why}")
+    names = {seen.rank for seen in culprits}
+    waiting = [str(seen.rank) for seen in ranks if seen.rank not in names and seen.reading.inside]
+    if waiting:
+        s, wait = ("s", "wait") if len(waiting) > 1 else ("", "waits")
+        texts.append(f"rank{s} {', '.join(waiting)} {wait} for it")
+    return "; ".join(texts)
+
+
+def _named(seen: Seen) -> str:
+    return f"rank {seen.rank} (host {socket.gethostname()}, pid {seen.reading.pid})"
+
+
+def _where(seen: Seen) -> str:
+    reading = seen.reading
+    phase = {
+        "start": "at the start",
+        "step": f"in step {reading.step + 1}",
+        "evaluate": f"in the evaluation after step {reading.step}",
+        "save": f"at the checkpoint of step {reading.step}",
+        "end": f"at the end, after step {reading.step}",
+    }[reading.phase]
+    if reading.inside:
+        return f"in {reading.place}, its collective {reading.collectives}, {phase}"
+    place = reading.place or "in its own work"
+    return f"{place}, after {reading.collectives} collectives, {phase}"
+
+
+def _grown(folder: Path) -> dict[int, Path]:
+    """Files of stacks that hold something, by rank."""
+    paths = sorted(folder.glob("stacks-*"))
+    return {int(path.name.partition("-")[2]): path for path in paths if path.stat().st_size}
+
+
+def _process(pid: int) -> tuple[str, str]:
+    """The state of a process and when it began; "" for one that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "", ""
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _is_traced(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+        return "\nTracerPid:\t0\n" not in status
+    return False
+
+
+def _send(seen: Seen, number: int) -> None:
+    if _process(seen.reading.pid)[1] == seen.born:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(seen.reading.pid, number)

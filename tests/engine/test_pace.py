@@ -1,0 +1,62 @@
+"""A rank that is slower than the others is named, once."""
+
+import time
+
+import paddle
+
+from ppdist import dist, pulse
+from ppdist.engine.pace import Pace
+from tests.distributed import run_on_ranks
+
+
+def steps(slow):
+    """50 steps of two ranks; one sleeps longer before the sum of a step."""
+    dist.init("cpu", dist.DistributedConfig())
+    pace, said = Pace(), []
+    for step in range(50):
+        pace.begin()
+        time.sleep(0.05 if dist.rank() == slow else 0.02)
+        dist.all_reduce_sum(paddle.to_tensor([1.0]))
+        warning = pace.end()
+        if warning:
+            said.append([step + 1, warning])
+    return said
+
+
+def test_a_slow_rank_is_named_within_50_steps(record_property):
+    first, second = run_on_ranks(2, "tests.engine.test_pace:steps", 1, hosts=1)
+    assert first == second and len(first) == 1
+    step, warning = first[0]
+    assert step <= 50 and warning.startswith("slow: rank 1 (host 127.0.0.1), whose own part of a ")
+    record_property("steps until the slow rank was named", step)
+    record_property("warning", warning)
+
+
+def test_one_slow_stretch_or_small_differences_are_no_reason(monkeypatch):
+    pace = Pace()
+    assert pace._judge([1.0, 2.0]) == ""
+    assert pace._judge([1.0, 1.1]) == ""
+    assert pace._judge([2.0, 1.0]) == ""
+    assert pace._judge([1.0, 2.0]) == ""
+    monkeypatch.setattr(dist, "addresses", lambda: ["a", "b"])
+    said = pace._judge([1.0, 2.0])
+    assert "slow: rank 1 (host b), whose" in said
+    assert "takes 2 s, 2.0 times that of the others (1 s), which" in said
+    assert pace._judge([1.0, 2.0]) == ""  # it was said
+
+
+def test_several_that_are_about_as_slow_are_named_together(monkeypatch):
+    monkeypatch.setattr(dist, "addresses", lambda: [*"aaabbb"])
+    pace = Pace()
+    assert pace._judge([1.0, 1.0, 1.1, 2.1, 2.0, 1.0]) == ""
+    assert "slow: ranks 3-4 (host b), whose" in pace._judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
+    assert "slow: rank 5 (host b), whose" in pace._judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
+
+
+def test_time_in_collectives_is_not_a_ranks_own():
+    pace = Pace()
+    pace.begin()
+    with pulse.Waiting("sum"):
+        time.sleep(0.1)
+    pace.end()
+    assert pace._own[0] < 0.05

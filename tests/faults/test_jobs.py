@@ -1,0 +1,145 @@
+"""A tiny training on two ranks, under the real fleetrun, ends with the same bits whatever strikes.
+
+"The same" are weights, average and optimizer state of a run that nothing disturbs.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ppdist.drill import Course, Job, first_difference
+
+PATIENCE = 600.0  # seconds; a hang is a failed test
+
+
+def run(course: Course, name: str, fault: str, restarts: int, **words) -> Job:
+    launch = ["--max_restart", str(restarts)] if restarts else []
+    job = course.run(name, fault, launch=launch, seconds=PATIENCE, **words)
+    assert job.process.returncode == 0, job.text
+    assert [line["fault"] for line in job.struck()] == fault.split(","), job.text
+    return job
+
+
+def recovered(job: Job, record: Callable[[str, object], None]) -> None:
+    """Notes how long it took to go on, and how much was lost."""
+    (each,) = job.recoveries()
+    record("figure", f"goes on after {each['seconds']:.1f} s, {each['steps_lost']} steps again")
+    assert 0 <= each["steps_lost"] < 4  # it saves every fourth step
+
+
+def test_a_killed_rank_a_killed_worker_and_a_full_disk_leave_no_trace_in_the_weights(
+    course: Course, undisturbed: Path, record_property
+) -> None:
+    fault = "loader-kill@rank0:step3,disk-full=1@rank0:step4,kill@rank1:step11"
+    job = run(course, "quick", fault, 1, overrides=["data.workers=1"])
+    assert first_difference(undisturbed, job.output_dir) == ""
+    assert job.processes() == {}
+    recovered(job, record_property)
+
+
+# What ends or hangs a rank: kind -> seconds until the next step at most, on a busy machine.
+ENDING = {
+    "kill": 120, "segv": 120, "abort": 120, "exception": 120, "exit0": 120,
+    "stop": 240, "hang": 240, "hang-gil": 240, "skip-collective": 240,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENDING)
+def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
+    kind: str, course: Course, undisturbed: Path, record_property
+) -> None:
+    job = run(course, f"ends-{kind}", f"{kind}@rank1:step7", 1)
+    assert first_difference(undisturbed, job.output_dir) == ""
+    assert job.processes() == {}
+    recovered(job, record_property)
+    assert job.recoveries()[0]["seconds"] < ENDING[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stop", "hang", "hang-gil"])
+def test_a_rank_that_hangs_is_named_with_its_step(kind: str, course: Course) -> None:
+    with course.job(f"named-{kind}", f"{kind}@rank1:step7") as job:
+        assert job.wait(PATIENCE) == 1
+    assert "rank 1" in job.text and "stands still" in job.text, job.text
+    stacks = sorted((course.folder / f"named-{kind}-log").glob("stacks*"))
+    assert stacks and any("Thread" in path.read_text() for path in stacks), job.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_at_rank_0s_side_is_as_good_as_any(
+    course: Course, undisturbed: Path, record_property
+) -> None:
+    job = run(course, "ends-0", "kill@rank0:step10", 1)
+    assert first_difference(undisturbed, job.output_dir) == ""
+    recovered(job, record_property)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_again_and_again_ends_with_the_same_weights(
+    course: Course, undisturbed: Path
+) -> None:
+    fault = "kill@rank1:step1,kill@rank0:step6,kill@rank1:step15,kill@rank0:step24"
+    job = run(course, "again", fault, 4)
+    assert first_difference(undisturbed, job.output_dir) == ""
+
+
+HARMLESS = {
+    "loader-kill@rank1:step3": ["data.workers=1"],
+    "loader-hang@rank1:step3": ["data.workers=1", "data.worker_timeout_seconds=3"],
+    "disk-full=2@rank0:step3": [],
+    "clock=600@rank1:step3": [],
+    "clock=-600@rank0:step3": [],
+    "slow=0.2@rank1:step3": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", HARMLESS)
+def test_what_one_rank_can_bear_needs_no_restart(
+    fault: str, course: Course, undisturbed: Path, record_property
+) -> None:
+    name = fault.partition("@")[0].replace("=", "-")
+    job = run(course, f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
+    assert first_difference(undisturbed, job.output_dir) == ""
+    assert job.steps == list(range(1, course.steps + 1))
+    record_property("figure", "0 steps made again")
+
+
+@pytest.mark.slow
+def test_an_exception_is_shown_with_rank_and_step_at_once(course: Course, record_property) -> None:
+    with course.job("exception", "exception@rank1:step7") as job:
+        assert job.wait(PATIENCE) == 1
+    (fault,) = job.struck()
+    cause = "RuntimeError: fault on purpose: exception@rank1:step7"
+    seen = [line.time for line in job.lines if cause in line.text]
+    record_property("figure", f"cause shown after {seen[0] - fault['time']:.1f} s")
+    assert len(seen) == 1 and "rank 1" in job.text and "step 6" in job.text, job.text
+    assert seen[0] - fault["time"] < 20  # 2 on a machine that is not busy
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_nobody_is_killed(course: Course, record_property) -> None:
+    job = run(course, "slow", "slow=0.5@rank1:step2", 0, overrides=["train.epochs=13"])
+    steps = [int(match[1]) for match in re.finditer(r"  step (\d+)/", before_naming(job))]
+    record_property("figure", f"named after {len(steps)} steps")
+    assert 0 < len(steps) <= 50 and job.steps == list(range(1, 53))
+
+
+def before_naming(job: Job) -> str:
+    text, named, _ = job.text.partition("rank 1 (host")
+    assert named and "whose own part of a step" in job.text, job.text
+    return text
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_on_one_rank_leaves_training_as_it_was(
+    course: Course, undisturbed: Path, record_property
+) -> None:
+    words = {"train": ["--eval"], "overrides": ["evaluate.every_epochs=2"]}
+    job = run(course, "eval", "eval-error@rank1:step7", 0, **words)
+    assert first_difference(undisturbed, job.output_dir) == ""
+    assert "eval-error" in job.text
+    record_property("figure", "0 steps made again")

@@ -1,0 +1,84 @@
+"""PPDIST_FAULT as a user writes it."""
+
+import time
+
+import pytest
+
+from ppdist import faults
+from ppdist.engine import injection
+from ppdist.errors import ConfigError
+from ppdist.faults import Fault, parse_faults
+
+
+def test_faults_are_read_in_their_order_with_their_values() -> None:
+    found = parse_faults("kill@rank1:step7, slow=0.25@rank0:step3,nan@rank0:step3")
+    assert [str(fault) for fault in found] == [
+        "kill@rank1:step7",
+        "slow=0.25@rank0:step3",
+        "nan=1@rank0:step3",
+    ]
+    assert parse_faults("") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("explode@rank0:step1", r"there is no fault 'explode'; kinds: kill, stop, .*eval-error"),
+        ("kill@1:7", r"PPDIST_FAULT: 'kill@1:7': expected KIND\[=VALUE\]@rankR:stepN, such as"),
+        ("kill=3@rank0:step1", "kill takes no value"),
+        ("slow=fast@rank0:step1", "expected a number above 0 after `=`, found 'fast'"),
+        ("slow=-1@rank0:step1", "expected a number above 0 after `=`, found '-1'"),
+        ("clock=inf@rank0:step1", "expected a number after `=`, found 'inf'"),
+        ("nan=0@rank0:step1", "expected 1, 2, 3, ... after `=`, found '0'"),
+        ("disk-full=1.5@rank0:step1", "expected 1, 2, 3, ... after `=`, found '1.5'"),
+        ("kill@rank0:step0", "the first step is step1"),
+    ],
+)
+def test_a_wrong_fault_is_the_users_error_and_says_what_is_right(text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_faults(text)
+
+
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """What a rank that has made so many steps still has to expect of a PPDIST_FAULT."""
+
+    def of(text: str, done_steps: int) -> list[str]:
+        monkeypatch.setenv(faults.VARIABLE, text)
+        found = injection.Injector(None, None, done_steps, tmp_path)._pending
+        return [str(fault) for fault in found]
+
+    return of
+
+
+def test_a_fault_strikes_once_also_one_that_is_written_twice_or_comes_with_others(
+    tmp_path, left
+) -> None:
+    twice = "kill@rank0:step7,kill@rank0:step7"
+    (first, second) = parse_faults(twice)
+    assert left(twice, 0) == twice.split(",")
+    faults.write_down(tmp_path, first)
+    assert left(twice, 4) == ["kill@rank0:step7"]
+    faults.write_down(tmp_path, second)
+    assert left(twice, 4) == [] and len(faults.struck(tmp_path, 0)) == 2
+    other = "nan=2@rank0:step9,kill@rank0:step7"  # written by whoever resumes
+    assert left(other, 8) == ["nan=2@rank0:step9"]
+    assert left(twice, 0) == twice.split(",")  # begins anew
+
+
+def test_a_fault_of_a_rank_that_there_is_not_is_refused(left) -> None:
+    with pytest.raises(ConfigError, match="kill@rank9:step1: there is no rank 9: ranks are 0 to 0"):
+        left("kill@rank9:step1", 0)
+
+
+def test_a_moved_clock_does_not_move_what_is_written_down(tmp_path, monkeypatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 600)
+    faults.write_down(tmp_path, *parse_faults("kill@rank1:step7"))
+    (line,) = faults.struck(tmp_path, 1)
+    assert abs(line["time"] - now) < 300 and faults.struck(tmp_path, 0) == []
+
+
+def test_every_kind_has_something_that_does_it() -> None:
+    assert set(injection._ACTIONS) == set(faults.KINDS)
+    assert all(str(Fault(kind, 0, 1, 2.0)).startswith(kind) for kind in faults.KINDS)

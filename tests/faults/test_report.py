@@ -1,0 +1,71 @@
+"""The page of faults: every row, what it rests on, and what did not run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ppdist.faults import KINDS
+from tests.faults.report import Case, cases_of, line_of, page
+from tests.faults.rows import ROWS, Row
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = Row(7, "a fault", "a promise", ("tests/a.py::test_it",))
+
+
+def test_there_are_38_rows_in_order_and_each_has_tests_or_a_reason() -> None:
+    assert [row.number for row in ROWS] == list(range(1, 39))
+    assert all(bool(row.tests) != bool(row.without) for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.number))
+def test_the_tests_of_a_row_exist(row: Row) -> None:
+    for test in row.tests:
+        file, name = test.partition("[")[0].split("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def test_a_row_is_survived_when_every_case_of_its_tests_has_passed() -> None:
+    cases = {
+        "tests/a.py::test_it[1]": Case("passed", figures=["2.0 s"]),
+        "tests/a.py::test_it[2]": Case("passed", figures=["3.0 s"]),
+        "tests/a.py::test_itself": Case("failed", "another"),
+    }
+    assert line_of(ROW, cases) == (
+        True,
+        "| 7 | a fault | a promise | yes | 2.0 s; 3.0 s | `a.py::test_it` |",
+    )
+    cases["tests/a.py::test_it[2]"] = Case("xfailed", "not  yet\n")
+    assert line_of(ROW, cases)[1].split(" | ")[3] == "no: not yet"
+    assert line_of(ROW, {})[1].split(" | ")[3] == "no: tests/a.py::test_it did not run"
+
+
+def test_outcomes_and_figures_are_read_from_what_pytest_leaves(tmp_path: Path) -> None:
+    (tmp_path / "ran.xml").write_text(
+        """<testsuites><testsuite>
+        <testcase classname="tests.a" name="test_it[1]"><properties>
+          <property name="figure" value="2 s"/>
+          <property name="seconds_until_gone" value="0.12345"/></properties></testcase>
+        <testcase classname="tests.a" name="test_no"><failure message="boom"/></testcase>
+        <testcase classname="tests.a" name="test_later">
+          <skipped type="pytest.xfail" message="not yet"/></testcase>
+        </testsuite></testsuites>"""
+    )
+    found = cases_of(tmp_path / "ran.xml")
+    assert found["tests/a.py::test_it[1]"] == Case(
+        "passed", "", ["2 s", "seconds until gone: 0.123"]
+    )
+    assert found["tests/a.py::test_no"] == Case("failed", "boom")
+    assert found["tests/a.py::test_later"] == Case("xfailed", "not yet")
+
+
+def test_the_page_lists_every_kind_and_every_row_and_what_the_tool_measured() -> None:
+    report = {
+        "title": "SIGKILL at 2 random points", "command": "tools/faults.py kills", "machine": "m",
+        "recovery_seconds_median": 9.5, "failures": ["x: exit code 1"],
+    }  # fmt: skip
+    text = page({}, [report])
+    assert all(f"| `{kind}" in text for kind in KINDS)
+    assert all(f"| {row.number} | {row.fault}" in text for row in ROWS)
+    assert "0 of 38 rows" in text and "| recovery seconds median | 9.5 |" in text
+    assert "except:\n- failed: x: exit code 1" in text

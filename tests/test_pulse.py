@@ -1,0 +1,133 @@
+"""What a rank says of itself, and what it costs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppdist import pulse
+from tests.launch.hosts import ROOT, wait_for
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As a fleetrun gives it to rank 3; afterwards nothing is written any more."""
+    monkeypatch.setenv("PPDIST_EXIT_DIR", str(tmp_path))
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
+    monkeypatch.setattr(pulse, "_pulse", None)
+    monkeypatch.setattr(pulse, "_state", list(pulse._NOTHING_YET))
+    monkeypatch.setattr(pulse.faulthandler, "register", lambda *args, **more: None)
+    return tmp_path
+
+
+def test_a_rank_says_where_it_is(folder: Path) -> None:
+    assert pulse.read(pulse.file_of(folder, 3)) is None
+    pulse.begin(1800.0, None)
+    pulse.beat("step", 7)
+    before = pulse.waited_seconds()
+    with pulse.Waiting("all_reduce of 8 values"):
+        time.sleep(0.02)
+        inside = pulse.read(pulse.file_of(folder, 3))
+    assert inside is not None and inside.inside and inside.place == "all_reduce of 8 values"
+    assert (inside.pid, inside.phase, inside.step) == (os.getpid(), "step", 7)
+    assert (inside.patience, inside.limit) == (1800.0, float("inf"))
+    assert abs(time.monotonic() - inside.seconds) < 10
+    assert 0.02 <= pulse.waited_seconds() - before < 10
+    pulse.at("waiting for its images")
+    after = pulse.read(pulse.file_of(folder, 3))
+    assert after is not None and not after.inside and after.place == "waiting for its images"
+    assert after.collectives == inside.collectives and after.seconds > inside.seconds
+
+
+def test_steps_are_measured_but_the_first_after_a_start_or_an_evaluation(folder: Path) -> None:
+    pulse.begin(1.0, 60.0)
+    found = []
+    for phase, step in (
+        ("step", 0),
+        ("step", 1),
+        ("step", 2),
+        ("save", 3),
+        ("step", 3),
+        ("step", 3),  # made again: it had failed
+        ("evaluate", 4),
+        ("save", 4),
+        ("step", 4),
+        ("save", 5),
+        ("step", 5),
+        ("step", 6),
+    ):
+        pulse.beat(phase, step)
+        reading = pulse.read(pulse.file_of(folder, 3))
+        assert reading is not None
+        found.append((reading.steps_since, reading.steps_measured))
+    first = [(0, 0), (1, 0), (2, 1), (3, 2), (3, 2), (3, 2)]
+    assert found == [*first, (0, 3), (0, 3), (0, 3), (1, 3), (1, 3), (2, 4)]
+
+
+def test_a_collective_that_fails_is_left_too(folder: Path) -> None:
+    pulse.begin(1.0, 60.0)
+    with pytest.raises(RuntimeError), pulse.Waiting("sum"):
+        raise RuntimeError("gloo")
+    found = pulse.read(pulse.file_of(folder, 3))
+    assert found is not None and not found.inside and found.limit == 60.0
+
+
+def test_names_of_any_length_and_alphabet_fit(folder: Path) -> None:
+    pulse.begin(1.0, 60.0)
+    pulse.entering("ä" * 100)
+    found = pulse.read(pulse.file_of(folder, 3))
+    assert found is not None and found.place.startswith("ä" * 19)
+
+
+def test_without_fleetrun_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PPDIST_EXIT_DIR", raising=False)
+    monkeypatch.setattr(pulse, "_pulse", None)
+    pulse.begin(1.0, 1.0)
+    pulse.beat("step", 1)
+    assert pulse._pulse is None
+
+
+def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:
+    pulse.begin(1.0, 1.0)
+    rounds = 20_000
+    began = time.process_time()
+    for step in range(rounds):
+        pulse.beat("step", step)
+        with pulse.Waiting("sum"):
+            pass
+    micros = (time.process_time() - began) / rounds / 3 * 1e6
+    record_property("microseconds of CPU a beat", round(micros, 2))
+    print(f"{micros:.2f} microseconds of CPU a beat")
+    assert micros < 100
+
+
+def test_a_rank_that_holds_the_interpreters_lock_shows_its_stacks(tmp_path: Path) -> None:
+    code = """
+import ctypes
+from ppdist import pulse
+pulse.begin(1.0, 1.0)
+pulse.beat("step", 1)
+def holds_the_lock():
+    while True:
+        ctypes.PyDLL(None).sleep(100)
+holds_the_lock()
+"""
+    environment = dict(os.environ, PPDIST_EXIT_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    environment["PADDLE_TRAINER_ID"] = "0"
+    rank = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    stacks = pulse.stacks_of(tmp_path, 0)
+    try:
+        wait_for(lambda: getattr(pulse.read(pulse.file_of(tmp_path, 0)), "step", 0) == 1)
+        time.sleep(0.5)
+        rank.send_signal(pulse.STACKS_SIGNAL)
+        wait_for(lambda: "holds_the_lock" in stacks.read_text(), 20)
+        assert rank.poll() is None
+    finally:
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
