@@ -249,7 +249,7 @@ def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: b
 
 def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
     """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
-    cut = end.exit == -signal.SIGKILL  # perhaps amid its last words
+    cut = end.exit is not None and end.exit < 0  # killed, perhaps amid its last words
     if end.local == 0 and not (cut and end.message):
         return "" if here else end.message.rstrip()
     return end.message.rstrip() or _tail(_log(end, log_dir), offsets.get(end.local, 0))

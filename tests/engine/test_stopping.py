@@ -66,6 +66,7 @@ def test_signals_amid_meetings_do_not_break_them():
 @pytest.fixture
 def handlers_back():
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -105,7 +106,7 @@ def test_a_hangup_that_is_ignored_stays_so(handlers_back) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, tmp_path) -> None:
+def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, handlers_back) -> None:
     code = (
         "import os\nfrom ppdist import errors\nerrors.hold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
