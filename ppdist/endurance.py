@@ -26,7 +26,8 @@ _HARMLESS = (
 )  # fmt: skip
 _WRITES = ("disk-full=2",)  # those that strike rank 0 or nobody
 _FAULTS_PER_JOB = 5
-_SOAKED = ("data.workers=1",)
+# Half an hour holds few jobs if each rank that hangs is waited for 60 s.
+_SOAKED = ("data.workers=1", "distributed.hang_seconds=10")
 
 
 def kills(folder: Path, points: int, per_job: int, seed: int) -> dict[str, Any]:

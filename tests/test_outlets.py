@@ -47,7 +47,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(small_disk, capsys) -> None:
+def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(
+    small_disk, capsys, record_property
+) -> None:
     run = small_disk / "run"
 
     def fill() -> None:
@@ -74,6 +76,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(small_disk, c
     records = read_metrics(run / "metrics.jsonl")
     assert len(records) == len((run / "metrics.jsonl").read_text().splitlines()), "no half line"
     assert records[-1]["step"] == 2
+    record_property("figure", "0 half lines, said once")
 
 
 def test_a_disk_that_is_read_only_is_said_at_the_start_and_survived_later(

@@ -60,7 +60,9 @@ def indices_of_step(samplers, step) -> list[int]:
 
 
 @pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
-def test_every_image_comes_exactly_once_in_every_epoch(images, world, accumulate, batch):
+def test_every_image_comes_exactly_once_in_every_epoch(
+    images, world, accumulate, batch, record_property
+):
     samplers = ranks(images, world, accumulate, batch)
     steps = samplers[0].steps_per_epoch
     assert steps == -(-images // (world * accumulate * batch))
@@ -69,6 +71,7 @@ def test_every_image_comes_exactly_once_in_every_epoch(images, world, accumulate
         for step in range(epoch * steps, (epoch + 1) * steps):
             seen += indices_of_step(samplers, step)
         assert sorted(seen) == list(range(images))
+    record_property("figure", "0 images missed or doubled in 3 epochs")
 
 
 @pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)

@@ -317,12 +317,13 @@ def in_dev_shm(process: int) -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm" in line}
 
 
-def test_nothing_lies_in_dev_shm(folder):
+def test_nothing_lies_in_dev_shm(folder, record_property):
     before = in_dev_shm(os.getpid())
     one = loader(folder, end=6)
     for _ in one:
         for process in (os.getpid(), *one.worker_ids):
             assert in_dev_shm(process) <= before
+    record_property("figure", "0 files in it")
 
 
 def test_a_batch_is_the_ranks_own_and_not_overwritten_by_the_next(folder):

@@ -84,11 +84,14 @@ def test_hosts_with_different_files_are_told_apart_before_training(tmp_path):
         assert "10 and 9 images, of which only one has images/train/" in message
 
 
-def test_one_bad_image_and_as_many_as_the_limit_allows_are_replaced_and_counted(tmp_path):
+def test_one_bad_image_and_as_many_as_the_limit_allows_are_replaced_and_counted(
+    tmp_path, record_property
+):
     write_shapes(tmp_path, damaged=3)
     assert train(tmp_path, tmp_path / "run", "data.bad_images_limit=0.3") == ("", 3)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert any('"bad_images": 3' in line for line in lines)
+    record_property("figure", "3 of 3 replaced and counted")
 
 
 @pytest.mark.parametrize("how", ["header", "decode"])

@@ -94,7 +94,7 @@ def enable_scaling(scaler: paddle.amp.GradScaler) -> None:
     scaler.update()  # makes its table of optimizers
 
 
-def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it():
+def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_property):
     dist.init("cpu", dist.DistributedConfig())
     step, optimizer = build()
     enable_scaling(step.scaler)
@@ -105,6 +105,7 @@ def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it():
         assert result.applied == (value < 5)
         scales.append(step.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
+    record_property("figure", "1024 to 256 by two overflows")
     assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled
 
 

@@ -186,7 +186,9 @@ def test_ranks_that_agree_start_within_five_seconds(told: list[dict[str, str]]) 
         assert float(texts["seconds"]) < 5
 
 
-def test_each_kind_of_difference_is_refused_on_every_rank(told: list[dict[str, str]]) -> None:
+def test_each_kind_of_difference_is_refused_on_every_rank(
+    told: list[dict[str, str]], record_property
+) -> None:
     for texts in told:
         assert texts["config"] == (
             f"the ranks differ, so nothing was started:\n"
@@ -200,6 +202,7 @@ def test_each_kind_of_difference_is_refused_on_every_rank(told: list[dict[str, s
         assert "an all-reduce over 2 ranks gave 4 where 3 is right" in texts["sum"]
     alike = ("devices", "joining", "config", "command line", "code", "versions")
     assert [told[0][name] for name in alike] == [told[1][name] for name in alike]
+    record_property("figure", f"{len(alike)} kinds of differences refused")
 
 
 def test_what_would_hang_while_ranks_join_is_refused_before(told: list[dict[str, str]]) -> None:

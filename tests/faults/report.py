@@ -1,9 +1,9 @@
 """Writes docs/faults.md from what `make faults` has run.
 
-    python -m tests.faults.report ran.xml [kills.json] [soak.json]
+    python -m tests.faults.report ran.xml [again.xml ...] [kills.json] [soak.json]
 
-The first is what pytest leaves with --junitxml; `--tests` instead prints the tests to run, each of
-them with all its cases.
+The .xml are what pytest leaves with --junitxml; of a test in several of them the last counts.
+`--tests` instead prints the tests to run, each of them with all its cases.
 """
 
 import json
@@ -149,8 +149,13 @@ def main() -> int:
         tests = (test.partition("[")[0] for row in ROWS for test in row.tests)
         print("\n".join(dict.fromkeys(tests)))
         return 0
-    reports = [json.loads(Path(each).read_text()) for each in sys.argv[2:] if Path(each).is_file()]
-    PAGE.write_text(page(cases_of(Path(sys.argv[1])), reports), encoding="utf-8")
+    files = [Path(each) for each in sys.argv[1:]]
+    cases: dict[str, Case] = {}
+    for file in files:
+        if file.suffix == ".xml":
+            cases |= cases_of(file)
+    reports = [json.loads(f.read_text()) for f in files if f.suffix == ".json" and f.is_file()]
+    PAGE.write_text(page(cases, reports), encoding="utf-8")
     return 0
 
 

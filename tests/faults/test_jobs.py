@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, Job, first_difference
+from ppdist.drill import RANKS, Course, Job, first_difference
 
 PATIENCE = 600.0  # seconds; a hang is a failed test
 
@@ -65,7 +65,8 @@ def test_a_rank_that_hangs_is_named_with_its_step(kind: str, course: Course) -> 
         assert job.wait(PATIENCE) == 1
     assert "rank 1" in job.text and "stands still" in job.text, job.text
     stacks = sorted((course.folder / f"named-{kind}-log").glob("stacks*"))
-    assert stacks and any("Thread" in path.read_text() for path in stacks), job.text
+    assert len(stacks) == RANKS, job.text
+    assert all("(most recent call first)" in path.read_text() for path in stacks), job.text
 
 
 @pytest.mark.slow

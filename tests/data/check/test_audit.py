@@ -25,7 +25,7 @@ _OF_NATIVE_CODE = {"image_crashes_decoder", "image_hangs_decoder"}  # see test_s
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_an_audit_finds_every_defect_once(tmp_path, decode):
+def test_an_audit_finds_every_defect_once(tmp_path, decode, record_property):
     report = audit(write_dirty_coco(tmp_path), decode=decode, workers=2)
     counts = {row.name: row.counts.get("train", 0) for row in report.rows()}
     wanted = KINDS.keys() - _OF_OTHER_FORMATS - _OF_YOLO - _OF_NATIVE_CODE - {"classes_differ"}
@@ -34,6 +34,7 @@ def test_an_audit_finds_every_defect_once(tmp_path, decode):
     severities = [row.kind.severity for row in report.rows()]
     assert severities == sorted(severities, key=["error", "warning", "note"].index)
     assert report.errors == 15
+    record_property("figure", f"{len(wanted)} of {len(wanted)} kinds of defects found")
 
 
 def test_an_audit_finds_what_only_files_of_one_image_can_have(tmp_path):
