@@ -25,7 +25,8 @@ def test_two_kills_in_one_job_are_survived_and_measured(tmp_path: Path, record_p
     assert report == json.loads((tmp_path / "kills.json").read_text())
     assert (report["struck"], report["survived"], report["failures"]) == (2, 2, [])
     assert 0 < report["recovery_seconds_median"] <= report["recovery_seconds_worst"]
-    assert 0 <= report["steps_lost_worst"] < 4
+    # Checkpoints come every 4 steps; the kill may meet one that is still being written.
+    assert 0 <= report["steps_lost_worst"] <= 8
     record_property("figure", f"goes on after {report['recovery_seconds_median']} s")
 
 
