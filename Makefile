@@ -28,8 +28,11 @@ demo: install
 	$(PY) tools/export.py -c $(DEMO_CONFIG) -w $(DEMO)/checkpoints/best --out $(DEMO)/export
 	$(PY) tools/infer.py --model $(DEMO)/export \
 	  --source $(DEMO)_data/images/val --out $(DEMO)/predictions
+	$(PY) tools/report.py $(DEMO)
 	@echo
 	@echo "Done. Look at:"
+	@echo "  $(DEMO)/report.html    the run on one page, for a browser"
+	@echo "  $(DEMO)/plots          its pictures: batches, curves, mistakes"
 	@echo "  $(DEMO)/predictions    validation images with predicted boxes"
 	@echo "  $(DEMO)/metrics.jsonl  losses, rates and mAP, one JSON object a line"
 	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"

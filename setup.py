@@ -18,25 +18,29 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ppdist", "ppdist.*"]),
+    package_data={"ppdist.run_report": ["templates/*"]},
     install_requires=[
         "numpy>=1.26",
         "pillow>=10",
         "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
-        "faster-coco-eval>=1.8",
+        "hotcoco>=1.3,<2",
         "safetensors>=0.6",
         "rich>=13",
         "visualdl>=2.5.3",
         "matplotlib>=3.8",
+        "jinja2>=3.1",  # tools/report.py; VisualDL needs it, too
         "protobuf<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
     ],
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2,<3.4"],
         "onnx": ["paddle2onnx==2.1.0", "onnxruntime>=1.17"],
+        "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
+        "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "dev": [
-            "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5",
-            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML",
+            "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5", "prometheus-client>=0.20",
+            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4",
         ],
     },
     entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},

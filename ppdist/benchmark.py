@@ -28,7 +28,7 @@ import paddle
 from ppdist import dist, wire
 from ppdist.data import loading_speed
 from ppdist.data.sample import Batch, DetectionSet
-from ppdist.engine.experiment import build_evaluator, build_training
+from ppdist.engine.experiment import build_training
 from ppdist.engine.step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.errors import ConfigError
@@ -37,6 +37,7 @@ from ppdist.infer_spec import describe
 from ppdist.inference import EagerPredictor, measure_predictor
 from ppdist.models.detector import Detector
 from ppdist.optim.averaging import Averaging
+from ppdist.turns import wait_for_turn
 
 if TYPE_CHECKING:
     from ppdist.engine.experiment import ExperimentConfig
@@ -82,14 +83,15 @@ class _Variant:
     def step(self) -> None:
         """One optimizer step of the run, timed; a GPU is waited for at the end of every part."""
         derived, number = self.trainer.derived, len(self.wall)
+        wall, cpu = time.perf_counter(), time.process_time()
+        paused = wait_for_turn()
         sent = wire.sent_bytes()
         clock = Clock(synchronize=True)
-        wall, cpu = time.perf_counter(), time.process_time()
         rates = derived.schedule.rates(number)
         result = self.trainer.train_step(
             self.batches, derived.accumulate_steps, number, rates, False, clock
         )
-        self.wall.append(time.perf_counter() - wall)
+        self.wall.append(time.perf_counter() - wall - paused)
         self.cpu.append(time.process_time() - cpu)
         self.parts.append(dict(clock.seconds))
         self.losses.append(result.losses["loss"])
@@ -240,33 +242,8 @@ def measure_loading(
     )
 
 
-def measure_evaluation(
-    config: "ExperimentConfig", dataset: DetectionSet, model: Detector, repeats: int
-) -> Report:
-    """Seconds of evaluating a split: finding boxes on all ranks, then scoring them.
-
-    Raises: ConfigError: the model is a classifier.
-    """
-    _require_detector(config, "evaluation")
-    evaluator = build_evaluator(config, dataset, model)
-    finding, whole = [], []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        evaluator.predict(model)
-        finding.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        metrics = evaluator.evaluate(model)
-        whole.append(time.perf_counter() - began)
-    return {
-        "images": len(dataset.records),
-        "images_per_second": len(dataset.records) / median(whole),
-        "seconds": median(whole),
-        "seconds_of_detection": median(finding),
-        "mAP": metrics["mAP"],
-    }
-
-
-def _require_detector(config: "ExperimentConfig", what: str) -> None:
+def require_detector(config: "ExperimentConfig", what: str) -> None:
+    """Raises: ConfigError: the model is a classifier."""
     if config.data.classifies:
         raise ConfigError(
             f"model.name: {config.model.name} is a classifier, but {what} is measured of detectors "
@@ -282,7 +259,7 @@ def measure_inference(
 
     Raises: ConfigError: the model is a classifier.
     """
-    _require_detector(config, "inference")
+    require_detector(config, "inference")
     height, width = config.model.image_size
     images = np.random.default_rng(0).integers(0, 256, (batch, 3, height, width))
     predict, milliseconds = EagerPredictor(model, config.nms), []

@@ -152,6 +152,23 @@ class Reader:
         if real in opened:
             chain = " -> ".join(os.path.relpath(item) for item in [*opened, real])
             raise ConfigError(f"{where}the files include each other: {chain}")
+        tree = self.read_alone(path, where)
+        assert isinstance(tree.value, dict)
+        keys = dict(tree.value)
+        bases = keys.pop(BASE_KEY, None)
+        tree = replace(tree, value=keys)
+        start = Place(path, 1, 1)
+        merged = Node({}, start, start)
+        for base in self._base_names(bases):
+            base_path = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
+            merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))
+        return merge(merged, tree)
+
+    def read_alone(self, path: str, where: str = "") -> Node:
+        """The mapping that one file holds, `_BASE_` too; no other file is opened.
+
+        Args: where: what messages begin with.
+        """
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
@@ -167,14 +184,7 @@ class Reader:
         tree = _Converter(self.problems, path, start).convert(root, ())
         if not isinstance(tree.value, dict):
             raise ConfigError(f"{tree.place}: expected `key: value` lines, found {found(tree)}")
-        keys = dict(tree.value)
-        bases = keys.pop(BASE_KEY, None)
-        tree = replace(tree, value=keys, place=start, key_place=start)
-        merged = Node({}, start, start)
-        for base in self._base_names(bases):
-            base_path = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
-            merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))
-        return merge(merged, tree)
+        return replace(tree, place=start, key_place=start)
 
     def _base_names(self, bases: Node | None) -> Iterator[Node]:
         if bases is None:

@@ -14,25 +14,26 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import paddle
 from paddle import distributed as pd
 from paddle import nn
-from paddle.distributed import fleet
+from paddle.distributed import collective, fleet
 from paddle.distributed.fleet.base import distributed_strategy
 from pydantic import Field
 
 from ppdist import pulse
 from ppdist.config import Section
 from ppdist.errors import ConfigError
-from ppdist.host_memory import HostMemory, join
-from ppdist.joining import require_same, require_ways
+from ppdist.host_memory import MESSAGE_MB, HostMemory, join
+from ppdist.joining import drowsy_threads, require_same, require_ways, store_apart
 from ppdist.meetings import addresses as addresses
 from ppdist.meetings import announce as announce
 from ppdist.meetings import barrier as barrier
@@ -62,8 +63,9 @@ class DistributedConfig(Section):
     bucket_mb: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
         default=25,
         description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
-        "backward runs. auto: on CPU the size that is measured to be worth it, at the start; on "
-        "GPUs 25, because sums alone do not tell what backward hides.",
+        "backward runs; without GPUs, where a host has several ranks, of 8 at most, between the "
+        "hosts too. auto: on CPU the size that is measured to be worth it, at the start; on GPUs "
+        "25, because sums alone do not tell what backward hides.",
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
@@ -126,6 +128,11 @@ class DistributedConfig(Section):
     )
 
 
+def has_card() -> bool:
+    """True when this Paddle can use a GPU."""
+    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+
+
 def on_gpu() -> bool:
     """True when tensors live on a GPU."""
     return paddle.device.get_device().startswith("gpu")
@@ -134,8 +141,7 @@ def on_gpu() -> bool:
 def init(device: str, config: DistributedConfig) -> None:
     """Chooses the device and joins the other ranks; every rank calls it once, before any tensor.
 
-    Args:
-        device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
+    Args: device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
     Raises: ConfigError: a GPU was asked for, and this Paddle cannot use one or the launcher has
         started processes for CPUs; or ranks would join in different ways.  LaunchError: hosts do
         not reach one another.
@@ -159,8 +165,7 @@ def init(device: str, config: DistributedConfig) -> None:
 
 def _choose_device(device: str) -> str:
     """Sets the device of this rank's tensors; returns its kind, `gpu` or `cpu`."""
-    usable = paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-    if device == "gpu" and not usable:
+    if device == "gpu" and not has_card():
         found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
         raise ConfigError(
             f"device: gpu was asked for, but the installed Paddle {paddle.__version__} {found}; "
@@ -171,7 +176,7 @@ def _choose_device(device: str) -> str:
             "device: gpu was asked for, but the launcher started processes for CPUs; start it "
             "with --selected_gpus, or set device: cpu"
         )
-    if device == "cpu" or not usable:
+    if device == "cpu" or not has_card():
         paddle.set_device("cpu")
         os.environ[_BACKEND] = "gloo"  # a GPU build would take NCCL
         return "cpu"
@@ -190,7 +195,8 @@ def _join(kind: str) -> None:
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "cpu":
-            pd.init_parallel_env()
+            with drowsy_threads():
+                pd.init_parallel_env()
             return
         strategy = fleet.DistributedStrategy()
         strategy.find_unused_parameters = False  # every loss stays connected to every head
@@ -200,18 +206,15 @@ def _join(kind: str) -> None:
 def _share_memory(config: DistributedConfig) -> None:
     """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
     global _host, _leaders
-    first = rank() - local_rank()
-    largest_mb = LARGEST_MB if config.bucket_mb == "auto" else config.bucket_mb
+    first, patience = rank() - local_rank(), config.timeout_seconds
+    mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
     _host = join(
-        exchange,
-        rank=rank(),
-        first=first,
-        message_bytes=largest_mb << 20,
-        patience_seconds=config.timeout_seconds,
+        exchange, rank=rank(), first=first, message_bytes=mb << 20, patience_seconds=patience
     )
-    if _host is not None:
-        leaders = sorted(set(exchange(first)))
-        _leaders = pd.new_group(leaders) if len(leaders) > 1 else None
+    leaders = sorted(set(exchange(first)))
+    if _host is not None and len(leaders) > 1:
+        with drowsy_threads(), store_apart(collective, exchange, rank(), leaders):
+            _leaders = pd.new_group(leaders)
 
 
 def _measured_bucket() -> int:
@@ -264,25 +267,26 @@ def wrap(model: nn.Layer) -> nn.Layer:
     return fleet.distributed_model(model) if on_gpu() else paddle.DataParallel(model)
 
 
-@contextlib.contextmanager
-def local_gradients(model: nn.Layer) -> Iterator[None]:
+def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
     """Inside, backward of a wrapped model adds to this rank's gradients without communication."""
-    with model.no_sync() if world_size() > 1 else contextlib.nullcontext():
-        yield
+    return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
 
 
 def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
     """Sums a tensor over ranks, in place, and returns it.  Every rank calls it."""
-    if _host is not None and tensor.dtype == paddle.float32:
-        _sum_in_memory(_host, [tensor])
-    elif world_size() > 1:
+    if world_size() > 1 and not _sum_in_memory([tensor]):
         with pulse.Waiting(f"all_reduce of {tensor.size} values"):
             pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
     return tensor
 
 
-def _sum_in_memory(host: HostMemory, tensors: Sequence[paddle.Tensor]) -> None:
-    """Within each host through memory, between hosts through sockets by one rank of each."""
+def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
+    """Within each host through memory, between hosts through sockets by one rank of each.
+
+    Returns: False: there is no such memory, or it is not for these; they are as they were.
+    """
+    if _host is None or (tensors and tensors[0].dtype != paddle.float32):
+        return False
 
     def across(part_F: np.ndarray) -> None:
         tensor = paddle.to_tensor(part_F)
@@ -290,12 +294,13 @@ def _sum_in_memory(host: HostMemory, tensors: Sequence[paddle.Tensor]) -> None:
         part_F[:] = tensor.numpy()
 
     dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
-    places = [(each.data_ptr(), each.size) for each in dense]
+    places = [(each.data_ptr(), math.prod(each.shape)) for each in dense]  # .size takes 3 us
     with pulse.Waiting(f"sum of {sum(count for _, count in places)} values"):
-        host.sum(places, None if _leaders is None else across)
+        _host.sum(places, None if _leaders is None else across, factor)
     for tensor, summed in zip(tensors, dense):
         if summed is not tensor:
             paddle.assign(summed, tensor)
+    return True
 
 
 def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
@@ -303,17 +308,13 @@ def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
     Every rank calls it with tensors of the same shapes in the same order.
     """
-    if world_size() == 1:
-        return
-    if _host is not None and tensors and tensors[0].dtype == paddle.float32:
-        _sum_in_memory(_host, tensors)
-        return
-    _in_messages(tensors, all_reduce_sum)
+    if world_size() > 1 and not _sum_in_memory(tensors):
+        _in_messages(tensors, all_reduce_sum)
 
 
 def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
     """Replaces each of several float32 tensors by its mean over ranks; see `sum_tensors`."""
-    if world_size() == 1:
+    if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
         return
     sum_tensors(tensors)
     for tensor in tensors:
@@ -372,10 +373,8 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """What every rank gave, in rank order; it must survive JSON.
-
-    Every rank calls it; ranks may arrive minutes apart.
-    """
+    """What every rank gave, in rank order; it must survive JSON.  Every rank calls it; they may
+    arrive minutes apart."""
     line = f"{json.dumps(value)}\n".encode()
     bytes_R1 = all_gather_rows(np.frombuffer(line, np.uint8).reshape(-1, 1))
     return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]

@@ -1,8 +1,17 @@
-"""Boxes with labels, and classes of whole images, drawn on images."""
+"""Boxes with labels, and classes of whole images, drawn on images; images side by side."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import cv2
 import numpy as np
 
+from ppdist.errors import UserError
+from ppdist.files import make_parent, writing
+from ppdist.lettering import readable, text_size, write_text
+
+Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 # Eight colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color
 # Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.  With more
 # classes than colours the label tells them apart.
@@ -16,8 +25,12 @@ PALETTE = (
     (204, 121, 167),
     (153, 153, 153),
 )
-_FONT = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
 _PADDING = 2
+_GAP = 6  # pixels between the pictures of a grid
+_WHITE = 255
+_MOST_PIXELS = 1920  # across or down, of a picture that is written for looking at
+_JPEG_QUALITY = 90
+_JPEG_PIXELS = 65500  # across or down: libjpeg's limit
 
 
 def draw_boxes(
@@ -30,8 +43,8 @@ def draw_boxes(
     """A copy of the image with each box outlined in its class's colour and labelled.
 
     Boxes are drawn in the order of rising score, so the surest lie on top.  A box that is not
-    finite is left out; parts outside the image are cut off.  A class name with letters the
-    built-in font lacks (Chinese, say) is shown as `#index`.
+    finite is left out; parts outside the image are cut off.  A class name with letters that no
+    font here has is shown as `#index`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -43,16 +56,12 @@ def draw_boxes(
     Returns: uint8 RGB [H, W, 3].
     """
     canvas = np.ascontiguousarray(image_HW3).copy()
-    height, width = canvas.shape[:2]
     order = np.arange(len(boxes_N4)) if scores_N is None else np.argsort(scores_N, kind="stable")
     for index in order:
-        if not np.isfinite(boxes_N4[index]).all():
-            continue
-        limits = np.array([width - 1, height - 1, width - 1, height - 1])
-        box = np.clip(np.rint(boxes_N4[index]), 0, limits).astype(int).tolist()
         label = int(labels_N[index])
         score = None if scores_N is None else float(scores_N[index])
-        _draw_one(canvas, box, _text(label, class_names, score), PALETTE[label % len(PALETTE)])
+        text = _text(label, class_names, score)
+        outline(canvas, boxes_N4[index], text, PALETTE[label % len(PALETTE)])
     return canvas
 
 
@@ -87,9 +96,35 @@ def draw_classes(
     return canvas
 
 
-def _text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
-    name = class_names[label] if class_names[label].isascii() else f"#{label}"
-    return name if score is None else f"{name} {score:.2f}"
+def outline(canvas_HW3: np.ndarray, box_4: np.ndarray, text: str, colour: Colour) -> None:
+    """Outlines a box with a text at its corner, in place; none where it is not finite.
+
+    Args:
+        canvas_HW3: uint8 RGB.
+        box_4: xyxy in its pixels; parts outside are cut off.
+    """
+    if not np.isfinite(box_4).all():
+        return
+    height, width = canvas_HW3.shape[:2]
+    limits = np.array([width - 1, height - 1, width - 1, height - 1])
+    x1, y1, x2, y2 = np.clip(np.rint(box_4), 0, limits).astype(int).tolist()
+    thickness = max(2, round(max(height, width) / 320))
+    cv2.rectangle(canvas_HW3, (x1, y1), (x2, y2), colour, thickness)
+    if not text:
+        return
+    plate_width, plate_height = _plate_size(canvas_HW3, text)
+    left = max(0, min(x1, width - plate_width))
+    top = y1 - plate_height if y1 >= plate_height else y1  # inside, where there is no room above
+    _draw_plate(canvas_HW3, (left, top), text, colour)
+
+
+def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:
+    """The image with a line of text on white below, cut where the image ends; uint8 RGB."""
+    scale = 0.45
+    _, above, below = text_size(text, scale)
+    strip = np.full((above + below + 8, image_HW3.shape[1], 3), _WHITE, np.uint8)
+    write_text(strip, text, (3, above + 4), scale, (0, 0, 0))
+    return np.concatenate([image_HW3, strip])
 
 
 def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
@@ -98,14 +133,51 @@ def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
     return np.concatenate([left_HW3, bar, right_HW3], axis=1)
 
 
-def _draw_one(canvas: np.ndarray, box: list[int], text: str, color: tuple[int, int, int]) -> None:
-    height, width = canvas.shape[:2]
-    x1, y1, x2, y2 = box
-    cv2.rectangle(canvas, (x1, y1), (x2, y2), color, max(2, round(max(height, width) / 320)))
-    plate_width, plate_height = _plate_size(canvas, text)
-    left = max(0, min(x1, width - plate_width))
-    top = y1 - plate_height if y1 >= plate_height else y1  # inside, where there is no room above
-    _draw_plate(canvas, (left, top), text, color)
+def grid(pictures: Sequence[np.ndarray], across: int | None = None) -> np.ndarray:
+    """Pictures in rows, white between: uint8 RGB.
+
+    Each keeps its pixels; the fields are as large as the largest picture.
+
+    Args: across: how many in a row; None: about as many as there are rows.
+    """
+    across = across or math.ceil(math.sqrt(len(pictures)))
+    down = math.ceil(len(pictures) / across)
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    field_y, field_x = height + _GAP, width + _GAP
+    canvas = np.full((down * field_y - _GAP, across * field_x - _GAP, 3), _WHITE, np.uint8)
+    for position, picture in enumerate(pictures):
+        top, left = position // across * field_y, position % across * field_x
+        canvas[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    return canvas
+
+
+def within(image_HW3: np.ndarray, pixels: int = _MOST_PIXELS) -> np.ndarray:
+    """The image, made smaller where it is wider or higher than so many pixels."""
+    scale = pixels / max(image_HW3.shape[:2])
+    if scale >= 1:
+        return image_HW3
+    size = [max(1, round(side * scale)) for side in (image_HW3.shape[1], image_HW3.shape[0])]
+    return cv2.resize(image_HW3, size, interpolation=cv2.INTER_AREA)
+
+
+def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
+    """Writes a uint8 RGB image.  Raises: UserError: it cannot be written."""
+    height, width = image_HW3.shape[:2]
+    if max(height, width) > _JPEG_PIXELS:
+        raise UserError(
+            f"{path}: cannot be written: a picture of {width} x {height} pixels; expected at most "
+            f"{_JPEG_PIXELS} across and down, which is all that a JPEG has room for"
+        )
+    image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+    _, encoded = cv2.imencode(".jpg", image_bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+    make_parent(path)
+    with writing(path):
+        path.write_bytes(encoded.tobytes())
+
+
+def _text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
+    name = readable(class_names[label], label)
+    return name if score is None else f"{name} {score:.2f}"
 
 
 def _text_scale(canvas: np.ndarray) -> float:
@@ -114,21 +186,19 @@ def _text_scale(canvas: np.ndarray) -> float:
 
 def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
     """Width and height of the coloured ground of a text."""
-    (width, height), baseline = cv2.getTextSize(text, _FONT, _text_scale(canvas), 1)
-    return width + 2 * _PADDING, height + baseline + _PADDING
+    width, height, below = text_size(text, _text_scale(canvas))
+    return width + 2 * _PADDING, height + below + _PADDING
 
 
-def _draw_plate(
-    canvas: np.ndarray, corner: tuple[int, int], text: str, color: tuple[int, int, int]
-) -> None:
+def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, color: Colour) -> None:
     """Draws a text on its coloured ground, whose upper left corner is given."""
     left, top = corner
     width, height = _plate_size(canvas, text)
     scale = _text_scale(canvas)
-    (_, text_height), _ = cv2.getTextSize(text, _FONT, scale, 1)
+    _, text_height, _ = text_size(text, scale)
     cv2.rectangle(canvas, corner, (left + width, top + height), color, cv2.FILLED)
     red, green, blue = color
     luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
     ink = (0, 0, 0) if luminance > 110 else (255, 255, 255)
     origin = (left + _PADDING, top + text_height + _PADDING)
-    cv2.putText(canvas, text, origin, _FONT, scale, ink, 1, cv2.LINE_AA)
+    write_text(canvas, text, origin, scale, ink)

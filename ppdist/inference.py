@@ -101,12 +101,6 @@ def open_exported(
     return spec, InferenceGraph(program, weights, onednn, threads, device)
 
 
-def usable_device() -> Literal["cpu", "gpu"]:
-    """gpu where this Paddle can use a card."""
-    compiled = paddle.device.is_compiled_with_cuda()
-    return "gpu" if compiled and paddle.device.cuda.device_count() > 0 else "cpu"
-
-
 class InferenceGraph:
     """A saved static graph with one input, in Paddle Inference; gives its outputs in order.
 

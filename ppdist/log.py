@@ -1,6 +1,6 @@
-"""What a run says while it works: console, train.log, metrics.jsonl, VisualDL.
+"""What a run says while it works: console, train.log, metrics.jsonl, VisualDL, TensorBoard.
 
-metrics.jsonl is the truth; VisualDL and the console are views of it.  Only rank 0 writes.
+metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes.
 Nothing here ever stops a training run: a full disk costs log lines, with one warning.
 """
 
@@ -9,9 +9,11 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -22,9 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from ppdist.closing import closing_rows, commands
 from ppdist.config import Section
+from ppdist.curves import Curves
 from ppdist.errors import ConfigError
 from ppdist.outlets import ConsoleHandler, LogFileHandler, Screen
+from ppdist.run_records import read_metrics
+from ppdist.tensorboard_file import TensorBoardFile, require_tensorboardx
+from ppdist.time_left import Meter, duration
 from ppdist.visualdl_file import VisualDLFile, append_whole
 
 _LOGGER = logging.getLogger("ppdist")
@@ -42,13 +49,23 @@ class LogConfig(Section):
     )
     visualdl: bool = Field(
         default=True,
-        description="Write VisualDL curves and images to output_dir/vdl.",
+        description="Write curves, images and hyper-parameters for VisualDL to output_dir/vdl.",
+    )
+    tensorboard: bool = Field(
+        default=False,
+        description="Write the same for TensorBoard to output_dir/tensorboard; needs "
+        "`pip install 'ppdist[tensorboard]'`.",
+    )
+    histograms: bool = Field(
+        default=False,
+        description="With each evaluation also how the values of all weights and of their last "
+        "gradients are spread.",
     )
     images: int = Field(
         default=4,
         ge=0,
         description="How many validation images with true and predicted boxes each evaluation "
-        "adds to VisualDL.",
+        "adds to VisualDL and TensorBoard.",
     )
 
 
@@ -77,23 +94,26 @@ class RunLog:
             total_steps: optimizer steps of the whole run.
             steps_per_epoch: optimizer steps.
             resume_step: the step that the restored checkpoint had finished.  Lines and points
-                after it are dropped, because they will be made again.  None starts anew: an
-                earlier metrics.jsonl is kept as metrics.previous.jsonl.
-        Raises: ConfigError: output_dir cannot be made or written.
+                after it are dropped, because they will be made again.  None starts anew: what an
+                earlier run left is kept as metrics.previous.jsonl, evaluation.previous.json and
+                plots.previous.
+        Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
+        self._output_dir = output_dir
+        self.histograms_wanted = main and config.histograms
         self._total_steps = total_steps
         self._steps_per_epoch = max(1, steps_per_epoch)
         self._every_steps = config.every_steps
         self._handlers: list[logging.Handler] = []
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
-        self._clock: tuple[int, float] | None = None  # step and time of the first progress call
+        self._meter = Meter(total_steps, steps_per_epoch)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._refreshed = 0.0
         self._warned: set[str] = set()
-        self._visualdl: VisualDLFile | None = None
+        self.curves = Curves(self.warn_once)  # of other ranks than 0 empty
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             return
@@ -101,17 +121,20 @@ class RunLog:
         width = None if self._screen.isatty() else _PLAIN_WIDTH
         self._console = Console(file=cast(TextIO, self._screen), width=width)
         self._metrics_path = output_dir / "metrics.jsonl"
+        if config.tensorboard:
+            require_tensorboardx()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            _begin_metrics(self._metrics_path, resume_step)
+            if resume_step is None:
+                _set_aside(output_dir)
+            kept = _begin_metrics(self._metrics_path, resume_step)
         except OSError as error:
             raise ConfigError(f"output_dir: {output_dir} cannot be written: {error}") from error
+        for record in kept:
+            if record.get("eval_seconds") is not None:
+                self._meter.remember(record["eval_seconds"])
         self._open_handlers(output_dir)
-        if config.visualdl:
-            try:
-                self._visualdl = VisualDLFile(output_dir / "vdl", output_dir.name, resume_step)
-            except Exception as error:  # curves are not worth a run, whatever fails in making them
-                self._warn_once("VisualDL", error)
+        self._open_curves(config, resume_step)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -134,6 +157,13 @@ class RunLog:
         if self._main:
             _LOGGER.warning(message)
 
+    def warn_once(self, what: str, error: Exception) -> None:
+        """For what is written besides, and may fail each time."""
+        if what not in self._warned:
+            self._warned.add(what)
+            said = f"{type(error).__name__}: {error}"
+            self.warning(f"{what} cannot be written, training goes on without it: {said}")
+
     def table(self, title: str, rows: list[tuple[str, str, str]]) -> None:
         """A table of (what, value, why) to console and train.log."""
         if not self._main:
@@ -147,7 +177,7 @@ class RunLog:
         self._to_file_only("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, on its way to disk at return, and its VisualDL points.
+        """One line of metrics.jsonl, on its way to disk at return, and its points on the curves.
 
         Args:
             record: flat; `step` is required, numbers become curves, other values stay in the
@@ -162,13 +192,8 @@ class RunLog:
             with io.FileIO(self._metrics_path, "ab") as file:
                 append_whole(file, line.encode() + b"\n")
         except OSError as error:
-            self._warn_once("metrics.jsonl", error)
-        values = {
-            _tag(key): float(value)
-            for key, value in record.items()
-            if key not in ("step", "epoch", "time") and _is_point(key, value)
-        }
-        self._to_visualdl(lambda file: file.add_scalars(int(record["step"]), values))
+            self.warn_once("metrics.jsonl", error)
+        self.curves.metrics(record)
 
     def go_back(self, step: int) -> None:
         """Drops lines of metrics.jsonl and points after a step, because they are made again."""
@@ -177,14 +202,24 @@ class RunLog:
         try:
             _begin_metrics(self._metrics_path, step)
         except OSError as error:
-            self._warn_once("metrics.jsonl", error)
-        self._to_visualdl(lambda file: file.go_back(step))
+            self.warn_once("metrics.jsonl", error)
+        self.curves.go_back(step)
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images to VisualDL's Image page under `tag/0`, `tag/1`, ..."""
-        self._to_visualdl(lambda file: file.add_images(step, tag, images_HW3))
+        """Adds uint8 RGB images to the pages under `tag/0`, `tag/1`, ..."""
+        self.curves.images(tag, step, images_HW3)
 
-    def progress(self, step: int, fields: dict[str, str]) -> None:
+    def expect(
+        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
+    ) -> None:
+        """What the run will spend its time on; see `Meter.expect`."""
+        self._meter.expect(evaluate_every, save_every, evaluation_images, images_per_step)
+
+    def spending(self, part: str, step: int) -> AbstractContextManager[None]:
+        """Around an evaluation or a save between two steps; see `Meter.spending`."""
+        return self._meter.spending(part, step) if self._main else nullcontext()
+
+    def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
         """Shows how far the run is; call it after every optimizer step.
 
         On a terminal a bar moves.  Otherwise, and in train.log always, a line appears every
@@ -193,28 +228,39 @@ class RunLog:
         Args:
             step: optimizer steps done since the start of the run (also before a resume).
             fields: what to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
+            waited: seconds of the step in which there were no images.
         """
         if not self._main:
             return
-        now = time.monotonic()
-        if self._clock is None:
-            self._clock = (step, now)
-        text = self._line(step, fields, now)
+        self._meter.stepped(step, waited)
+        text = self._line(step, fields)
         if step % self._every_steps == 0 or step == self._total_steps:
             if self._console.is_terminal:
                 self._to_file_only(text)
             else:
                 _LOGGER.info(text)
         if self._console.is_terminal:
-            self._move_bar(step, text, now)
+            self._move_bar(step, text)
+
+    def time_left(self, step: int) -> str:
+        """` ETA 4m 07s`, or nothing where that cannot be known yet."""
+        left = self._meter.left(step) if self._main and step < self._total_steps else None
+        return "" if left is None else f"  ETA {duration(left)}"
+
+    def closing(self) -> None:
+        """The table at the end: how it went, where everything is, where the time went."""
+        if self._main:
+            rows = closing_rows(self._output_dir, self._meter.seconds())
+            self.table(f"{self._output_dir}", rows)
+            for command in commands(self._output_dir):  # a table would break them
+                self.info(f"look at it: {command}")
 
     def close(self) -> None:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self._to_visualdl(VisualDLFile.close)
-        self._visualdl = None
+        self.curves.close()
         if self._handlers:
             sys.stdout = self._stdout_before
         for handler in self._handlers:
@@ -233,17 +279,20 @@ class RunLog:
         try:
             self._handlers.append(LogFileHandler(output_dir / "train.log"))
         except OSError as error:
-            self._warn_once("train.log", error)
+            self.warn_once("train.log", error)
             return
         _LOGGER.addHandler(self._handlers[1])
 
-    def _to_visualdl(self, write: Callable[[VisualDLFile], None]) -> None:
-        if self._visualdl is None:
-            return
-        try:
-            write(self._visualdl)
-        except Exception as error:  # curves are not worth a run, whatever fails in making them
-            self._warn_once("VisualDL", error)
+    def _open_curves(self, config: LogConfig, resume_step: int | None) -> None:
+        folder = self._output_dir
+        if config.visualdl:
+            self.curves.open(
+                "VisualDL", lambda: VisualDLFile(folder / "vdl", folder.name, resume_step)
+            )
+        if config.tensorboard:
+            self.curves.open(
+                "TensorBoard", lambda: TensorBoardFile(folder / "tensorboard", resume_step)
+            )
 
     def _to_file_only(self, text: str) -> None:
         record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
@@ -251,19 +300,15 @@ class RunLog:
             if isinstance(handler, logging.FileHandler):
                 handler.handle(record)
 
-    def _line(self, step: int, fields: dict[str, str], now: float) -> str:
+    def _line(self, step: int, fields: Mapping[str, str]) -> str:
         epoch = math.ceil(step / self._steps_per_epoch)
         epochs = math.ceil(self._total_steps / self._steps_per_epoch)
         values = "  ".join(f"{name} {value}" for name, value in fields.items())
-        text = f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}"
-        assert self._clock is not None
-        first_step, began = self._clock
-        if step > first_step:  # the average over all since the start: it contains evaluations
-            left = (now - began) / (step - first_step) * (self._total_steps - step)
-            text += f"  ETA {duration(left)}"
-        return text
+        left = self.time_left(step)
+        return f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}{left}"
 
-    def _move_bar(self, step: int, text: str, now: float) -> None:
+    def _move_bar(self, step: int, text: str) -> None:
+        now = time.monotonic()
         if self._bar is None:
             self._bar = Progress(
                 BarColumn(bar_width=20),
@@ -277,42 +322,24 @@ class RunLog:
             self._refreshed = now
             self._bar.update(self._task, completed=step, description=text, refresh=True)
 
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            self.warning(f"{what} cannot be written, training goes on without it: {error}")
 
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+def _set_aside(output_dir: Path) -> None:
+    """What an earlier run left that a new one would be taken for, in the place of what was set
+    aside before.  Raises: OSError."""
+    for name in ("metrics.jsonl", "evaluation.json", "plots"):
+        path = output_dir / name
+        previous = path.with_name(f"{path.stem}.previous{path.suffix}")
+        if not path.exists():
             continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        if previous.is_dir():
+            shutil.rmtree(previous)
+        path.replace(previous)
 
 
-def duration(seconds: float) -> str:
-    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
-    whole = round(max(0.0, seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d {hours % 24}h"
-    if hours:
-        return f"{hours}h {minutes % 60:02d}m"
-    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-def _begin_metrics(path: Path, resume_step: int | None) -> None:
-    if not path.exists():
-        return
-    if resume_step is None:
-        path.replace(path.with_name("metrics.previous.jsonl"))
-        return
+def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
+    """Returns: the records that stay."""
+    if resume_step is None or not path.exists():
+        return []
     kept = [record for record in read_metrics(path) if record.get("step", 0) <= resume_step]
     draft = path.with_name(path.name + ".tmp")
     with open(draft, "w", encoding="utf-8") as file:
@@ -320,6 +347,7 @@ def _begin_metrics(path: Path, resume_step: int | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+    return kept
 
 
 def _jsonable(value: Any) -> Any:
@@ -328,26 +356,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _is_point(key: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        return False
-    nothing_to_measure = value < 0 and _tag(key).startswith(("eval/", "eval_per_class/"))
-    return math.isfinite(value) and not nothing_to_measure
-
-
-def _tag(key: str) -> str:
-    """The VisualDL tag of a metric: its part before the slash is the group on the page.
-
-    The page sorts groups by name and unfolds only the first.
-    """
-    if key.startswith("AP/"):
-        return "eval_per_class/" + key.removeprefix("AP/")
-    if "/" in key:
-        return key
-    if key.startswith(("mAP", "AP", "AR")):
-        return f"eval/{key}"
-    if key.endswith(("_seconds", "_per_second", "_mb", "_gb")):
-        return f"train_speed/{key}"
-    return f"train/{key}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import paddle
 
-from ppdist import pulse
+from ppdist import pulse, wire
 from ppdist.errors import JOB_VARIABLE, LaunchError, UserError
 from ppdist.joining import wait_for_store
 
@@ -25,6 +25,7 @@ _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for t
 _meetings = itertools.count()  # every rank counts the same meetings, so the numbers agree
 _patience = 1800.0
 _reached = False  # the store, by this process
+_hastened = False  # its connections
 
 
 def rank() -> int:
@@ -214,6 +215,7 @@ def announce() -> Callable[[], str]:
 
 def _arrive(key: str) -> None:
     """Waits, up to the configured patience, until every rank has called it with this key."""
+    global _hastened
     store = _store()
     deadline = time.monotonic() + _patience
     with pulse.Waiting(f"meeting {key}"):
@@ -222,6 +224,9 @@ def _arrive(key: str) -> None:
         while arrived < world_size():
             _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
             arrived = store.add(f"{key}/arrived", 0)
+    if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
+        wire.send_at_once()
+        _hastened = True
 
 
 def _absent(key: str, what: str = "") -> str:

@@ -3,11 +3,13 @@
 A rank that hangs cannot say so: it may be stopped, hold the interpreter's lock, or wait inside a
 collective for another one.  So every rank writes what it begins into memory that it shares with
 the fleetrun of its host (launch/watch.py), which looks from outside.  Without fleetrun nothing is
-written.  A beat costs about a microsecond.
+written.  A beat costs about a microsecond.  Behind the beat stands what the steps came to, once a
+step, for those who measure the run (launch/measures.py).
 """
 
 import contextlib
 import faulthandler
+import json
 import math
 import mmap
 import os
@@ -25,6 +27,8 @@ PHASES = ("start", "step", "evaluate", "save", "end")
 STACKS_SIGNAL = signal.SIGUSR2
 _LAYOUT = struct.Struct("=IHHQQQdd40sQQd")
 _PLACE_BYTES = 40
+_WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
+_READS = 5  # at most, until two agree
 _pulse: mmap.mmap | None = None
 # As in `Reading`, but for times in ns.
 _NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
@@ -32,6 +36,8 @@ _state: list = list(_NOTHING_YET)
 _PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _PATIENCE, _LIMIT, _PLACE = range(9)
 _SINCE, _MEASURED, _SECONDS = range(9, 12)
 _waited_ns = _entered_ns = _step_began_ns = 0
+_planned_steps = _steps = _bad_steps = _images = 0
+_step_seconds = _own_seconds = _data_seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,20 @@ class Reading:
     step_seconds: float  # of the last of them
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the steps of a rank came to since its process began."""
+
+    planned_steps: int  # of the whole run; 0: not yet known
+    steps: int  # made here; all numbers below are of these
+    bad_steps: int  # of them, not applied by any rank because something was not finite
+    images: int  # of all ranks
+    step_seconds: float
+    own_seconds: float  # of it, without waiting for other ranks
+    data_seconds: float  # of its own, waiting for images
+    loss: float  # of the last step, of all ranks; nan before the first
+
+
 def begin(patience_seconds: float, limit_seconds: float | None) -> None:
     """Opens this rank's file, if a fleetrun of ours started it; called once, at the start.
 
@@ -66,9 +86,9 @@ def begin(patience_seconds: float, limit_seconds: float | None) -> None:
     stacks = stacks_of(Path(folder), rank).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     path = file_of(Path(folder), rank)
-    path.write_bytes(bytes(_LAYOUT.size))
+    path.write_bytes(bytes(_LAYOUT.size + _WORK.size))
     with path.open("r+b") as file:
-        _pulse = mmap.mmap(file.fileno(), _LAYOUT.size)
+        _pulse = mmap.mmap(file.fileno(), _LAYOUT.size + _WORK.size)
     _state[_PID], _state[_PATIENCE] = os.getpid(), patience_seconds
     _state[_LIMIT] = math.inf if limit_seconds is None else limit_seconds
     beat("start", 0)
@@ -89,6 +109,50 @@ def beat(phase: str, step: int | None = None) -> None:
     if step is not None:
         _state[_STEP] = step
     _write()
+
+
+def plan(steps: int) -> None:
+    """Says how many optimizer steps the whole run shall have."""
+    global _planned_steps
+    _planned_steps = steps
+    _write_work(math.nan)
+
+
+def made(
+    *,
+    loss: float,
+    images: int,
+    bad: bool,
+    step_seconds: float,
+    own_seconds: float,
+    data_seconds: float,
+) -> None:
+    """Adds a step that was made; for the arguments see `Work`."""
+    global _steps, _bad_steps, _images, _step_seconds, _own_seconds, _data_seconds
+    _steps += 1
+    _bad_steps += bad
+    _images += images
+    _step_seconds += step_seconds
+    _own_seconds += own_seconds
+    _data_seconds += data_seconds
+    _write_work(loss)
+
+
+def tell_run(output_dir: Path) -> None:
+    """Says to the fleetrun of this host where the run keeps its files; its name is that folder's.
+
+    Whatever keeps that from being said keeps nothing else.
+    """
+    folder = os.environ.get(EXIT_DIR_VARIABLE, "")
+    if _pulse is None or not Path(folder).is_dir():
+        return
+    world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
+    place = run_of(Path(folder), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
+    draft = place.with_suffix(".tmp")
+    with contextlib.suppress(OSError):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(place)
 
 
 def alive() -> None:
@@ -169,6 +233,11 @@ def stacks_of(folder: Path, rank: int) -> Path:
     return folder / f"stacks-{rank}"
 
 
+def run_of(folder: Path, rank: int) -> Path:
+    """Where a rank says what `tell_run` says."""
+    return folder / f"run-{rank}.json"
+
+
 def silent(pid: int, patience: float, limit: float) -> Reading:
     """What is known of a process that has begun and not yet said anything."""
     return Reading(pid, "start", False, 0, 0, 0.0, patience, limit, "", 0, 0, 0.0)
@@ -176,17 +245,10 @@ def silent(pid: int, patience: float, limit: float) -> Reading:
 
 def read(path: Path) -> Reading | None:
     """None: this rank has not begun."""
-    try:
-        data = path.read_bytes()
-    except OSError:
+    found = _read(path, _LAYOUT, 0)
+    if found is None or found[0] == 0:
         return None
-    if len(data) < _LAYOUT.size:
-        return None
-    pid, phase, inside, step, collectives, beat_ns, patience, limit, name, *steps = _LAYOUT.unpack(
-        data
-    )
-    if pid == 0:
-        return None
+    pid, phase, inside, step, collectives, beat_ns, patience, limit, name, *steps = found
     return Reading(
         pid=pid,
         phase=PHASES[phase],
@@ -203,7 +265,45 @@ def read(path: Path) -> Reading | None:
     )
 
 
+def read_work(path: Path) -> Work | None:
+    """None: this rank has nothing to say of steps yet, or it cannot be read."""
+    found = _read(path, _WORK, _LAYOUT.size)
+    if found is None:
+        return None
+    steps, planned, bad, images, wall, own, waited, loss = found
+    known = planned > 0 or steps > 0
+    return Work(planned, steps, bad, images, wall, own, waited, loss) if known else None
+
+
+def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
+    """What stands there; None where nothing does.
+
+    The rank may write at this very moment, so it is read until it is twice the same.  A rank that
+    writes faster than that is believed: it writes all at once.
+    """
+    before = b""
+    try:
+        with path.open("rb", buffering=0) as file:
+            for _ in range(_READS):
+                data = os.pread(file.fileno(), layout.size, offset)
+                if data == before:
+                    break
+                before = data
+    except OSError:
+        return None
+    return layout.unpack(data) if len(data) == layout.size else None
+
+
+# Each block is written at once: packed into the file it would be empty for a moment, then half.
+def _write_work(loss: float) -> None:
+    if _pulse is not None:
+        _pulse[_LAYOUT.size :] = _WORK.pack(
+            _steps, _planned_steps, _bad_steps, _images,
+            _step_seconds, _own_seconds, _data_seconds, loss,
+        )  # fmt: skip
+
+
 def _write() -> None:
     if _pulse is not None:
         _state[_TIME] = time.monotonic_ns()
-        _LAYOUT.pack_into(_pulse, 0, *_state)
+        _pulse[: _LAYOUT.size] = _LAYOUT.pack(*_state)

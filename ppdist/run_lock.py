@@ -65,6 +65,23 @@ def hold(output_dir: Path) -> list[str]:
     return []
 
 
+def is_held(output_dir: Path) -> bool:
+    """Whether a training writes into the folder now, as far as its file system tells."""
+    if output_dir.resolve() in _held:  # by this process, which would lose it by looking
+        return True
+    try:
+        handle = os.open(output_dir / _FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(handle)  # and with it the lock, if it was free
+    return False
+
+
 def _described(content: bytes) -> str:
     """`process 123 on host a since 2024-01-01 00:00:00`"""
     try:

@@ -7,104 +7,140 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import paddle
-
+from ppdist import dist
 from ppdist.errors import LaunchError
+from ppdist.turns import Group, take_turns
 
 Report = dict[str, Any]
+# By the number of processes: what one run on so many found, and what each of so many runs did.
+Round = tuple[dict[int, Report], dict[int, list[Report]]]
 
 
 def measure_scaling(
-    launcher: Sequence[str], script: Sequence[str], *, counts: Sequence[int], rounds: int
+    launcher: Sequence[str],
+    script: Sequence[str],
+    *,
+    counts: Sequence[int],
+    rounds: int,
+    turn_seconds: float,
 ) -> Report:
-    """Training speed on several numbers of processes, the numbers taken in turns `rounds` times.
+    """Training speed on several numbers of processes, measured at once, `rounds` times.
 
-    As many processes that know nothing of one another run at once in every round, too: what they
-    lose is the machine's doing (memory, caches, clock), the rest is communication and waiting.
+    As many processes that know nothing of one another are measured, too: what they lose is the
+    machine's doing (memory, caches, clock), the rest is communication and waiting.  On CPU all of
+    these groups take turns of some seconds (see `turns`), and ratios are of one round; on GPUs,
+    whose memory is taken also by who is stopped, they run one after another.
 
     Args:
         launcher: command of fleetrun without its options.
         script: `tools/benchmark.py train ...` without --json.
-    Returns: for each count images_per_second of all ranks (median of rounds), and speed_up and
-        efficiency against the first count; for more processes than one also `_communication`.  On
-        CPU every process has one thread, unless OMP_NUM_THREADS says otherwise.
+        turn_seconds: of a turn.
+    Returns: for each count images_per_second of all ranks, speed_up and efficiency against the
+        first count, medians of rounds; for more processes than one also `_communication`.  On CPU
+        every process has one thread, unless OMP_NUM_THREADS says otherwise.
     Raises: LaunchError: a run failed; its stderr went to ours.
     """
-    rates: dict[int, list[float]] = {count: [] for count in counts}
-    steps: dict[int, list[float]] = {count: [] for count in counts}
-    apart: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
-    reports: dict[int, Report] = {}
+    found: list[Round] = []
     for _ in range(rounds):
-        for count in counts:
-            reports[count] = launch(launcher, script, count, environment=_environment())
-            result = _first_variant(reports[count])
-            rates[count].append(result["images_per_second"])
-            steps[count].append(result["step_seconds"])
-            if count > 1:
-                alone = [_first_variant(each) for each in _launch_apart(script, count)]
-                rate = sum(each["images_per_second"] for each in alone)
-                apart[count].append((rate, median(each["step_seconds"] for each in alone)))
-    base = median(rates[counts[0]])
-    found = {}
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(_round(launcher, script, counts, Path(folder), turn_seconds))
+    first = counts[0]
+    report: Report = {}
     for count in counts:
-        ideal = base * count / counts[0]
-        found[str(count)] = {
-            "images_per_second": median(rates[count]),
-            "of_rounds": rates[count],
-            "speed_up": median(rates[count]) / base,
-            "efficiency": median(rates[count]) / ideal,
-            "last_round": reports[count]["result"],
+        rates = [each[count]["images_per_second"] for each, _ in found]
+        speed_ups = [
+            rate / each[first]["images_per_second"] for rate, (each, _) in zip(rates, found)
+        ]
+        report[str(count)] = {
+            "images_per_second": median(rates),
+            "of_rounds": rates,
+            "speed_up": median(speed_ups),
+            "efficiency": median(speed_ups) * first / count,
+            "efficiency_of_rounds": [each * first / count for each in speed_ups],
+            "last_round": found[-1][0][count]["result"],
         }
         if count > 1:
-            found[str(count)] |= _communication(
-                rates[count], steps[count], apart[count], ideal, reports[count]["result"]
-            )
-    return found
+            report[str(count)] |= _communication(found, first, count)
+    return report
 
 
-def _communication(
-    rates: Sequence[float],
-    steps: Sequence[float],
-    apart: Sequence[tuple[float, float]],
-    ideal: float,
-    result: Report,
-) -> Report:
+def _round(
+    launcher: Sequence[str],
+    script: Sequence[str],
+    counts: Sequence[int],
+    folder: Path,
+    turn_seconds: float,
+) -> Round:
+    """What the runs of one round found, by the number of processes: of one run, and of as many as
+    there are processes.  Their files are in the folder."""
+    groups, files = [], []
+    for count in counts:
+        logs = ["--log_dir", str(folder / f"log{count}")]
+        file = folder / f"together{count}.json"
+        command = [*launcher, *_cards(count), *logs, *script, "--json", str(file)]
+        groups.append(Group([command], [_environment()], folder / f"turns{count}", count))
+        files.append([file])
+        if count > 1:
+            files.append([folder / f"apart{count}-{number}.json" for number in range(count)])
+            groups.append(_apart(script, files[-1], folder / f"turns-apart{count}"))
+    for those in [[each] for each in groups] if dist.has_card() else [groups]:
+        take_turns(those, turn_seconds)
+    results = iter([_results(its) for its in files])
+    together, apart = {}, {}
+    for count in counts:
+        together[count] = next(results)[0]
+        if count > 1:
+            apart[count] = next(results)
+    return together, apart
+
+
+def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
+    """The same program several times at once, each a run of its own."""
+    commands, environments = [], []
+    for number, file in enumerate(files):
+        card = {"CUDA_VISIBLE_DEVICES": str(number)} if dist.has_card() else {}
+        commands.append([sys.executable, *script, "--json", str(file)])
+        environments.append(_environment() | card)
+    return Group(commands, environments, folder)
+
+
+def _results(files: Sequence[Path]) -> list[Report]:
+    """Of the runs of a group: the first variant of each, with all that it found as `result`."""
+    reports = [json.loads(file.read_text(encoding="utf-8"))["result"] for file in files]
+    return [next(iter(each["variants"].values())) | {"result": each} for each in reports]
+
+
+def _communication(found: Sequence[Round], first: int, count: int) -> Report:
     """What several processes lose, and to what.
 
-    Args:
-        rates, steps: images per second and seconds of a step, of every round.
-        apart: the same of as many processes that do not communicate.
-        ideal: images per second without any loss.
     Returns: machine_limit: efficiency of the processes that do not communicate;
         efficiency_of_limit: ours against theirs; all_reduce_seconds: of all gradients alone;
         exposed_seconds: by how much a step is longer than without communication, with the wait for
         slower ranks; hidden_share: how much of the all-reduce alone does not show in the step.
     """
-    limit = median(rate for rate, _ in apart)
-    exposed = max(0.0, median(ours - theirs for ours, (_, theirs) in zip(steps, apart)))
-    alone = result["gradient_all_reduce_seconds"]
+    limits, shares, exposures, steps, alone = [], [], [], [], []
+    for together, apart in found:
+        ours, theirs = together[count], apart[count]
+        rate = sum(each["images_per_second"] for each in theirs)
+        limits.append(rate / together[first]["images_per_second"] * first / count)
+        shares.append(ours["images_per_second"] / rate)
+        steps.append(ours["step_seconds"])
+        exposures.append(steps[-1] - median(each["step_seconds"] for each in theirs))
+        alone.append(ours["result"]["gradient_all_reduce_seconds"])
+    exposed = max(0.0, median(exposures))
     return {
-        "machine_limit": limit / ideal,
-        "efficiency_of_limit": median(ours / theirs for ours, (theirs, _) in zip(rates, apart)),
-        "all_reduce_seconds": alone,
+        "machine_limit": median(limits),
+        "efficiency_of_limit": median(shares),
+        "all_reduce_seconds": median(alone),
         "exposed_seconds": exposed,
         "exposed_share_of_step": exposed / median(steps),
-        "hidden_share": max(0.0, 1.0 - exposed / alone),
-        "sent_bytes_per_step": _first_variant({"result": result})["sent_bytes_per_step"],
+        "hidden_share": max(0.0, 1.0 - exposed / median(alone)),
+        "sent_bytes_per_step": found[-1][0][count]["sent_bytes_per_step"],
     }
-
-
-def _first_variant(report: Report) -> Report:
-    return next(iter(report["result"]["variants"].values()))
-
-
-def _has_gpu() -> bool:
-    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
 
 
 def _environment() -> dict[str, str]:
@@ -113,7 +149,7 @@ def _environment() -> dict[str, str]:
 
 def _cards(count: int) -> list[str]:
     """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
-    if not _has_gpu():
+    if not dist.has_card():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
 
@@ -152,25 +188,3 @@ def launch(
                 f"{' '.join(command)}"
             )
         return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _launch_apart(script: Sequence[str], count: int) -> list[Report]:
-    """The same program `count` times at once, each a run of its own (cards: not run on a GPU)."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(count)]
-        with ExitStack() as started:
-            running = []
-            for number, file in enumerate(files):
-                card = {"CUDA_VISIBLE_DEVICES": str(number)} if _has_gpu() else {}
-                command = [sys.executable, *script, "--json", str(file)]
-                environment = _environment() | card
-                process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-                running.append(started.enter_context(process))
-                started.callback(process.terminate)  # not after its end
-            codes = [process.wait() for process in running]
-        if any(codes):
-            raise LaunchError(
-                f"{count} runs of one process at once ended with exit codes {codes}: "
-                f"{sys.executable} {' '.join(script)}"
-            )
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files]

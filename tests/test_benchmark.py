@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from ppdist.benchmark import _averaging_seconds, _compare, _Variant
 from ppdist.data import loading_speed
 from ppdist.errors import LaunchError
 from ppdist.optim.averaging import Averaging
-from ppdist.scaling_speed import _launch_apart, launch, measure_scaling
+from ppdist.scaling_speed import launch, measure_scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "examples" / "demo.yml"
@@ -58,6 +57,30 @@ def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, caps
     assert report["result"]["peak_rss_mb"] > 100
 
 
+def test_cocos_numbers_are_computed_faster_than_by_pycocotools_and_are_the_same(
+    monkeypatch, capsys, tmp_path
+):
+    command = ["benchmark.py", "coco", "--images", "100", "--json", str(tmp_path / "coco.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    report = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert json.loads((tmp_path / "coco.json").read_text()) == report
+    result, ours = report["result"], report["result"]["packages"]["hotcoco"]
+    assert ours["largest_difference"] <= 1e-9 and ours["times_faster"] > 1
+    assert result["detections"] == 10_000 and 0 < result["metrics"]["mAP"] < 1
+    assert ours["times_less_cpu"] > 1 and set(result["ours"]) == {"evaluation", "evaluation.json"}
+
+
+def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "train"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "the following arguments are required: -c/--config" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_is_measured_in_turns_with_a_straightforward_one(monkeypatch, capsys, workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
@@ -90,11 +113,27 @@ def test_memory_that_is_shared_counts_once_in_pss_and_not_as_own():
     assert both["rss_mb"] - both["pss_mb"] > 64
 
 
+@pytest.mark.slow
+def test_evaluation_on_two_processes_finds_the_same_as_on_one(monkeypatch, capsys):
+    options = ["--repeats", "1", "--processes", "1", "2"]
+    result = run(monkeypatch, capsys, "eval", *options)["result"]
+    assert result["metrics_identical"] and result["images"] == 4
+    one, two = (result["processes"][count] for count in ("1", "2"))
+    assert one["of_first"] == 1 and two["of_first"] == two["seconds"] / one["seconds"]
+    assert [len(each["parts"]) for each in (one, two)] == [1, 2]
+    losses = [each["metrics"]["val_loss"] for each in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
     report = run(monkeypatch, capsys, "eval", "--repeats", "1")
     assert report["result"]["images"] == 4
-    assert report["result"]["seconds_of_detection"] > 0
-    assert report["result"]["images_per_second"] == pytest.approx(4 / report["result"]["seconds"])
+    result = report["result"]
+    assert result["images_per_second"] == pytest.approx(4 / result["seconds"])
+    parts = {"images", "forward", "boxes", "loss", "rows", "ranks", "metrics"}
+    assert set(result["parts"][0]) == parts
+    assert 0.5 * result["seconds"] < sum(result["parts"][0].values()) <= result["seconds"]
+    assert result["metrics"]["val_loss"] > 0 and result["metrics"]["mAP"] >= 0
 
 
 @pytest.mark.slow
@@ -102,6 +141,27 @@ def test_inference_is_measured_eager_and_exported(monkeypatch, capsys):
     report = run(monkeypatch, capsys, "infer", "--repeats", "1")
     for form in ("eager", "exported", "exported, oneDNN"):
         assert report["result"][form]["median_ms"] > 0
+
+
+def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monkeypatch):
+    now = [0.0]
+
+    def passes(seconds, result):
+        now[0] += seconds
+        return result
+
+    done = SimpleNamespace(losses={"loss": 1.0}, images=4)
+    trainer = SimpleNamespace(
+        derived=SimpleNamespace(
+            schedule=SimpleNamespace(rates=lambda number: None), accumulate_steps=1
+        ),
+        train_step=lambda *_: passes(3.0, done),
+    )
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(benchmark, "wait_for_turn", lambda: passes(0.5 + 60.0, 60.0))
+    variant = _Variant("a", trainer, iter(()))
+    variant.step()
+    assert variant.wall == [pytest.approx(3.5)]
 
 
 def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
@@ -194,28 +254,36 @@ def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
     ) in capsys.readouterr().err
 
 
-def test_scaling_takes_the_process_counts_in_turns(monkeypatch):
-    started = []
+def test_scaling_compares_within_rounds_and_tells_the_machine_from_communication(monkeypatch):
+    drift = iter([1.0, 0.5, 3.0])  # of the machine's speed, from round to round
+    turn_seconds = []
 
-    def result(rate, seconds):
-        variant = {"images_per_second": rate, "step_seconds": seconds, "sent_bytes_per_step": 7}
-        return {"result": {"variants": {"base": variant}, "gradient_all_reduce_seconds": 0.4}}
+    def take_turns(groups, seconds):
+        """Leaves what each run would have found: together, and apart."""
+        turn_seconds.append(seconds)
+        speed = next(drift)
+        for group in groups:
+            for command in group.commands:
+                file = Path(command[command.index("--json") + 1])
+                processes = int(command[2]) if command[0] == "fleetrun" else 1
+                rate, step = {1: (5.0, 0.8), 2: (8.0, 1.0)}[processes]
+                if command[0] != "fleetrun":
+                    rate, step = 4.5, 0.9
+                variant = {"images_per_second": rate * speed, "step_seconds": step / speed,
+                           "sent_bytes_per_step": 7}  # fmt: skip
+                result = {"variants": {"base": variant}, "gradient_all_reduce_seconds": 0.4}
+                file.write_text(json.dumps({"result": result}))
 
-    def launch(launcher, script, count, environment):
-        started.append(count)
-        return result(6.0 * count - count**2, 1.0)
-
-    def launch_apart(script, count):
-        started.append(-count)
-        return [result(4.5, 0.9)] * count
-
-    monkeypatch.setattr(scaling_speed, "launch", launch)
-    monkeypatch.setattr(scaling_speed, "_launch_apart", launch_apart)
-    report = measure_scaling(["fleetrun"], ["train"], counts=[1, 2], rounds=2)
-    assert started == [1, 2, -2, 1, 2, -2]
+    monkeypatch.setattr(scaling_speed, "take_turns", take_turns)
+    report = measure_scaling(
+        ["fleetrun"], ["train"], counts=[1, 2], rounds=3, turn_seconds=2.5
+    )  # fmt: skip
+    assert turn_seconds == [2.5] * 3
     assert report["1"]["speed_up"] == report["1"]["efficiency"] == 1
     two = report["2"]
+    assert two["images_per_second"] == 8.0 and two["of_rounds"] == [8.0, 4.0, 24.0]
     assert two["speed_up"] == pytest.approx(8 / 5)
+    assert two["efficiency_of_rounds"] == pytest.approx([4 / 5] * 3)
     assert two["efficiency"] == pytest.approx(4 / 5)
     assert two["machine_limit"] == pytest.approx(9 / 10)
     assert two["efficiency_of_limit"] == pytest.approx(8 / 9)
@@ -228,24 +296,6 @@ def test_a_failed_run_of_scaling_is_an_error_with_its_command():
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train"):
         launch(fails, ["benchmark.py", "train"], 2, environment=os.environ)
-
-
-def test_runs_apart_end_when_whoever_waits_for_them_is_interrupted(tmp_path, monkeypatch):
-    code = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(60)"
-    wait = subprocess.Popen.wait
-
-    def interrupted(process, timeout=None):
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.01)
-        monkeypatch.setattr(subprocess.Popen, "wait", wait)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _launch_apart(["-c", code], 2)
-    for file in tmp_path.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.name), 0)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +315,15 @@ def test_what_a_classifier_has_not_is_refused_in_one_line(monkeypatch, capsys, o
         runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_comes_twice_is_refused(monkeypatch, capsys):
+    command = ["benchmark.py", "scaling", "-c", str(CONFIG), "--processes", "1", "2", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "--processes 1 2 1: give each number once" in capsys.readouterr().err
 
 
 def test_nonsense_is_refused_in_one_line(monkeypatch, capsys):

@@ -1,6 +1,19 @@
+import cv2
 import numpy as np
+import pytest
 
-from ppdist.drawing import PALETTE, draw_boxes, draw_classes, side_by_side
+from ppdist import lettering
+from ppdist.drawing import (
+    PALETTE,
+    caption,
+    draw_boxes,
+    draw_classes,
+    grid,
+    side_by_side,
+    within,
+    write_jpeg,
+)
+from ppdist.errors import UserError
 
 NAMES = ("cat", "狗")
 
@@ -54,7 +67,8 @@ def test_the_label_stays_inside_the_image_at_its_corner():
     )
 
 
-def test_a_name_outside_ascii_is_shown_by_its_index_instead_of_question_marks():
+def test_a_name_without_a_font_is_shown_by_its_index_instead_of_question_marks(monkeypatch):
+    monkeypatch.setattr(lettering, "_font_of", lambda text: None)
     by_name = draw([[20, 40, 120, 90]], labels=[1])
     boxes_N4, label_N = np.array([[20.0, 40, 120, 90]]), np.array([1])
     by_index = draw_boxes(grey(), boxes_N4, label_N, ("cat", "#1"))
@@ -75,6 +89,36 @@ def test_classes_are_written_one_below_the_other_in_their_colours_and_the_image_
     rows = [y for y in range(120) if tuple(drawn[y, 0]) == PALETTE[0]]
     assert rows and rows[0] > 8 and (drawn[rows[-1] + 1 :] == 7).all()
     assert (draw_classes(image_HW3, np.array([], int), ("cat",)) == 7).all()
+
+
+def test_a_grid_is_filled_row_by_row_and_may_be_told_its_width():
+    one, other = np.full((4, 6, 3), 10, np.uint8), np.full((5, 3, 3), 20, np.uint8)
+    assert grid([one, other, one]).shape == (5 + 6 + 5, 6 + 6 + 6, 3)
+    row = grid([one, other], across=2)
+    assert row.shape == (5, 18, 3) and (row[0, 12] == 20).all() and (row[4, :6] == 255).all()
+
+
+def test_a_picture_is_made_smaller_only_where_it_is_too_large(tmp_path):
+    assert within(np.zeros((10, 40, 3), np.uint8), 20).shape == (5, 20, 3)
+    small = np.zeros((10, 20, 3), np.uint8)
+    assert within(small, 20) is small
+    assert within(np.zeros((1, 400, 3), np.uint8), 20).shape == (1, 20, 3)
+
+
+def test_a_caption_lies_below_and_is_cut_at_the_edge():
+    captioned = caption(grey(), "a long line of text " * 20)
+    assert captioned.shape[0] > 110 and captioned.shape[1:] == (200, 3)
+    assert (captioned[:100] == 128).all() and captioned[100:].min() < 60
+
+
+def test_a_jpeg_has_the_colours_of_the_image_and_refusals_are_the_users_error(tmp_path):
+    write_jpeg(tmp_path / "new" / "a.jpg", np.full((16, 16, 3), (200, 30, 90), np.uint8))
+    read_HW3 = cv2.imread(str(tmp_path / "new" / "a.jpg"))[:, :, ::-1].astype(int)
+    assert np.abs(read_HW3 - (200, 30, 90)).max() < 12
+    with pytest.raises(UserError, match="it is a folder"):
+        write_jpeg(tmp_path / "new", grey())
+    with pytest.raises(UserError, match="a picture of 2 x 65501 pixels; expected at most 65500"):
+        write_jpeg(tmp_path / "tall.jpg", np.zeros((65501, 2, 3), np.uint8))
 
 
 def test_classes_without_room_are_left_out_but_never_the_surest():

@@ -1,8 +1,10 @@
 """Sums through the memory of a host, on real ranks and against what sockets give."""
 
+import ctypes
 import mmap
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -10,7 +12,8 @@ import paddle
 import pytest
 
 from ppdist import dist, pulse
-from ppdist.host_memory import HostMemory, _messages, _share
+from ppdist.host_memory import HostMemory, _messages, _pieces, _share
+from ppdist.joining import drowsy_threads
 from ppdist.launch.outcome import RankEnd
 from ppdist.message_size import LARGEST_MB, SIZES_MB, fastest_mb
 from tests.distributed import run_on_ranks
@@ -25,9 +28,11 @@ def sums(argument):
     ours = [paddle.to_tensor(draw.normal(size=shape).astype("float32")) for shape in shapes]
     transposed = paddle.to_tensor(draw.normal(size=(30, 50)).astype("float32")).t()
     ours.append(transposed)
-    theirs = [tensor.clone() for tensor in ours]
+    theirs, means = ([tensor.clone() for tensor in ours] for _ in range(2))
     small = dist.all_reduce_sum(paddle.to_tensor([1.0 + dist.rank(), float("nan")])).tolist()
     dist.sum_tensors(ours)
+    dist.mean_tensors(means)
+    dist.mean_tensors([])
     for tensor in theirs:
         paddle.distributed.all_reduce(tensor)
     rows = dist.all_gather(paddle.to_tensor([[1.0 + dist.rank(), -0.0]]).t())
@@ -36,6 +41,7 @@ def sums(argument):
         "rows": rows.tolist(),
         "small": small[0],
         "nan": small[1] != small[1],
+        "mean": max(float((a / dist.world_size() - b).abs().max()) for a, b in zip(ours, means)),
         "error": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
         "sum": [np.ascontiguousarray(tensor.numpy()).tobytes().hex()[-64:] for tensor in ours],
     }
@@ -45,13 +51,14 @@ def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
     first, second = run_on_ranks(2, "tests.test_host_memory:sums", {"memory": True}, hosts=1)
     assert first == second
     assert first["rows"] == [[[1.0], [-0.0]], [[2.0], [-0.0]]]
-    assert first["small"] == 3.0 and first["nan"] and first["error"] == 0.0
+    assert first["small"] == 3.0 and first["nan"] and first["error"] == first["mean"] == 0.0
 
 
 def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
     results = run_on_ranks(4, "tests.test_host_memory:sums", {"memory": True}, hosts=2)
     assert all(result == results[0] for result in results)
     assert results[0]["small"] == 10.0 and results[0]["error"] < 2e-6
+    assert results[0]["mean"] == 0.0
 
 
 def late(argument):
@@ -183,6 +190,66 @@ def test_messages_cover_every_value_once_and_shares_every_element():
     for count in (1, 15, 16, 17, 1000):
         shares = [_share(count, me, 3) for me in range(3)]
         assert [at for share in shares for at in range(share.start, share.stop)] == [*range(count)]
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_value_is_added_up_in_the_order_of_ranks_whoever_does_it(monkeypatch, ranks, across):
+    monkeypatch.setattr("ppdist.host_memory._AT_A_TIME", 13)
+    draw = np.random.default_rng(0)
+    arrays = [[draw.normal(size=size).astype(np.float32) for size in (3, 100, 1, 70)]
+              for _ in range(ranks)]  # fmt: skip
+    expected = []
+    for parts in zip(*arrays):
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        expected.append((total + np.float32(across)) * np.float32(1 / 3))
+    memory = mmap.mmap(-1, (1 + ranks) * 64 + (ranks + 1) * 256)  # messages of 64 values
+    processes = dict.fromkeys(range(ranks), os.getpid())
+    failed = []
+
+    def work(rank):
+        try:
+            own = HostMemory(
+                memory, rank=rank, processes=processes, message_bytes=256, patience_seconds=20
+            )
+            places = [(each.ctypes.data, each.size) for each in arrays[rank]]
+            own.sum(
+                places, (lambda sums_F: np.add(sums_F, 1, out=sums_F)) if across else None, 1 / 3
+            )
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for values in arrays:
+        assert all(np.array_equal(a, b) for a, b in zip(values, expected))
+
+
+def test_pieces_cover_what_lies_between_two_elements_of_a_message_once():
+    message = [(0, 3), (1000, 10), (5000, 1)]
+    assert list(_pieces(message, 0, 14)) == [(0, 0, 3), (3, 1000, 10), (13, 5000, 1)]
+    assert list(_pieces(message, 2, 5)) == [(2, 8, 1), (3, 1000, 2)]
+    assert list(_pieces(message, 5, 5)) == []
+
+
+def test_threads_that_gloo_makes_may_be_woken_later_and_no_others():
+    def slack():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(ctypes.CDLL(None).prctl(30)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before = slack()
+    with drowsy_threads():
+        assert slack() == 30_000_000
+    assert slack() == before < 1_000_000
 
 
 def auto(argument):

@@ -19,7 +19,7 @@ from ppdist.infer_spec import describe, read_spec, validation_set
 from ppdist.inference import load_all_weights
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
 from ppdist.pictures import PictureWriter, find_sources, frames_of, picture_names
-from ppdist.report import require_own_folder
+from ppdist.predictions import require_own_folder
 from tests.test_export import tiny_model
 from tools import infer
 

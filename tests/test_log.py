@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ppdist.errors import ConfigError
-from ppdist.log import LogConfig, RunLog, duration, read_metrics
+from ppdist.log import LogConfig, RunLog
+from ppdist.run_records import read_metrics
 
 
 def open_log(folder, resume_step=None, main=True, **config) -> RunLog:
@@ -31,17 +32,19 @@ def visualdl_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_record_is_one_line_of_json_and_one_point_per_number(tmp_path):
     with open_log(tmp_path) as log:
         log.metrics({"step": 5, "epoch": 0.5, "loss": 2.5, "lr": 0.01, "images_per_second": 40.0})
-        log.metrics({"step": 10, "mAP": 0.25, "mAP_small": -1.0, "AP/RBC": 0.5, "note": "text"})
+        scores = {"mAP": 0.25, "mAP_small": -1.0, "AP/RBC": 0.5, "val_loss": 2.0}
+        log.metrics({"step": 10, **scores, "eval_seconds": 4.0, "note": "text", "list": [1.0]})
         on_disk = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in on_disk] == [5, 10]
     assert json.loads(on_disk[1])["mAP_small"] == -1.0
     points = visualdl_points(tmp_path)
     assert points["train/loss"] == [(5, 2.5)]
-    assert points["train/lr"] == [(5, pytest.approx(0.01))]
-    assert points["train_speed/images_per_second"] == [(5, 40.0)]
+    assert points["lr/lr"] == [(5, pytest.approx(0.01))]
+    assert points["speed/images_per_second"] == [(5, 40.0)]
     assert points["eval/mAP"] == [(10, 0.25)]
     assert points["eval_per_class/RBC"] == [(10, 0.5)]
-    assert "eval/mAP_small" not in points, "a size without objects has no curve"
+    assert points["val/loss"] == [(10, 2.0)] and points["speed/eval_seconds"] == [(10, 4.0)]
+    assert len(points) == 7, "a size without objects has no curve, nor has a text or a list"
 
 
 def test_points_are_readable_while_the_run_goes_on(tmp_path):
@@ -87,6 +90,29 @@ def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1.0]
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
+
+
+def test_a_new_run_keeps_the_earlier_evaluation_and_pictures_aside_and_a_resumed_one_goes_on(
+    tmp_path,
+):
+    def left_by(run):
+        (tmp_path / "plots").mkdir(exist_ok=True)
+        (tmp_path / "plots" / "errors.png").write_text(run)
+        (tmp_path / "evaluation.json").write_text(run)
+
+    def found(evaluation, plots):
+        paths = (tmp_path / evaluation, tmp_path / plots / "errors.png")
+        return [path.read_text() if path.exists() else None for path in paths]
+
+    left_by("first")
+    with open_log(tmp_path):
+        assert found("evaluation.json", "plots") == [None, None]
+        left_by("second")
+    with open_log(tmp_path):
+        left_by("third")
+    with open_log(tmp_path, resume_step=0):
+        assert found("evaluation.json", "plots") == ["third", "third"]
+    assert found("evaluation.previous.json", "plots.previous") == ["second", "second"]
 
 
 def test_a_number_that_is_not_finite_is_null_and_no_point(tmp_path):
@@ -149,15 +175,16 @@ def test_a_full_disk_costs_one_warning_and_leaves_whole_records(tmp_path, monkey
 
     with open_log(tmp_path) as log:
         log.metrics({"step": 1, "loss": 1.0})
-        log._visualdl._file.close()
-        log._visualdl._file = FullDisk(log._visualdl._path, "ab")
+        file = log.curves._files["VisualDL"]
+        file._file.close()
+        file._file = FullDisk(file._path, "ab")
         monkeypatch.setattr("ppdist.log.io.FileIO", FullDisk)
         log.metrics({"step": 2, "loss": 1.0})
         log.metrics({"step": 3, "loss": 1.0})
         monkeypatch.undo()
         log.metrics({"step": 4, "loss": 4.0})
-        log._visualdl._file.close()
-        log._visualdl._file = io.FileIO(log._visualdl._path, "ab")
+        file._file.close()
+        file._file = io.FileIO(file._path, "ab")
         log.metrics({"step": 5, "loss": 5.0})
     out = capsys.readouterr().out
     assert out.count("metrics.jsonl cannot be written") == 1
@@ -188,7 +215,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_steps(tmp_path, capsys)
             log.progress(step, {"loss": f"{step}.0"})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert "epoch 1/10  step 5/100  loss 5.0  ETA " in lines[0]
+    assert "epoch 1/10  step 5/100  loss 5.0  ETA " in lines[0], "the first step says nothing yet"
     assert "epoch 1/10  step 10/100  loss 10.0" in lines[1]
     assert (tmp_path / "train.log").read_text().count("step 10/100") == 1
 
@@ -253,9 +280,26 @@ def test_visualdl_off_writes_no_folder(tmp_path, monkeypatch):
     assert not (tmp_path / "vdl").exists()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (59, "59s"), (247, "4m 07s"), (7500, "2h 05m"), (180000, "2d 2h"), (-3, "0s")],
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
+def test_without_tensorboardx_a_run_that_wants_it_says_so_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"log.tensorboard: true needs .*ppdist\[tensorboard\]"):
+        open_log(tmp_path, tensorboard=True)
+
+
+def test_the_closing_table_names_best_and_last_and_where_everything_is(tmp_path, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    for step in (10, 20):
+        (checkpoints / f"step-{step}").mkdir(parents=True)
+    (checkpoints / "best").symlink_to("step-10")
+    (checkpoints / "last").symlink_to("step-20")
+    with open_log(tmp_path) as log:
+        for step, score in ((10, 0.5), (20, 0.4)):
+            log.metrics({"step": step, "loss": 1.5, "gradient_norm": 1.0})
+            log.metrics({"step": step, "mAP": score, "eval_seconds": 1.0})
+        with log.spending("evaluation", 20):
+            pass
+        log.closing()
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("best │ mAP 0.5000", "last │ mAP 0.4000", "visualdl --logdir", "training 100%"):
+        assert text in out, f"{text} in {out}"
+    assert "plots" not in out, "what is not there has no row"

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.log import LogConfig, RunLog, read_metrics
+from ppdist.log import LogConfig, RunLog
 from ppdist.outlets import Screen
+from ppdist.run_records import read_metrics
 from ppdist.visualdl_file import VisualDLFile
 
 IMAGE_HW3 = np.zeros((8, 8, 3), np.uint8)
@@ -128,7 +129,7 @@ def test_visualdl_may_fail_in_any_call_and_in_any_way(
     monkeypatch.setattr(VisualDLFile, method, fails(kind))
     a_run(tmp_path)
     said = capsys.readouterr().out
-    assert said.count("VisualDL cannot be written, training goes on without it: made to fail") == 1
+    assert said.count(f"training goes on without it: {kind.__name__}: made to fail") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -172,7 +173,8 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
 A_TOOL = """
 import pathlib, sys
 from ppdist import errors
-from ppdist.log import LogConfig, RunLog, read_metrics
+from ppdist.log import LogConfig, RunLog
+from ppdist.run_records import read_metrics
 def main():
     folder = pathlib.Path(sys.argv[1])
     with RunLog(folder, True, 9, 3, LogConfig(every_steps=1), None) as log:

@@ -95,3 +95,13 @@ def test_a_saved_graph_suppresses_like_eager(tmp_path: Path, multi_label: bool) 
         got_rows, got_count = loaded(*tensors)
         assert got_count.tolist() == count.tolist()
         assert np.array_equal(got_rows.numpy(), rows.numpy())
+
+
+def test_predictions_that_all_pass_leave_no_more_than_keep_of_each_image() -> None:
+    # What an untrained model gives: every class of every place scores alike.
+    nms = NMSConfig(score_threshold=0.0, candidates=100, keep=50)
+    scores, boxes = random_predictions(images=2, count=2000, classes=20)
+    rows, count = multiclass_nms(
+        paddle.to_tensor(0.5 + 0.001 * scores), paddle.to_tensor(boxes), nms
+    )
+    assert count.tolist() == [50, 50] and rows.shape == [100, 6]

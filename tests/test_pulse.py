@@ -1,5 +1,7 @@
 """What a rank says of itself, and what it costs."""
 
+import json
+import math
 import os
 import signal
 import subprocess
@@ -68,6 +70,87 @@ def test_steps_are_measured_but_the_first_after_a_start_or_an_evaluation(folder:
     assert found == [*first, (0, 3), (0, 3), (0, 3), (1, 3), (1, 3), (2, 4)]
 
 
+def test_what_steps_came_to_adds_up_until_the_process_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = ("_steps", "_bad_steps", "_images", "_step_seconds", "_own_seconds", "_data_seconds")
+    for name in (*sums, "_planned_steps"):
+        monkeypatch.setattr(pulse, name, 0)
+    place = pulse.file_of(folder, 3)
+    pulse.begin(1.0, 60.0)
+    assert pulse.read_work(place) is None
+    pulse.plan(80)
+    first = pulse.read_work(place)
+    assert first is not None and math.isnan(first.loss) and first.planned_steps == 80
+    seconds = {"step_seconds": 2.0, "own_seconds": 1.5, "data_seconds": 0.25}
+    pulse.made(loss=math.nan, images=8, bad=True, **seconds)
+    pulse.made(loss=2.5, images=8, bad=False, **seconds)
+    assert pulse.read_work(place) == pulse.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 2.5)
+    pulse.beat("step", 2)  # does not touch it
+    assert pulse.read_work(place) == pulse.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 2.5)
+    place.write_bytes(place.read_bytes()[:-8])
+    assert pulse.read_work(place) is None
+
+
+def test_nobody_sees_half_of_what_a_rank_writes(tmp_path: Path) -> None:
+    code = """
+import time
+from ppdist import pulse
+pulse.begin(1800.0, 60.0)
+end, step = time.monotonic() + 1.5, 0
+while time.monotonic() < end:
+    step += 1
+    pulse.made(loss=1.0, images=8, bad=False, step_seconds=1, own_seconds=1, data_seconds=1)
+    for _ in range(20):
+        pulse.beat("step", step)
+"""
+    environment = dict(os.environ, PPDIST_EXIT_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment | {"PADDLE_TRAINER_ID": "0"}
+    )
+    place = pulse.file_of(tmp_path, 0)
+    try:
+        wait_for(lambda: getattr(pulse.read(place), "step", 0) > 0)
+        began = time.monotonic()
+        while rank.poll() is None and time.monotonic() < began + 1:
+            reading, work = pulse.read(place), pulse.read_work(place)
+            assert reading is not None and (reading.patience, reading.limit) == (1800, 60)
+            assert abs(time.monotonic() - reading.seconds) < 30
+            assert work is not None and work.images == 8 * work.steps
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_what_changed_while_it_was_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse.begin(1800.0, 60.0)
+    pulse.beat("step", 7)
+    real, reads = os.pread, []
+
+    def half_the_first_time(file: int, size: int, offset: int) -> bytes:
+        data = real(file, size, offset)
+        reads.append(data)
+        return data if len(reads) > 1 else data[:12] + bytes(size - 12)
+
+    monkeypatch.setattr(pulse.os, "pread", half_the_first_time)
+    found = pulse.read(pulse.file_of(folder, 3))
+    assert found is not None and found.step == 7 and len(reads) == 3
+
+
+def test_a_rank_says_where_the_run_keeps_its_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse.tell_run(Path("output/demo"))
+    assert not pulse.run_of(folder, 3).exists()  # without a pulse nobody listens
+    pulse.begin(1.0, 60.0)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
+    pulse.tell_run(Path("output/demo"))
+    told = json.loads(pulse.run_of(folder, 3).read_text())
+    assert told == {"output_dir": str(Path("output/demo").absolute()), "world": 4}
+
+
 def test_a_collective_that_fails_is_left_too(folder: Path) -> None:
     pulse.begin(1.0, 60.0)
     with pytest.raises(RuntimeError), pulse.Waiting("sum"):
@@ -101,7 +184,10 @@ def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:
         pulse.beat("step", step)
         with pulse.Waiting("sum"):
             pass
-    micros = (time.process_time() - began) / rounds / 3 * 1e6
+        pulse.made(
+            loss=1.0, images=8, bad=False, step_seconds=0.1, own_seconds=0.1, data_seconds=0.1
+        )
+    micros = (time.process_time() - began) / rounds / 4 * 1e6
     record_property("microseconds of CPU a beat", round(micros, 2))
     print(f"{micros:.2f} microseconds of CPU a beat")
     assert micros < 100

@@ -6,10 +6,12 @@
   loader   img/s of the training loader, over all workers and per worker, with and without
            data.cache, and as a multiple of a straightforward pipeline measured in turns with it;
            `--epochs N` adds the memory of all workers after each of N epochs
-  eval     seconds and img/s of evaluating the validation split
+  eval     seconds and img/s of evaluating the validation split, and where they go;
+           `--processes 1 2` does it through fleetrun on so many, in turns, and compares
   infer    milliseconds of one call: eager, exported, exported with oneDNN
-  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns:
-           efficiency, what the machine allows, exposed and hidden communication
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns
+           of 5 s (--seconds): efficiency, what the machine allows, exposed and hidden communication
+  coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long training stands still for one, what writing it beside the steps takes, and what
            waiting for the write would
@@ -37,7 +39,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
-    parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
+    parser.add_argument("-c", "--config", help="YAML file of the experiment")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
@@ -51,7 +53,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
     )
-    parser.add_argument("--seconds", type=seconds, default=10, help="loader: how long, each way")
+    parser.add_argument(
+        "--seconds", type=seconds, help="loader: how long, each way (10); scaling: of a turn (5)"
+    )
     parser.add_argument(
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
@@ -63,10 +67,19 @@ def parse() -> argparse.Namespace:
         "--threads", type=at_least(1), default=1, help="infer: CPU threads, exported model"
     )
     parser.add_argument(
-        "--processes", type=at_least(1), nargs="+", default=[1, 2], help="scaling: of these"
+        "--processes", type=at_least(1), nargs="+", help="scaling (1 2), eval: on so many each"
+    )
+    parser.add_argument(
+        "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not arguments.config and arguments.what != "coco":
+        parser.error("the following arguments are required: -c/--config")
+    processes = arguments.processes or []
+    if len(set(processes)) < len(processes):
+        parser.error(f"--processes {' '.join(map(str, processes))}: give each number once")
+    return arguments
 
 
 def main() -> int:
@@ -76,7 +89,7 @@ def main() -> int:
     if arguments.json:
         make_parent(arguments.json)
     with tempfile.TemporaryDirectory() as scratch:
-        if arguments.synthetic:
+        if arguments.synthetic and arguments.config:
             arguments.override = [
                 *synthetic_data(arguments, Path(scratch) / "data"),
                 *arguments.override,
@@ -146,13 +159,20 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     config = join_ranks(arguments)
     dataset = read_split(config.data, "train", config.model.num_classes)
-    return measure_loading(config, dataset, arguments.seconds, arguments.epochs)
+    return measure_loading(config, dataset, arguments.seconds or 10, arguments.epochs)
 
 
 def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import measure_evaluation
     from ppdist.data.dataset import read_split
+    from ppdist.evaluation_speed import compare_counts, measure_evaluation
 
+    if arguments.processes:
+        launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
+        script = [str(Path(__file__)), "eval", "-c", arguments.config, "--repeats", "1"]
+        script += ["-w", arguments.weights] if arguments.weights else []
+        script += ["-o", *arguments.override] if arguments.override else []
+        rounds = arguments.repeats or 3
+        return compare_counts(launcher, script, counts=arguments.processes, rounds=rounds)
     config = join_ranks(arguments)
     dataset = read_split(config.data, "val", config.model.num_classes)
     model = build(config, arguments.weights)
@@ -192,7 +212,11 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if arguments.override:
         script += ["-o", *arguments.override]
     return measure_scaling(
-        launcher, script, counts=arguments.processes, rounds=arguments.repeats or 5
+        launcher,
+        script,
+        counts=arguments.processes or [1, 2],
+        rounds=arguments.repeats or 5,
+        turn_seconds=arguments.seconds or 5,
     )
 
 
@@ -203,9 +227,16 @@ def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
 
 
+def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.coco_speed import measure_coco
+
+    repeats = arguments.repeats or 1
+    return measure_coco(images=arguments.images, detections=100, classes=80, repeats=repeats)
+
+
 MEASURES = {
     "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
-    "checkpoint": checkpoint,
+    "checkpoint": checkpoint, "coco": coco,
 }  # fmt: skip
 
 if __name__ == "__main__":

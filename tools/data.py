@@ -218,7 +218,7 @@ def stats(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report, indent=1)
     if arguments.plots:
-        from ppdist.plots import plot_statistics
+        from ppdist.plots.statistics import plot_statistics
 
         names = sets["train"].class_names
         for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
@@ -227,7 +227,8 @@ def stats(arguments: argparse.Namespace) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     from ppdist.data.dataset import read_split
-    from ppdist.data.show import evaluation_pictures, grid, png, training_pictures
+    from ppdist.data.show import evaluation_pictures, png, training_pictures
+    from ppdist.drawing import grid
     from ppdist.engine.experiment import build_model
     from ppdist.files import make_parent, writing
 

@@ -1,4 +1,4 @@
-"""Evaluates weights on the validation split: tools/eval.py -c cfg.yml -w WEIGHTS [--json FILE]
+"""Evaluates weights on the validation split: tools/eval.py -c cfg.yml -w WEIGHTS [--out DIR]
 
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
 """
@@ -8,8 +8,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ppdist import errors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ppdist.data.dataset import DataConfig
+    from ppdist.engine.classification import ClassificationEvaluator
+    from ppdist.engine.evaluator import Evaluator
 
 
 def parse() -> argparse.Namespace:
@@ -22,6 +30,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
                         help="write COCO results here; of a classifier: the best five classes "
                         "of each image")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="write evaluation.json, tables.txt, detections.json and plots/ "
+                        "here")  # fmt: skip
+    parser.add_argument("--vdl", type=Path, metavar="DIR",
+                        help="write metrics, curves and images for VisualDL here, at the step of "
+                        "the checkpoint; later steps there are dropped")  # fmt: skip
     parser.add_argument("--at-least", metavar="METRIC=VALUE",
                         help="exit 2 when the metric is below the value")  # fmt: skip
     return parser.parse_args()
@@ -31,11 +45,12 @@ def main() -> int:
     arguments = parse()
     bound = read_bound(arguments.at_least)
     from ppdist import dist
+    from ppdist.closing import step_of
     from ppdist.config import load_config
     from ppdist.data.dataset import read_split
     from ppdist.data.sample import DetectionSet
     from ppdist.engine.experiment import build_evaluator, build_model, speed_up_cpu
-    from ppdist.files import make_parent, write_json
+    from ppdist.files import make_folder, make_parent, write_json
     from ppdist.inference import load_all_weights
 
     config = load_config(arguments.config, arguments.override)
@@ -46,10 +61,14 @@ def main() -> int:
         for file in (arguments.json, arguments.save_detections):
             if file and dist.is_main():
                 make_parent(file)  # not only when the work is done
+        for folder in (arguments.out, arguments.vdl):
+            if folder and dist.is_main():
+                make_folder(folder)
         load_all_weights(model, Path(arguments.weights))
         return read_split(config.data, "val", config.model.num_classes)
 
-    evaluator = build_evaluator(config, dist.together(load), model)
+    pictures = config.log.images if arguments.vdl else 0
+    evaluator = build_evaluator(config, dist.together(load), model, pictures)
     slow = speed_up_cpu(config, [model])
     if slow and dist.is_main():
         print(f"ppdist: {slow}", file=sys.stderr)
@@ -59,17 +78,64 @@ def main() -> int:
 
     def report() -> dict[str, float]:
         metrics = evaluator.measure(found)
+        step = step_of(Path(arguments.weights))
+        analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
         print(json.dumps(metrics, indent=1))
         if arguments.json:
             write_json(arguments.json, metrics)
         if arguments.save_detections:
             evaluator.save(arguments.save_detections, found)
+        if arguments.out:
+            write_out(arguments.out, analysis, evaluator, found, config.data)
+        if arguments.vdl:
+            write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
         return metrics
 
     metrics = dist.on_main(report)
     if bound:
         judge(*bound, metrics)
     return 0
+
+
+def write_out(
+    folder: Path,
+    analysis: dict[str, Any],
+    evaluator: "Evaluator | ClassificationEvaluator",
+    found: Any,
+    data: "DataConfig",
+) -> None:
+    """Everything there is to say about what `evaluator.predict` found."""
+    from ppdist.files import write_json, writing
+    from ppdist.metrics.tables import tables
+    from ppdist.plots import draw_run
+
+    write_json(folder / "evaluation.json", analysis)
+    with writing(folder / "tables.txt"):
+        (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
+    evaluator.save(folder / "detections.json", found)
+    draw_run(folder, image_folders=[Path(data.root), Path(data.root) / data.val.images])
+    print(f"ppdist: wrote {folder}", file=sys.stderr)
+
+
+def write_vdl(
+    folder: Path,
+    metrics: dict[str, float],
+    analysis: dict[str, Any],
+    pictures: "list[np.ndarray]",
+) -> None:
+    """What a training shows of its evaluations; one folder may take several checkpoints in turn."""
+    from ppdist.files import writing
+    from ppdist.points import pr_curves, scalar_points
+    from ppdist.visualdl_file import VisualDLFile
+
+    step = analysis["step"] or 0
+    with writing(folder):
+        file = VisualDLFile(folder, folder.name, step - 1)
+        # Its presence says that this is an evaluation; nobody measured it here.
+        file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
+        file.add_pr_curves(step, pr_curves(analysis))
+        file.add_images(step, "validation", pictures)
+        file.close()
 
 
 def read_bound(at_least: str | None) -> tuple[str, float] | None:

@@ -9,12 +9,12 @@ classes instead, and writes them to classes.json.
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ppdist import errors
 
 if TYPE_CHECKING:
-    from ppdist.report import Report
+    from ppdist.predictions import Report
 
 THRESHOLD = 0.5
 
@@ -41,7 +41,7 @@ def main() -> int:
     arguments = parse()
     from ppdist.files import make_folder
     from ppdist.pictures import find_sources, picture_names
-    from ppdist.report import require_own_folder
+    from ppdist.predictions import require_own_folder
 
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise errors.ConfigError(f"--threshold {arguments.threshold:g}: expected 0..1")
@@ -78,7 +78,7 @@ def of_config(arguments: argparse.Namespace) -> "Report":
     from ppdist.engine.experiment import build_model
     from ppdist.infer_spec import describe, validation_set
     from ppdist.inference import EagerPredictor, load_all_weights
-    from ppdist.report import Classes, Objects
+    from ppdist.predictions import Classes, Objects
 
     config = load_config(arguments.config, arguments.override)
     threshold = threshold_of(arguments, config.data.classifies)
@@ -101,12 +101,14 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     threads = 1 if arguments.threads is None else arguments.threads
     if threads < 1:
         raise errors.ConfigError(f"--threads {threads}: expected 1 or more")
+    from ppdist import dist
     from ppdist.classification import PaddleClassifier
     from ppdist.infer_spec import read_spec
-    from ppdist.inference import PaddlePredictor, usable_device
-    from ppdist.report import Classes, Objects
+    from ppdist.inference import PaddlePredictor
+    from ppdist.predictions import Classes, Objects
 
-    directory, device, out = arguments.model, usable_device(), arguments.out
+    directory, out = arguments.model, arguments.out
+    device: Literal["cpu", "gpu"] = "gpu" if dist.has_card() else "cpu"
     spec = read_spec(directory)
     threshold = threshold_of(arguments, spec.task == "classify")
     if spec.task == "classify":

@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     errors.hold_signals()
-    from ppdist import dist
+    from ppdist import dist, pulse
     from ppdist.config import load_config
     from ppdist.engine.experiment import build_training
     from ppdist.engine.stopping import until_first_step
@@ -44,6 +44,7 @@ def main() -> int:
     config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
     dist.init(config.device, config.distributed)
+    pulse.tell_run(output_dir)
     resume = None if arguments.resume is None else Path(arguments.resume or output_dir)
     experiment = build_training(
         config,
@@ -57,7 +58,14 @@ def main() -> int:
         notice = started_by_stock_launcher()
         if notice:
             experiment.log.warning(notice)
-        return experiment.trainer.fit()
+        status = experiment.trainer.fit()
+        if dist.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
+            from ppdist.plots import draw_labels, draw_run  # matplotlib: no training waits for it
+
+            draw_run(output_dir)
+            draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
+        experiment.log.closing()
+        return status
 
 
 if __name__ == "__main__":

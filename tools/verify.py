@@ -2,6 +2,7 @@
 
   tools/verify.py equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   tools/verify.py parity --reference DIR                   our numbers against the original's
+  tools/verify.py coco --reference DIR                     COCO's own example of its metrics
 
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
 starts of it (`fleetrun --ips A,B tools/verify.py equivalence -c ...`) or, without a launcher, on 1
@@ -13,6 +14,9 @@ memory for the images of all ranks on one card.  Nothing is left in output_dir.
 parity compares our models with stored outputs, losses and gradients of the original
 implementations, made with weights of a formula (DIR/parity_weights.py is run).  A line per model
 shows the largest error of each group beside its tolerance.
+
+coco evaluates the example of the COCO API and shows its 12 numbers beside the published ones and,
+where it is installed, those of pycocotools.
 
 Exit code 1 when anything is further off than its tolerance or nothing could tell whether it is, 2
 when a file or a configuration cannot be understood.
@@ -44,7 +48,9 @@ def parse() -> argparse.Namespace:
     equivalence.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     parity = commands.add_parser("parity", help="our numbers against the original's")
     parity.add_argument("--reference", required=True, help="folder of reference files")
-    for command in (equivalence, parity):
+    coco = commands.add_parser("coco", help="COCO's own example of its metrics")
+    coco.add_argument("--reference", required=True, type=Path, help="folder of the example")
+    for command in (equivalence, parity, coco):
         command.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     return parser.parse_args()
 
@@ -55,7 +61,8 @@ def main() -> int:
 
     if arguments.json:
         make_parent(arguments.json)
-    return {"equivalence": equivalence, "parity": parity}[arguments.command](arguments)
+    commands = {"equivalence": equivalence, "parity": parity, "coco": coco}
+    return commands[arguments.command](arguments)
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
@@ -123,6 +130,17 @@ def parity(arguments: argparse.Namespace) -> int:
     if unclear and not missed:
         raise errors.DataError("\n".join(unclear))
     return 0 if verdict == "PASS" else 1
+
+
+def coco(arguments: argparse.Namespace) -> int:
+    from ppdist.coco_example import compare, lines
+    from ppdist.files import write_json
+
+    rows = compare(arguments.reference)
+    print("\n".join(lines(rows)))
+    if arguments.json:
+        write_json(arguments.json, [row._asdict() for row in rows], indent=1)
+    return 0 if all(row.equal for row in rows) else 1
 
 
 if __name__ == "__main__":

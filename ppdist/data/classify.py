@@ -62,6 +62,10 @@ class ClassifyEvalSamples(EvalSamples):
         )
         return _sample(input_HW3, self._dataset.records[key.index].labels_M, key.index)
 
+    def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
+        everything_14 = np.array([[0, 0, key.width, key.height]], np.float32)
+        return everything_14, self._dataset.records[key.index].labels_M[:1]
+
 
 def _sample(input_HW3: np.ndarray, labels_M: np.ndarray, index: int) -> Sample:
     height, width = input_HW3.shape[:2]

@@ -7,7 +7,7 @@ same whatever the number of workers, and after a restart.  Images cross processe
 """
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 import cv2
@@ -20,7 +20,7 @@ from ppdist.data.dataset import DataConfig
 from ppdist.data.records import Records
 from ppdist.data.sample import EMPTY, Batch, DetectionSet, SampleKey
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
-from ppdist.data.samples import Arrays, EvalSamples, Made, Samples
+from ppdist.data.samples import Arrays, EvalSamples, Made, Samples, padded
 from ppdist.data.train_samples import TrainSamples, reductions
 from ppdist.data.workers import Pool
 from ppdist.errors import DataError
@@ -192,10 +192,20 @@ class EvalLoader(_Loader):
             sizes_N2 = Records.of(dataset.records).sizes_N2
             shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
         kind = ClassifyEvalSamples if config.classifies else EvalSamples
+        samples = kind(dataset, config.bad_images, resize=config.resize)
+        self._learnable = samples.learnable
         super().__init__(
-            kind(dataset, config.bad_images, resize=config.resize),
+            samples,
             EvalSampler(len(dataset.records), batch_size, rank, world, image_size, shapes_N2),
             config,
             worker_count(config.workers, ranks_on_host),
             batch_size * 3 * image_size[0] * image_size[1],
         )
+
+    def learnable(
+        self, keys: Sequence[SampleKey]
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+        """boxes_BM4, labels_BM and mask_BM, as in Batch, of what training would learn of these
+        inputs; no image is read."""
+        boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
+        return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)

@@ -190,6 +190,15 @@ class EvalSamples(Samples):
         left, top, _, _ = placement.target
         return Sample(input_HW3, boxes_M4, record.labels_M, key.index, placement.scale, (top, left))
 
+    def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
+        """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
+        crowds and what is too small; the image is not read."""
+        record = self._dataset.records[key.index]
+        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
+        boxes_M4, keep_M = map_boxes(record.boxes_M4, placement)
+        learnt_M = keep_M & ~record.crowd_M
+        return boxes_M4[learnt_M], record.labels_M[learnt_M]
+
 
 def _quarantined(code: int) -> str:
     """Why a record is never opened again, "" if it may be."""
@@ -213,28 +222,33 @@ def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
         samples: all of one shape.
         out: uint8 [at least B*3*H*W], where the images go; None: into memory of their own.
     """
-    most = max(1, *(len(sample.labels_M) for sample in samples))
-    padded = -(-most // _BOX_ROUNDING) * _BOX_ROUNDING
     shape = samples[0].image_HW3.shape
     assert all(sample.image_HW3.shape == shape for sample in samples), "one shape a batch"
     count, size = len(samples), math.prod(shape)
     pixels = np.empty(count * size, np.uint8) if out is None else out[: count * size]
     images_B3HW = pixels.reshape(count, 3, *shape[:2])
-    boxes_BM4 = np.zeros((count, padded, 4), np.float32)
-    labels_BM = np.zeros((count, padded), np.int64)
-    mask_BM = np.zeros((count, padded), np.float32)
     for position, sample in enumerate(samples):
-        objects = len(sample.labels_M)
         cv2.split(sample.image_HW3, [*images_B3HW[position]])  # 10 times as fast as a transpose
-        boxes_BM4[position, :objects] = sample.boxes_M4
-        labels_BM[position, :objects] = sample.labels_M
-        mask_BM[position, :objects] = 1.0
     return Arrays(
         images_B3HW,
-        boxes_BM4,
-        labels_BM,
-        mask_BM,
+        *padded([(sample.boxes_M4, sample.labels_M) for sample in samples]),
         np.array([sample.index for sample in samples], np.int64),
         np.array([sample.scale for sample in samples], np.float32),
         np.array([sample.offset for sample in samples], np.float32),
     )
+
+
+def padded(
+    objects_B: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """boxes_BM4, labels_BM and mask_BM of (boxes_M4, labels_M) of each image; see `collate`."""
+    most = max(1, *(len(labels_M) for _, labels_M in objects_B))
+    room = -(-most // _BOX_ROUNDING) * _BOX_ROUNDING
+    boxes_BM4 = np.zeros((len(objects_B), room, 4), np.float32)
+    labels_BM = np.zeros((len(objects_B), room), np.int64)
+    mask_BM = np.zeros((len(objects_B), room), np.float32)
+    for position, (boxes_M4, labels_M) in enumerate(objects_B):
+        boxes_BM4[position, : len(labels_M)] = boxes_M4
+        labels_BM[position, : len(labels_M)] = labels_M
+        mask_BM[position, : len(labels_M)] = 1.0
+    return boxes_BM4, labels_BM, mask_BM

@@ -1,6 +1,5 @@
 """Samples to look at, drawn as the model gets them."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -17,8 +16,6 @@ from ppdist.data.sampling import copies
 from ppdist.data.train_samples import require_outlines
 from ppdist.drawing import draw_boxes, draw_classes
 
-_GAP = 6  # pixels between the pictures of a grid
-_WHITE = 255
 _READABLE = 640  # pixels; smaller inputs are shown with each pixel as a square of several
 
 
@@ -98,39 +95,29 @@ def _in_process(config: DataConfig) -> DataConfig:
 def _drawn(
     batches: Iterable[Batch], dataset: DetectionSet, classified: bool
 ) -> Iterator[np.ndarray]:
-    """Each image of the batches with the boxes, or the class, that the loss would get."""
     for batch in batches:
-        images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
-        boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
-        real_BM = batch.mask_BM.numpy() > 0
-        for position, index in enumerate(batch.image_index_B.numpy().tolist()):
-            if index < 0:
-                continue
-            image_HW3, real_M = images_BHW3[position], real_BM[position]
-            labels_M = labels_BM[position, real_M]
-            zoom = max(1, _READABLE // max(image_HW3.shape))
-            image_HW3 = image_HW3.repeat(zoom, axis=0).repeat(zoom, axis=1)
-            if classified:
-                yield draw_classes(image_HW3, labels_M, dataset.class_names)
-            else:
-                boxes_M4 = boxes_BM4[position, real_M] * zoom
-                yield draw_boxes(image_HW3, boxes_M4, labels_M, dataset.class_names)
+        yield from drawn_samples(batch, dataset.class_names, classified)
 
 
-def grid(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """Pictures in rows, about as many across as down, white between: uint8 RGB.
-
-    Each keeps its pixels; the fields are as large as the largest picture.
-    """
-    across = math.ceil(math.sqrt(len(pictures)))
-    down = math.ceil(len(pictures) / across)
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    field_y, field_x = height + _GAP, width + _GAP
-    canvas = np.full((down * field_y - _GAP, across * field_x - _GAP, 3), _WHITE, np.uint8)
-    for position, picture in enumerate(pictures):
-        top, left = position // across * field_y, position % across * field_x
-        canvas[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
-    return canvas
+def drawn_samples(
+    batch: Batch, class_names: tuple[str, ...], classified: bool
+) -> Iterator[np.ndarray]:
+    """Each image of a batch with the boxes, or the class, that the loss gets; uint8 RGB."""
+    images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
+    boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
+    real_BM = batch.mask_BM.numpy() > 0
+    for position, index in enumerate(batch.image_index_B.numpy().tolist()):
+        if index < 0:
+            continue
+        image_HW3, real_M = images_BHW3[position], real_BM[position]
+        labels_M = labels_BM[position, real_M]
+        zoom = max(1, _READABLE // max(image_HW3.shape))
+        image_HW3 = image_HW3.repeat(zoom, axis=0).repeat(zoom, axis=1)
+        if classified:
+            yield draw_classes(image_HW3, labels_M, class_names)
+        else:
+            boxes_M4 = boxes_BM4[position, real_M] * zoom
+            yield draw_boxes(image_HW3, boxes_M4, labels_M, class_names)
 
 
 def png(image_HW3: np.ndarray) -> bytes:

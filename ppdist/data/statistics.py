@@ -1,7 +1,7 @@
 """What a split holds, in numbers: classes, box sizes and shapes, positions, objects per image.
 
     DetectionSet -> Objects (one row an object) -> summary (numbers, for JSON) -> overview (text)
-                                                -> ppdist/plots.py
+                                                -> ppdist/plots/statistics.py
 
 Letters: N images, M objects of all images together, C classes.
 """

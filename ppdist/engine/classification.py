@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -10,15 +11,23 @@ import paddle
 from ppdist import dist
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_classes, side_by_side
+from ppdist.engine.agreement import agreed
 from ppdist.engine.evaluator import (
     CUT_SHORT,
     ShareProgress,
-    agreed,
     check_each_once,
     go_on,
     in_eval_mode,
 )
-from ppdist.metrics.classification import METRICS, Ranking, accuracy, rank, write_ranking
+from ppdist.engine.validation_loss import ValidationLoss, normalised
+from ppdist.metrics.classification import (
+    METRICS,
+    Ranking,
+    accuracy,
+    analyse_classes,
+    rank,
+    write_ranking,
+)
 from ppdist.models.detector import ImageModel
 
 
@@ -31,6 +40,7 @@ class ClassificationEvaluator:
     Attributes:
         headline: names of metrics for the log; the first says by default what is best.
         metrics: names of what `measure` gives.
+        images: in the whole set.
         pictures: after an evaluation, the first images of this rank's share: true class on the
             left, the surest ones on the right, for `RunLog.images`.
     """
@@ -38,7 +48,12 @@ class ClassificationEvaluator:
     headline = metrics = METRICS
 
     def __init__(
-        self, dataset: DetectionSet, loader: Iterable[Batch], *, max_pictures: int = 0
+        self,
+        dataset: DetectionSet,
+        loader: Iterable[Batch],
+        *,
+        max_pictures: int = 0,
+        loss: ValidationLoss | None = None,
     ) -> None:
         """
         Args:
@@ -46,13 +61,18 @@ class ClassificationEvaluator:
             loader: gives this rank's share of it anew at each iteration; `labels_BM[:, 0]` is the
                 class and `image_index_B` the position in `dataset.records`, -1 for padding.
             max_pictures: how many images to draw.
+            loss: `evaluate` gives that, too.
         """
+        self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
         self._dataset = dataset
         self._loader = loader
         self._max_pictures = max_pictures
+        self._loss = loss
 
-    def evaluate(self, model: ImageModel, stopped: Callable[[], bool] = go_on) -> dict[str, float]:
+    def evaluate(
+        self, model: ImageModel, stopped: Callable[[], bool] = go_on, step: int = 0
+    ) -> dict[str, float]:
         """Accuracy of the model; every rank calls it and every rank gets the same result.
 
         The mode (train or eval) of every layer is as before when it returns.
@@ -60,17 +80,28 @@ class ClassificationEvaluator:
         Args:
             model: the classifier itself, not its data-parallel wrapper.
             stopped: whether this rank was asked to stop; looked at after each batch.
-        Returns: what `measure` does; and `eval_seconds` (rank 0's).
+            step: optimizer steps done.
+        Returns: what `measure` does; with a loss `val_loss`; and `eval_seconds` (rank 0's).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.
         """
         began = time.monotonic()
-        ranking = self.predict(model, stopped)
+        if self._loss is not None:
+            self._loss.begin(step)
+        self._last, losses = self._found(model, stopped, self._loss)
         seconds = dist.on_main(lambda: time.monotonic() - began)
-        return {**self.measure(ranking), "eval_seconds": seconds}
+        return {**self.measure(self._last), **losses, "eval_seconds": seconds}
 
     def measure(self, found: Ranking) -> dict[str, float]:
         """See `ppdist.metrics.classification.accuracy`."""
         return accuracy(found)
+
+    def analyse(self, found: Ranking, step: int | None = None) -> dict[str, Any]:
+        """See `ppdist.metrics.classification.analyse_classes`."""
+        return analyse_classes(self._dataset, found, step)
+
+    def analyse_last(self, step: int) -> dict[str, Any]:
+        """`analyse` of what `evaluate` measured last."""
+        return self.analyse(self._last, step)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
         """Nothing: accuracy is of all classes together."""
@@ -85,23 +116,37 @@ class ClassificationEvaluator:
         Args: stopped: see `evaluate`.
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
         """
-        ours = agreed(lambda: self._predict_share(model, stopped))
+        return self._found(model, stopped, None)[0]
+
+    def _found(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> tuple[Ranking, dict[str, float]]:
+        share = agreed(
+            lambda: self._predict_share(model, stopped, loss),
+            say=lambda _: None if loss is None else loss.sums,
+        )
+        ours, losses = share.value, {} if loss is None else normalised(share.said_W)
         columns = [ours.index_N[:, None], ours.place_N[:, None], ours.labels_NK, ours.scores_NK]
         rows_NX = dist.all_gather_rows(np.concatenate(columns, axis=1).astype(np.float64))
         rows_NX = rows_NX[np.argsort(rows_NX[:, 0], kind="stable")]
         check_each_once(self._dataset, rows_NX[:, 0].astype(np.int64))
         index_N, place_N = rows_NX[:, :2].astype(np.int64).T
         labels_NK, scores_NK = np.split(rows_NX[:, 2:], 2, axis=1)
-        return Ranking(index_N, place_N, labels_NK.astype(np.int64), scores_NK.astype(np.float32))
+        labels_NK, scores_NK = labels_NK.astype(np.int64), scores_NK.astype(np.float32)
+        return Ranking(index_N, place_N, labels_NK, scores_NK), losses
 
-    def _predict_share(self, model: ImageModel, stopped: Callable[[], bool]) -> Ranking:
+    def _predict_share(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> Ranking:
         nothing = np.zeros(0, np.int64)
         parts = [rank(np.zeros((0, model.num_classes), np.float32), nothing, nothing)]
         self.pictures = []
         progress = ShareProgress(len(self._dataset.records))
         with in_eval_mode(model):
             for batch in self._loader:
-                probabilities_BC = classify(model, batch.images_B3HW)
+                outputs, probabilities_BC = classify(model, batch.images_B3HW)
+                if loss is not None:
+                    loss.add(outputs, batch)
                 index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
                 real_B = index_B >= 0
                 ranking = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
@@ -132,6 +177,8 @@ class ClassificationEvaluator:
 
 
 @paddle.no_grad()
-def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> np.ndarray:
-    """probabilities_BC of uint8 or float RGB images 0..255; the caller has set the model's mode."""
-    return model.predict(images_B3HW).numpy()
+def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.ndarray]:
+    """Raw outputs, and probabilities_BC, of uint8 or float RGB images 0..255; the caller has set
+    the model's mode."""
+    outputs = model(model.normalize(images_B3HW))
+    return outputs, model.decode(outputs).numpy()

@@ -26,13 +26,17 @@ def misfits(config: Any) -> Iterator[str]:
             f"loss.name: {config.loss.name} is the loss of another model than model.name: {name}; "
             f"leave loss.name out"
         )
-    metric = config.evaluate.metric
     known = ClassificationEvaluator.headline if classifies else Evaluator.headline
-    if metric not in (None, *known):
-        yield (
-            f"evaluate.metric: {metric} is not measured for model.name: {name}; expected one of "
-            f"{', '.join(known)}"
-        )
+    metrics = {"evaluate.metric": (config.evaluate.metric, known)}
+    if config.early_stopping is not None:
+        more = ("val_loss",) if classifies else ("f1", "val_loss")
+        metrics["early_stopping.metric"] = config.early_stopping.metric, (*known, *more)
+    for key, (metric, measured) in metrics.items():
+        if metric not in (None, *measured):
+            yield (
+                f"{key}: {metric} is not measured for model.name: {name}; expected one of "
+                f"{', '.join(measured)}"
+            )
     yield from _between_ranks(config)
     yield from _ignored(config)
 

@@ -41,6 +41,7 @@ FREE = {
     "checkpoint": "when and how many are written",
     "evaluate.batch_size_per_card": "scores do not depend on it",
     "evaluate.every_epochs": "when to look",
+    "early_stopping": "when to end",
     "log": "what is said",
 }
 # What changes how well the same weights score: the best so far cannot be compared any more.  With

@@ -1,12 +1,11 @@
 """Detection quality of a model over a whole set, sharded over the ranks."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -16,16 +15,19 @@ from ppdist import dist, pulse
 from ppdist.config import Section
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_boxes, side_by_side
-from ppdist.errors import UserError
+from ppdist.engine.agreement import agreed
+from ppdist.engine.step import Clock
+from ppdist.engine.validation_loss import ValidationLoss, normalised
 from ppdist.log import duration
-from ppdist.metrics.coco import METRICS, evaluate_boxes, write_detections
+from ppdist.metrics.analysis import analyse
+from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
 from ppdist.models.detector import Detector
 from ppdist.postprocess import NMSConfig, multiclass_nms
 
 _LOGGER = logging.getLogger("ppdist")
 _REPORT_SECONDS = 30.0
-T = TypeVar("T")
 _DRAWN_SCORE = 0.3
+SEEN = -1  # in place of a class: the row says only that the image was looked at
 CUT_SHORT = -1  # in place of an image's position: the rank was asked to stop
 
 
@@ -63,31 +65,6 @@ def go_on() -> bool:
     return False
 
 
-class EvaluationFailed(RuntimeError):
-    """Raised on every rank alike, and training is as it was: some rank could not do its part."""
-
-
-def agreed(work: Callable[[], T]) -> T:
-    """What `work` returned on this rank, if it did on all; every rank calls it.
-
-    Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
-        UserError, on every rank: by users' mistakes alone.
-    """
-    value, failure, mine = None, None, None
-    try:
-        value = work()
-    except Exception as error:
-        failure = error
-        said = f"rank {dist.rank()} (host {dist.host()}): {type(error).__name__}: {error}"
-        mine = [isinstance(error, UserError), said]
-    failed = [told for told in dist.exchange(mine) if told]
-    if not failed:
-        return cast(T, value)
-    if all(is_users for is_users, _ in failed):
-        raise failure or UserError(failed[0][1])
-    raise EvaluationFailed("; ".join(said for _, said in failed)) from failure
-
-
 class Evaluator:
     """Runs a detector over a set; every image is seen once, by one rank.
 
@@ -98,8 +75,12 @@ class Evaluator:
     Attributes:
         headline: names of metrics for the log; the first says by default what is best.
         metrics: names of what `measure` gives.
+        images: in the whole set.
         pictures: after an evaluation, the first images of this rank's share with true and
             predicted boxes, for `RunLog.images`.
+        clock: after an evaluation, this rank's seconds by part: `images` (waiting for them),
+            `forward`, `boxes` (decoding, NMS), `loss`, `rows` (boxes to pixels of the original,
+            pictures), `ranks` (waiting for the others), `metrics`.
     """
 
     headline = ("mAP", "mAP50", "fitness")
@@ -111,6 +92,7 @@ class Evaluator:
         nms: NMSConfig,
         *,
         max_pictures: int = 0,
+        loss: ValidationLoss | None = None,
     ) -> None:
         """
         Args:
@@ -119,16 +101,23 @@ class Evaluator:
                 position in `dataset.records`, or -1 for padding.
             nms: bounds the time of an untrained model too: `candidates` and `keep` boxes at most.
             max_pictures: how many images to draw.
+            loss: `evaluate` gives that, too.
         """
-        self.metrics = (*METRICS, *(f"AP/{name}" for name in dataset.class_names), "fitness")
+        self.metrics = (*metric_names(dataset.class_names), "fitness")
+        self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
+        self.clock = Clock()
+        self._last_R7 = np.zeros((0, 7), np.float32)
         self._dataset = dataset
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
         self._loader = loader
         self._nms = nms
         self._max_pictures = max_pictures
+        self._loss = loss
 
-    def evaluate(self, model: Detector, stopped: Callable[[], bool] = go_on) -> dict[str, float]:
+    def evaluate(
+        self, model: Detector, stopped: Callable[[], bool] = go_on, step: int = 0
+    ) -> dict[str, float]:
         """COCO metrics of the model; every rank calls it and every rank gets the same result.
 
         Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
@@ -137,14 +126,27 @@ class Evaluator:
         Args:
             model: the detector itself, not its data-parallel wrapper.
             stopped: whether this rank was asked to stop; looked at after each batch.
-        Returns: what `measure` does; and `eval_seconds` (rank 0's wall time).
+            step: optimizer steps done, on which the loss depends.
+        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
+            `eval_seconds` (rank 0's wall time).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.
         """
-        began = time.monotonic()
-        found_R7 = self.predict(model, stopped)
+        began, self.clock = time.monotonic(), Clock()
+        if self._loss is not None:
+            self._loss.begin(step)
+        found_R7, losses = self._found(model, stopped, self._loss)
 
-        metrics = agreed(lambda: self.measure(found_R7) if dist.is_main() else {})
-        return dist.on_main(lambda: {**metrics, "eval_seconds": time.monotonic() - began})
+        def measure() -> dict[str, float]:
+            if not dist.is_main():
+                return {}
+            self._last_R7 = found_R7
+            metrics = self.measure(found_R7)
+            self.clock.lap("metrics")
+            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
+
+        metrics = agreed(measure, say=lambda metrics: metrics).said_W[0]
+        self.clock.lap("ranks")
+        return metrics
 
     def measure(self, found_R7: np.ndarray) -> dict[str, float]:
         """Metrics of what `predict` found, on this rank alone.
@@ -154,10 +156,18 @@ class Evaluator:
         metrics = evaluate_boxes(self._dataset, found_R7)
         return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
 
+    def analyse(self, found_R7: np.ndarray, step: int | None = None) -> dict[str, Any]:
+        """See `ppdist.metrics.analysis.analyse`; on this rank alone."""
+        return analyse(self._dataset, found_R7, step)
+
+    def analyse_last(self, step: int) -> dict[str, Any]:
+        """`analyse` of what `evaluate` measured last; on rank 0 alone."""
+        return self.analyse(self._last_R7, step)
+
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
         """AP of each class of what `measure` gave; None where the set has no object of it."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
-        return [score if math.isfinite(score) else None for score in scores]
+        return [score if score >= 0 else None for score in scores]
 
     def save(self, path: Path, found_R7: np.ndarray) -> None:
         """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""
@@ -172,34 +182,51 @@ class Evaluator:
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
             EvaluationFailed.
         """
-        rows_R7, seen_S = agreed(lambda: self._detect_share(model, stopped))
-        check_each_once(self._dataset, dist.all_gather_rows(seen_S[:, None])[:, 0])
-        gathered_R7 = dist.all_gather_rows(rows_R7)
-        return gathered_R7[np.argsort(gathered_R7[:, 0], kind="stable")]
+        return self._found(model, stopped, None)[0]
+
+    def _found(
+        self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """What `predict` does, and the losses; ranks meet twice, each meeting takes some time."""
+        share = agreed(
+            lambda: self._detect_share(model, stopped, loss),
+            say=lambda _: None if loss is None else loss.sums,
+        )
+        rows_R7 = dist.all_gather_rows(share.value)
+        self.clock.lap("ranks")
+        seen_R = rows_R7[:, 1] == SEEN
+        check_each_once(self._dataset, rows_R7[seen_R, 0].astype(np.int64))
+        rows_R7 = rows_R7[~seen_R]
+        losses = {} if loss is None else normalised(share.said_W)
+        return rows_R7[np.argsort(rows_R7[:, 0], kind="stable")], losses
 
     def _detect_share(
-        self, model: Detector, stopped: Callable[[], bool]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [R, 7] of this rank's images, and their positions int64 [S], CUT_SHORT among them if
-        it was asked to stop."""
+        self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> np.ndarray:
+        """Rows [R, 7] of this rank's images, one of them of class SEEN for each image, and one at
+        position CUT_SHORT if it was asked to stop."""
         rows = [np.zeros((0, 7), np.float32)]
-        seen = [np.zeros(0, np.int64)]
         self.pictures = []
         progress = ShareProgress(len(self._dataset.records))
         with in_eval_mode(model):
             for batch in self._loader:
-                rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
+                self.clock.lap("images")
+                outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
+                if loss is not None:
+                    loss.add(outputs, batch)
+                    self.clock.lap("loss")
                 rows.append(self._in_original_pixels(batch, rows_R6, count_B))
                 indices_B = batch.image_index_B.numpy()
-                seen.append(indices_B[indices_B >= 0])
+                rows.append(_seen(indices_B[indices_B >= 0]))
                 wanted = self._max_pictures - len(self.pictures)
                 names = self._dataset.class_names
                 self.pictures += draw_batch(batch, rows_R6, count_B, names, wanted)
-                progress.add(len(seen[-1]))
+                self.clock.lap("rows")
+                progress.add(len(rows[-1]))
                 if stopped():
-                    seen.append(np.array([CUT_SHORT]))
+                    rows.append(_seen(np.array([CUT_SHORT])))
                     break
-        return np.concatenate(rows), np.concatenate(seen)
+        return np.concatenate(rows)
 
     def _in_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
@@ -214,6 +241,12 @@ class Evaluator:
         boxes_R4 = np.clip(boxes_R4, 0, np.tile(self._sizes_wh_N2[index_R], 2))
         rows_R7 = np.concatenate([index_R[:, None], rows_R6[:, :2], boxes_R4], axis=1)
         return rows_R7[index_R >= 0].astype(np.float32)  # positions below 2**24 stay exact
+
+
+def _seen(indices_S: np.ndarray) -> np.ndarray:
+    rows_S7 = np.zeros((len(indices_S), 7), np.float32)
+    rows_S7[:, 0], rows_S7[:, 1] = indices_S, SEEN
+    return rows_S7
 
 
 class ShareProgress:
@@ -251,19 +284,24 @@ def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
 
 
 def detect(
-    model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig
-) -> tuple[np.ndarray, np.ndarray]:
+    model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig, clock: Clock
+) -> tuple[Any, np.ndarray, np.ndarray]:
     """Detections of one batch; the caller has set the model's mode.
 
     Args:
         images_B3HW: uint8 RGB.
-    Returns: float32 [R, 6] rows (class, score, x1, y1, x2, y2) in input pixels, image after image,
-        and int64 [B], how many rows each image has.
+        clock: gets `forward` and `boxes`.
+    Returns: raw outputs of the model; float32 [R, 6] rows (class, score, x1, y1, x2, y2) in input
+        pixels, image after image; and int64 [B], how many rows each image has.
     """
     with paddle.no_grad():
-        scores_BNC, boxes_BN4 = model.predict(images_B3HW)
+        outputs = model(model.normalize(images_B3HW))
+        clock.lap("forward")
+        scores_BNC, boxes_BN4 = model.decode(outputs)
         rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, nms)
-    return rows_R6.numpy(), count_B.numpy().astype(np.int64)
+        found = outputs, rows_R6.numpy(), count_B.numpy().astype(np.int64)
+        clock.lap("boxes")
+    return found
 
 
 @contextmanager

@@ -19,17 +19,21 @@ from ppdist.data.sample import DetectionSet
 from ppdist.engine.advice import advice
 from ppdist.engine.anchors import better_anchors
 from ppdist.engine.bad_images import BadImages
+from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.compatible import misfits, surprises
 from ppdist.engine.derived import Derived, derive
+from ppdist.engine.early_stopping import EarlyStoppingConfig
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import EvaluateConfig, Evaluator
 from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
+from ppdist.engine.hyper_parameters import hyper_parameters, settings
 from ppdist.engine.preflight import preflight
 from ppdist.engine.resume import find_start, own_folder, settle_run, tell
 from ppdist.engine.step import TrainStep
 from ppdist.engine.train_config import TrainConfig
 from ppdist.engine.trainer import Trainer
+from ppdist.engine.validation_loss import ValidationLoss
 from ppdist.errors import ConfigError
 from ppdist.log import LogConfig, RunLog
 from ppdist.losses import Loss
@@ -84,6 +88,9 @@ class ExperimentConfig(Section):
     )
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
     evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="Evaluation.")
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="Ends training that gets no better; null: it runs to its end."
+    )
     nms: NMSConfig = Field(default=NMSConfig(), description="Non-maximum suppression.")
     log: LogConfig = Field(default=LogConfig(), description="Progress, curves, images.")
 
@@ -112,6 +119,7 @@ class Experiment:
     trainer: Trainer
     log: RunLog
     output_dir: Path
+    sets: dict[str, DetectionSet]  # by the name of the split: those that the run reads
 
 
 def build_model(config: ExperimentConfig) -> ImageModel:
@@ -131,9 +139,16 @@ def build_model(config: ExperimentConfig) -> ImageModel:
 
 
 def build_evaluator(
-    config: ExperimentConfig, dataset: DetectionSet, model: ImageModel, max_pictures: int = 0
+    config: ExperimentConfig,
+    dataset: DetectionSet,
+    model: ImageModel,
+    max_pictures: int = 0,
+    loss: Loss | None = None,
 ) -> Evaluator | ClassificationEvaluator:
-    """Evaluation of this rank's share of a split; every rank builds one."""
+    """Evaluation of this rank's share of a split; every rank builds one.
+
+    Args: loss: that of training, to be measured too.
+    """
     loader = EvalLoader(
         dataset,
         config.data,
@@ -144,9 +159,10 @@ def build_evaluator(
         ranks_on_host=dist.local_size(),
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
     )
+    measured = None if loss is None else ValidationLoss(loss, loader)
     if config.data.classifies:
-        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures)
-    return Evaluator(dataset, loader, config.nms, max_pictures=max_pictures)
+        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
+    return Evaluator(dataset, loader, config.nms, max_pictures=max_pictures, loss=measured)
 
 
 def build_training(
@@ -189,7 +205,7 @@ def build_training(
     noticed += dist.on_main(lambda: run_lock.hold(output_dir))
     dist.on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     own_folder(output_dir, start, run)
-    log = _open_log(config, output_dir, derived, start.step)
+    log = dist.together(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
         for warning in (*noticed, *start.warnings, *found, *surprises(config)):
@@ -207,7 +223,8 @@ def build_training(
         tell(start, derived, log)
         _say_derived(config, derived, start.step, log)
         undo.pop_all()
-    return Experiment(trainer=trainer, log=log, output_dir=output_dir)
+    sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
+    return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
 
 
 def _build_trainer(
@@ -225,18 +242,23 @@ def _build_trainer(
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
         log.warning(slow)
+    train_step, evaluator = build_train_step(config, derived, model), None
+    if val_set is not None:
+        pictures = config.log.images if dist.is_main() else 0  # nobody else shows them
+        evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
     return Trainer(
-        train_step=build_train_step(config, derived, model),
-        feed=build_feed(config, train_set, derived),
+        train_step=train_step,
+        feed=build_feed(config, train_set, derived, output_dir / "plots"),
         bad_images=bad_images,
         derived=derived,
-        evaluator=_evaluator_of_training(config, val_set, model),
+        evaluator=evaluator,
         evaluated_model=evaluated_model,
         log=log,
         output_dir=output_dir,
         config_yaml=dump_yaml(config),
         checkpoint=config.checkpoint,
         evaluate=config.evaluate,
+        early_stopping=config.early_stopping,
         log_every=config.log.every_steps,
         seed=config.seed,
         bad_steps_limit=config.train.bad_steps_limit,
@@ -250,6 +272,9 @@ def _say_derived(
     """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
     log.table("derived", derived.rows())
     log.metrics({"step": start or 0, "derived": derived.record()})
+    scores = ClassificationEvaluator if config.data.classifies else Evaluator
+    chosen = hyper_parameters(config.model, config.seed, derived)
+    log.curves.describe(chosen, list(scores.headline[:2]), settings(config))
     for warning in advice(config, derived):
         log.warning(warning)
 
@@ -259,14 +284,6 @@ def _open_log(
 ) -> RunLog:
     total, per_epoch = derived.total_steps, derived.steps_per_epoch
     return RunLog(output_dir, dist.is_main(), total, per_epoch, config.log, start)
-
-
-def _evaluator_of_training(
-    config: ExperimentConfig, val_set: DetectionSet | None, model: ImageModel
-) -> Evaluator | ClassificationEvaluator | None:
-    if val_set is None:
-        return None
-    return build_evaluator(config, val_set, model, config.log.images)
 
 
 def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
@@ -309,16 +326,19 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
     )
 
 
-def build_feed(config: ExperimentConfig, train_set: DetectionSet, derived: Derived) -> Feed:
-    """This rank's training micro-batches; every rank builds one at the same time."""
+def build_feed(
+    config: ExperimentConfig, train_set: DetectionSet, derived: Derived, plots: Path | None = None
+) -> Feed:
+    """This rank's training micro-batches; every rank builds one at the same time.
+
+    Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
+    """
     augment = config.data.augment.stretched(derived.stretch)
-    return Feed(
-        train_set,
-        config.data.model_copy(update={"augment": augment}),
-        derived,
-        sizes=config.train.multi_scale or (config.model.image_size,),
-        seed=config.seed,
-    )
+    data, pictures = config.data.model_copy(update={"augment": augment}), None
+    if plots is not None and dist.is_main() and config.log.images:
+        pictures = BatchPictures(plots, train_set.class_names, data, derived)
+    sizes = config.train.multi_scale or (config.model.image_size,)
+    return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
 
 
 def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:

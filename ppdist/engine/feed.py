@@ -23,6 +23,7 @@ from ppdist.data.sample import Batch, DetectionSet, ImageRecord
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.sampling import SamplingConfig, copies, difficulty, epoch_size
 from ppdist.data.train_samples import require_outlines
+from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.derived import Derived
 from ppdist.errors import ConfigError, DataError
 from ppdist.files import digest_of_file
@@ -224,11 +225,13 @@ class Feed:
         derived: Derived,
         sizes: Sequence[tuple[int, int]],
         seed: int,
+        pictures: BatchPictures | None = None,
     ) -> None:
         """
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
             seed: of order and augmentation.
+            pictures: draws some of the batches; None: nobody does.
         """
         self._dataset = dataset
         self._sampling = config.sampling
@@ -245,6 +248,8 @@ class Feed:
             sizes=sizes,
             copies_N=copies(dataset, config.sampling, None),
         )
+        self._pictures = pictures
+        self._accumulate_steps = derived.accumulate_steps
         self._loader = TrainLoader(
             dataset,
             config,
@@ -261,7 +266,10 @@ class Feed:
             scores: of the last evaluation, None before the first.
         """
         self._loader.plan = self._plan(first_step, scores)
-        return iter(self._loader)
+        if self._pictures is None:
+            return iter(self._loader)
+        per_step = self._accumulate_steps * self.parts
+        return self._pictures.watching(iter(self._loader), first_step, per_step)
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
         """Positions of this rank's images of a step, without opening them; scores: as `batches`."""

@@ -1,11 +1,12 @@
 """Which ranks keep the others waiting: how long each takes for its own part of a step."""
 
-import time
 from statistics import median, median_low
 
 import paddle
 
 from ppdist import dist, pulse
+from ppdist.engine.records import Stopwatch
+from ppdist.engine.step import StepResult
 
 _WINDOW = 15  # steps of one comparison
 _SLOW = 1.43  # times what others take: a score of 0.7
@@ -20,24 +21,27 @@ class Pace:
 
     def __init__(self) -> None:
         self._own: list[float] = []  # seconds of each step since the last comparison
-        self._began = self._waited = 0.0
         self._slow, self._named = set[int](), set[int]()
 
-    def begin(self) -> None:
-        """Called before a step, after whatever is done between steps."""
-        self._began, self._waited = time.perf_counter(), pulse.waited_seconds()
+    def add(self, result: StepResult, data_seconds: float, watch: Stopwatch) -> str:
+        """A step that was made; every rank calls it.  Tells fleetrun, too, what it came to.
 
-    def end(self) -> str:
-        """Called after the step, by every rank.
-
+        Args: data_seconds: of the step, waiting for images.
         Returns: a warning, the same on every rank, each rank once; most times nothing.
         """
-        waited = pulse.waited_seconds() - self._waited
-        self._own.append(time.perf_counter() - self._began - waited)
+        pulse.made(
+            loss=result.losses["loss"],
+            images=result.images,
+            bad=not result.applied and not result.searching,
+            step_seconds=watch.wall,
+            own_seconds=watch.own,
+            data_seconds=data_seconds,
+        )
+        self._own.append(watch.own)
         if len(self._own) < _WINDOW or dist.world_size() == 1:
             return ""
-        own, self._own = median(self._own), []
-        seconds_W = dist.all_gather(paddle.to_tensor([own], dtype="float32")).numpy().ravel()
+        usual, self._own = median(self._own), []
+        seconds_W = dist.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
         return self._judge([float(each) for each in seconds_W])
 
     def _judge(self, seconds_W: list[float]) -> str:

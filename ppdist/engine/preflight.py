@@ -57,7 +57,7 @@ def preflight(
         evaluate: `--eval` was given; resume, resume_changed: `--resume`, `--resume-changed` were.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
-        they cannot sum.
+        they cannot sum; early stopping without evaluations.
     """
     dist.together(lambda: check_precision(config))
     hosts_W = dist.exchange(dist.host())
@@ -75,6 +75,10 @@ def preflight(
         },
         hosts_W,
     )
+    if config.early_stopping is not None and not evaluate:
+        raise ConfigError(
+            "early_stopping goes by what evaluations find: start with --eval, or set it to null"
+        )
     require_sum()
     first_of_host = hosts_W.index(hosts_W[dist.rank()]) == dist.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []

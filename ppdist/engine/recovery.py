@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ppdist import dist
 from ppdist.checkpoint import Snapshot
@@ -26,6 +27,7 @@ from ppdist.log import RunLog
 MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
 _RATE_FACTOR = 0.5
 _SHOWN = 8  # images in a message
+_NOT_FINITE = "loss or gradient not finite"
 
 
 def _left_out(text: str) -> set[int]:
@@ -36,6 +38,11 @@ def _left_out(text: str) -> set[int]:
             f"fleetrun --max_restart sets it by itself"
         )
     return {int(step) for step in text.split(",") if step}
+
+
+def _returned(progress: Progress, step: int, reason: str) -> dict[str, Any]:
+    """The record of a return from a step to where the run is now."""
+    return {"step": progress.step, "returned_from_step": step, "reason": reason}
 
 
 def rate_factor(returns: int) -> float:
@@ -132,7 +139,7 @@ class Recovery:
             f"(return {progress.returns} of at most {MOST_RETURNS}); the images of these steps are "
             f"in {self._folder / 'bad_steps.jsonl'}"
         )
-        self._log.metrics({"step": progress.step, "returned_from_step": step, "lr_factor": factor})
+        self._log.metrics({**_returned(progress, step, _NOT_FINITE), "lr_factor": factor})
         return True
 
     def doubt(self, progress: Progress) -> bool:
@@ -151,6 +158,7 @@ class Recovery:
             f"after step {step}: back to the weights after step {progress.step}, as each rank has "
             f"kept them; the steps since are made again"
         )
+        self._log.metrics(_returned(progress, step, "ranks held different weights"))
         return True
 
     def _go_back(self, progress: Progress) -> None:

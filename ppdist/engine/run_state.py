@@ -11,8 +11,9 @@ import paddle
 from ppdist import dist
 from ppdist.checkpoint import Snapshot
 from ppdist.engine.derived import Derived
+from ppdist.engine.early_stopping import LossCurves, Standing
 from ppdist.engine.feed import ClassScores
-from ppdist.engine.step import StepResult, TrainStep
+from ppdist.engine.step import TrainStep
 from ppdist.errors import CheckpointError
 from ppdist.optim.optimizer import load_optimizer_arrays, optimizer_arrays
 
@@ -50,15 +51,16 @@ class Progress:
     run: Run | None = None
     returns: int = 0  # to earlier weights, each for half the learning rate; see engine/recovery.py
     most_images: int | None = None  # of a micro-batch, once a rank had no memory for all of it
+    standing: Standing | None = None  # with early_stopping, since the first evaluation
+    losses: LossCurves = field(default_factory=LossCurves)
     stop: bool = False  # this process was asked to stop
-    window: list[tuple[StepResult, dict[str, float], float]] = field(default_factory=list)
 
     def go_back_to(self, earlier: "Progress") -> None:
         """Takes on where the run was; keeps what it has learned about itself since."""
         self.step, self.bad_steps = earlier.step, 0
         self.best, self.best_step = earlier.best, earlier.best_step
         self.evaluated_step, self.class_scores = earlier.evaluated_step, earlier.class_scores
-        self.window = []
+        self.standing, self.losses = earlier.standing, earlier.losses
 
 
 def take(step: TrainStep, progress: Progress, derived: Derived) -> Snapshot:
@@ -87,6 +89,8 @@ def take(step: TrainStep, progress: Progress, derived: Derived) -> Snapshot:
         "run": None if progress.run is None else asdict(progress.run),
         "returns": progress.returns,
         "most_images": progress.most_images,
+        "standing": None if progress.standing is None else asdict(progress.standing),
+        "losses": asdict(progress.losses),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
     }
@@ -137,6 +141,8 @@ def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
         run=Run.of(state),
         returns=state.get("returns", 0),
         most_images=state.get("most_images"),
+        standing=Standing(**state["standing"]) if state.get("standing") else None,
+        losses=LossCurves(**state.get("losses", {})),
     )
     return progress, lost
 

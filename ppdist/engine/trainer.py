@@ -1,12 +1,8 @@
 """The loop: step, log, evaluate, save, stop; each a visible `if`, in that order."""
 
-import logging
 import math
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
@@ -18,22 +14,25 @@ from ppdist.data.sample import Batch
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived
-from ppdist.engine.evaluator import EvaluateConfig, EvaluationFailed, EvaluationStopped, Evaluator
+from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingConfig, LossCurves
+from ppdist.engine.epochs import Epochs
+from ppdist.engine.evaluator import EvaluateConfig, EvaluationStopped, Evaluator
 from ppdist.engine.feed import Feed
 from ppdist.engine.injection import Injector
 from ppdist.engine.pace import Pace
+from ppdist.engine.records import Records, Stopwatch
 from ppdist.engine.recovery import Recovery, rate_factor
-from ppdist.engine.run_state import Progress, Snapshot, copy_into, restore, take
+from ppdist.engine.run_state import Progress, Snapshot, restore, take
 from ppdist.engine.same_weights import agree_on_weights
 from ppdist.engine.step import Clock, StepResult, TrainStep
 from ppdist.engine.stopping import STOPPED, listen
+from ppdist.engine.validation import Validation
 from ppdist.errors import CheckpointError
 from ppdist.log import RunLog
 from ppdist.models.detector import ImageModel
 from ppdist.optim.averaging import next_synchronised
 from ppdist.optim.schedule import Rates
-
-_LOGGER = logging.getLogger("ppdist.engine")
+from ppdist.time_left import EVALUATION, SAVING
 
 
 class Trainer:
@@ -53,6 +52,7 @@ class Trainer:
         config_yaml: str,
         checkpoint: CheckpointConfig,
         evaluate: EvaluateConfig,
+        early_stopping: EarlyStoppingConfig | None,
         log_every: int,
         seed: int,
         bad_steps_limit: int,
@@ -64,8 +64,7 @@ class Trainer:
             evaluator: None: no evaluation during training.
             evaluated_model: a second model that takes the averaged weights for evaluation.
             seed: of what the model draws at random (dropout), together with step and rank.
-            bad_steps_limit: `train.bad_steps_limit`.
-            check_weights_every: `distributed.check_weights_every`.
+            bad_steps_limit, check_weights_every: of `train` and of `distributed`.
         """
         self.train_step = train_step
         self.feed = feed
@@ -78,19 +77,19 @@ class Trainer:
         self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
         self.log_every = log_every
         self.seed = seed
-        self.progress = Progress()
-        self.pace = Pace()
+        self.progress, self.pace = Progress(), Pace()
+        self.records = Records(log, derived.steps_per_epoch)
+        self.epochs = Epochs(log, derived.steps_per_epoch, derived.total_steps)
         self._saved_step, self._owes_save = -1, False  # the second: one was due
-        per_epoch = derived.steps_per_epoch
-        save_every = checkpoint.every_steps or 0
-        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
-            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        every = train_step.averaging.every
-        self.save_every = next_synchronised(save_every, every)
-        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
-        self.evaluate_every = next_synchronised(evaluate_every, every)
-        self.best_metric = evaluate.metric
-        self.check_every = next_synchronised(check_weights_every, every)
+        self.validation: Validation | None = None
+        if evaluator is not None:
+            self.validation = Validation(
+                evaluator, evaluated_model, train_step, log, output_dir, evaluate.metric
+            )
+        self.early_stopping: EarlyStopping | None = None
+        if self.validation and early_stopping:
+            self.early_stopping = EarlyStopping(early_stopping, self.validation.best_metric)
+        self._settle_cadence(checkpoint, evaluate, check_weights_every)
         self.recovery = Recovery(
             train_step=train_step,
             feed=feed,
@@ -100,6 +99,26 @@ class Trainer:
             bad_steps_limit=bad_steps_limit,
         )
 
+    def _settle_cadence(
+        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
+    ) -> None:
+        """After how many optimizer steps each of them is due; where ranks' weights differ for some
+        steps, when they are equal again."""
+        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
+        save_every = checkpoint.every_steps or 0
+        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
+            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
+        self.save_every = next_synchronised(save_every, every)
+        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+        self.evaluate_every = next_synchronised(evaluate_every, every)
+        self.check_every = next_synchronised(check_weights_every, every)
+        self.log.expect(
+            self.evaluate_every if self.evaluator else 0,
+            self.save_every or self.derived.total_steps,
+            self.evaluator.images if self.evaluator else 0,
+            self.derived.total_batch,
+        )
+
     def fit(self) -> int:
         """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.
 
@@ -107,15 +126,17 @@ class Trainer:
         """
         listen(self._ask_to_stop)
         progress, total = self.progress, self.derived.total_steps
+        pulse.plan(total)
         faults = Injector(self.train_step, self.evaluated_model, progress.step, self.folder.parent)
-        if self.evaluator and self._missed_an_evaluation() and not self._evaluate(self.evaluator):
+        if self.validation and self._missed_an_evaluation() and not self._evaluate(self.validation):
             return self._stopped()
+        self.epochs.tell(progress.step)
         self.recovery.begin(progress, take(self.train_step, progress, self.derived))
         batches = self._batches()
-        while progress.step < total:
+        while progress.step < total and not self._no_use():
             self._tell_of_saving()
             pulse.beat("step", progress.step)
-            self.pace.begin()
+            watch = Stopwatch()  # whatever holds a rank up before its step is its own time, too
             faults.strike(progress.step + 1)
             result = None
             if progress.step + 1 in self.recovery.left_out:
@@ -123,13 +144,11 @@ class Trainer:
                 progress.step += 1
                 batches = self._batches()
             else:
-                result = self._step(batches)
+                result = self._step(batches, watch)
                 if result is None:  # the step, or those before it too, are to be made again
                     batches = self._batches()
                     continue
                 progress.step += 1
-                if slow := self.pace.end():
-                    self.log.warning(slow)
             ended = progress.step == total
             # Local SGD: the ranks ask again in each step until one ends with the same weights.
             asked = result is not None and result.stop_requested and result.synchronised
@@ -140,30 +159,46 @@ class Trainer:
                 batches = self._batches()
                 continue
             if progress.step % self.log_every == 0 or ended:
-                self._log_window()
+                self.records.write(progress.step, self._rates(progress.step - 1).lr)
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
-            if self.evaluator and self._due(self.evaluate_every, ended) and not stopping:
-                stopping = not self._evaluate(self.evaluator)
+            if self.validation and self._due(self.evaluate_every, ended) and not stopping:
+                stopping = not self._evaluate(self.validation)
                 if self.feed.follows_scores and not ended:
                     batches = self._batches()
+            self.epochs.tell(progress.step)
             if stopping:
                 return self._stopped()
             self._owes_save |= self._due(self.save_every, ended)
             if self._owes_save and settled:
                 self._save()
-        self._finish_saving()
-        pulse.beat("end", progress.step)
+        if progress.step < total:
+            self.log.info(f"training ends early, after step {progress.step}: {self._no_use()}")
+        self._end("total" if progress.step == total else "early_stopping")
         return 0
 
+    def _no_use(self) -> str:
+        """Why to end before the last step, the same on every rank; "": there is no reason."""
+        return self.early_stopping.reason(self.progress.standing) if self.early_stopping else ""
+
     def _stopped(self) -> int:
-        """Ends with a checkpoint of this step on disk; every rank calls it."""
-        self._save()
-        self._finish_saving()
-        pulse.beat("end", self.progress.step)
+        self._end("signal")
         self.log.warning(
             f"stopped by a signal after step {self.progress.step}; --resume continues from there"
         )
         return STOPPED
+
+    def _end(self, finished: str) -> None:
+        """Ends with a checkpoint of this step on disk; every rank calls it."""
+        progress = self.progress
+        self._save()
+        self._finish_saving()
+        pulse.beat("end", progress.step)
+        self.log.metrics({"step": progress.step, "finished": finished})
+        if self.validation and (self.folder / "best").exists():
+            self.log.info(
+                f"best: {self.folder / 'best'}, step {progress.best_step}, "
+                f"{self.validation.best_metric} {progress.best:.4f}"
+            )
 
     def _batches(self) -> Iterator[Batch]:
         return self.feed.batches(self.progress.step, self.progress.class_scores)
@@ -187,6 +222,9 @@ class Trainer:
             self.log.warning(lost)
         if rescored:
             self.progress.best, self.progress.best_step = -math.inf, 0
+            self.progress.losses = LossCurves()
+        if rescored or not self.early_stopping:  # to go on without it is to begin it anew
+            self.progress.standing = None
         if own:
             self._saved_step = self.progress.step
             dist.on_main(self._mend_links)
@@ -195,10 +233,13 @@ class Trainer:
         point_at_step(self.folder / "last", self.progress.step)
         point_at_step(self.folder / "best", self.progress.best_step)
 
-    def _step(self, batches: Iterator[Batch]) -> StepResult | None:
-        """Makes one; None: it was not made, and the run may be back at an earlier one."""
+    def _step(self, batches: Iterator[Batch], watch: Stopwatch) -> StepResult | None:
+        """Makes one; None: it was not made, and the run may be back at an earlier one.
+
+        Args: watch: runs since this rank began it.
+        """
         progress = self.progress
-        clock, started = Clock(), time.perf_counter()
+        clock = Clock()
         # Whatever the model draws is a function of the step, so that a resumed run draws the same.
         draws = np.random.SeedSequence([self.seed, progress.step, dist.rank()])
         paddle.seed(int(draws.generate_state(1)[0]))
@@ -207,22 +248,26 @@ class Trainer:
         known_bad = self.bad_images.known
         with self.recovery.watching_memory(progress.step + 1):
             result = self.train_step(batches, count, progress.step, rates, stop, clock, known_bad)
+        watch.stop()
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)
         if result.too_large:
             self.recovery.make_smaller(result, progress)
             return None
-        progress.window.append((result, clock.seconds, time.perf_counter() - started))
+        self.records.add(result, clock.seconds["data"], watch)
+        self.epochs.add(result, clock.seconds["data"], watch, rates.lr)
+        if slow := self.pace.add(result, clock.seconds["data"], watch):
+            self.log.warning(slow)
         if result.applied:
             progress.bad_steps = 0
+            progress.losses.trained(result.losses["loss"])
         elif self.recovery.meet(result, progress):
             self._forget_what_was_saved_since()
             return None
-        recent = progress.window[-20:]
-        speed = sum(done.images for done, _, _ in recent) / sum(wall for _, _, wall in recent)
+        speed = self.records.images_per_second()
         loss = f"{result.losses['loss']:.3f}"
         fields = {"loss": loss, "lr": f"{rates.lr:.2e}", "img/s": f"{speed:.1f}"}
-        self.log.progress(progress.step + 1, fields)
+        self.log.progress(progress.step + 1, fields, clock.seconds["data"])
         return result
 
     def _rates(self, step: int) -> Rates:
@@ -246,6 +291,8 @@ class Trainer:
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
+        self.records.forget()
+        self.epochs.forget()
         self._check_weights()  # each rank went back to what it had kept itself
 
     def _check_weights(self) -> bool:
@@ -275,82 +322,46 @@ class Trainer:
     def _due(self, every: int, ended: bool) -> bool:
         return ended or (every > 0 and self.progress.step % every == 0)
 
-    def _log_window(self) -> None:
-        """Means over the steps since the last record; rank 0 writes, the others drop theirs."""
-        window, self.progress.window = self.progress.window, []
-        if not window:
-            return
-        step = self.progress.step
-        seconds = sum(wall for _, _, wall in window)
-        record: dict[str, Any] = {"step": step, "epoch": step / self.derived.steps_per_epoch}
-        for name in window[0][0].losses:
-            record[name] = sum(result.losses[name] for result, _, _ in window) / len(window)
-        record |= {
-            "lr": self._rates(step - 1).lr,
-            "gradient_norm": sum(result.gradient_norm for result, _, _ in window) / len(window),
-            "images_per_second": sum(result.images for result, _, _ in window) / seconds,
-            "data_seconds": sum(parts["data"] for _, parts, _ in window) / len(window),
-            "step_seconds": seconds / len(window),
-        }
-        self.log.metrics(record)
-
-    def _evaluate(self, evaluator: Evaluator | ClassificationEvaluator) -> bool:
+    def _evaluate(self, validation: Validation) -> bool:
         """Evaluates the averaged weights on all ranks; a new best is saved and named.
 
         Returns: False, on all ranks: one was asked to stop, and a resumed run has to do it.
         """
+        with self.log.spending(EVALUATION, self.progress.step):
+            try:
+                metrics = validation.measure(self.progress.step, lambda: self.progress.stop)
+            except EvaluationStopped:
+                return False
+            if metrics is not None:
+                self._learn_from(validation, metrics)
+        return True
+
+    def _learn_from(self, validation: Validation, metrics: dict[str, float]) -> None:
+        """What follows from an evaluation at this step; every rank calls it with the same."""
         progress = self.progress
-        pulse.beat("evaluate", progress.step)
-        try:
-            metrics = self._measured(evaluator)
-        except EvaluationStopped:
-            return False
-        if metrics is None:
-            return True
         progress.evaluated_step = progress.step
-        epoch = progress.step / self.derived.steps_per_epoch
-        self.log.metrics({"step": progress.step, "epoch": epoch, **metrics})
-        self.log.images("validation", progress.step, evaluator.pictures)
-        shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in evaluator.headline)
-        self.log.info(f"step {progress.step} (epoch {epoch:.1f}): {shown}")
+        validation.show(progress.step, progress.step / self.derived.steps_per_epoch, metrics)
+        self.epochs.evaluated(metrics, validation.evaluator.headline)
         if progress.step % self.evaluate_every == 0:
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
-            progress.class_scores = evaluator.class_scores(metrics)
-        score = metrics[self.best_metric or evaluator.headline[0]]
+            progress.class_scores = validation.evaluator.class_scores(metrics)
+            if self.early_stopping:
+                progress.standing = self.early_stopping.judged(
+                    progress.standing, progress.step, metrics
+                )
+            if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
+                self.log.warning(warning)
+        score = metrics[validation.best_metric]
         if score > progress.best:
             progress.best, progress.best_step = score, progress.step
             if self._saved_step != progress.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
                 dist.on_main(lambda: point_at_step(self.folder / "best", progress.step))
-        return True
+            validation.analyse(progress.step)
 
     def _ask_to_stop(self) -> None:
         self.progress.stop = True  # every rank hears of it in the next step's tally
-
-    def _measured(self, evaluator: Evaluator | ClassificationEvaluator) -> dict[str, float] | None:
-        """What an evaluation says, or the second one if the first fails; None: that failed, too.
-
-        Training can go on without: it has a model of its own, which nothing here touches.
-        """
-        for consequence in ("it is tried once more", "TRAINING GOES ON WITHOUT THIS EVALUATION"):
-            self.load_evaluated_weights()
-            try:
-                return evaluator.evaluate(self.evaluated_model, lambda: self.progress.stop)
-            except EvaluationFailed as error:
-                if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
-                    trace = "".join(traceback.format_exception(error.__cause__))
-                    _LOGGER.warning(f"what this rank met in the evaluation:\n{trace}")
-                self.log.warning(
-                    f"the evaluation after step {self.progress.step} failed, {consequence}: {error}"
-                )
-        return None
-
-    def load_evaluated_weights(self) -> None:
-        """Gives the second model the averaged weights, or the live ones without EMA."""
-        ema = self.train_step.ema
-        weights = dict(self.train_step.model.state_dict()) if ema is None else ema.average
-        copy_into(self.evaluated_model.state_dict(), weights)
 
     def _save(self) -> None:
         """Takes a snapshot, which rank 0 writes while training goes on; no rank waits for it."""
@@ -359,11 +370,12 @@ class Trainer:
         if self._saved_step == progress.step:
             return
         pulse.beat("save", progress.step)
-        self.writer.make_room()
-        snapshot = take(self.train_step, progress, self.derived)
-        self.recovery.keep(snapshot)
-        if dist.is_main():
-            self.writer.hand_over(snapshot)
+        with self.log.spending(SAVING, progress.step):
+            self.writer.make_room()
+            snapshot = take(self.train_step, progress, self.derived)
+            self.recovery.keep(snapshot)
+            if dist.is_main():
+                self.writer.hand_over(snapshot)
         self._saved_step = progress.step
 
     def _tell_of_saving(self) -> None:
@@ -376,7 +388,8 @@ class Trainer:
         Raises: RuntimeError, on every rank: the newest or the best never got there.
         """
         pulse.beat("save", self.progress.step)
-        trouble = dist.on_main(self.writer.finish)
+        with self.log.spending(SAVING, self.progress.step):
+            trouble = dist.on_main(self.writer.finish)
         for each in dict.fromkeys(self.writer.troubles()):
             if each != trouble:
                 self.log.warning(f"at the end of the run: {each}")

@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppdist.errors import JOB_DIR_VARIABLE, JOB_VARIABLE, LaunchError, UserError
+from ppdist.launch.exporter import exporting
 from ppdist.launch.greeting import own_greeting
 from ppdist.launch.line import Line
 from ppdist.launch.meeting import Stopped, meet
 from ppdist.launch.membership import TOKEN_VARIABLE, name_of_job
 from ppdist.launch.options import Options, help_text, parse_options
 from ppdist.launch.outcome import USER_ERROR, Outcome, say, say_end, stopped_before
-from ppdist.launch.plan import LaunchPlan, Machine, make_plan, this_machine
+from ppdist.launch.plan import LaunchPlan, Machine, make_plan, metrics_endpoint, this_machine
 from ppdist.launch.process import private_files, private_folder, run_job
 from ppdist.launch.restarts import Restarts
 from ppdist.launch.signals import signals_noted
@@ -78,7 +79,8 @@ def fleetrun(
     options = parse_options(arguments, environment)
     here = machine()
     restarts = Restarts()
-    with signals_noted() as received, private_folder() as folder:
+    endpoint = metrics_endpoint(options, here)
+    with signals_noted() as received, private_folder() as folder, exporting(folder, endpoint):
         outcome = _attempt(options, environment, here, run, restarts, folder, received)
         while not outcome.is_final and restarts.attempt < options.max_restart:
             restarts.learn(outcome)

@@ -202,7 +202,13 @@ def _nccl_takes(wanted: str, name: str) -> bool:
 
 
 def choose_port(
-    wanted: int | None, count: int, hosts: int, first: bool, network: Network, own: str = ""
+    wanted: int | None,
+    count: int,
+    hosts: int,
+    first: bool,
+    network: Network,
+    own: str = "",
+    metrics_port: int | None = None,
 ) -> int:
     """The first port of this run.
 
@@ -214,17 +220,20 @@ def choose_port(
         wanted: the port asked for, or None.
         first: whether this host is the one with rank 0: it alone has to be reached there.
         own: this host's address.
+        metrics_port: not for the ranks: who listens there may only be about to open it.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
     if wanted is None and hosts == 1:
         for start in random.sample(range(*_ONE_HOST_PORTS), 200):
-            if all(network.is_free(port) for port in range(start, start + count)):
+            ports = range(start, start + count)
+            if metrics_port not in ports and all(network.is_free(port) for port in ports):
                 return start
         raise LaunchError(f"found no {count} free ports in a row; give one: --start_port P")
     start = SEVERAL_HOSTS_PORT if wanted is None else wanted
     ranks = ranks_port(start, hosts)
     if ranks + count - 1 > 65535:
         raise LaunchError(f"--start_port {start}: {count} processes need ports up to 65535")
+    refuse_metrics_port(metrics_port, range(start, ranks + count))
     taken = []
     if first:
         taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
@@ -233,6 +242,18 @@ def choose_port(
     if taken:
         raise LaunchError(port_in_use(taken[0], hosts))
     return start
+
+
+def refuse_metrics_port(port: int | None, ports: range) -> None:
+    """Refuses a --metrics_port on which the run itself meets: who came second would fail.
+
+    All hosts decide alike, so that none waits for one that was refused.
+
+    Raises: LaunchError.
+    """
+    if port in ports:
+        own = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
+        raise LaunchError(f"--metrics_port {port}: the run itself needs {own}; choose another")
 
 
 def ranks_port(start: int, hosts: int) -> int:

@@ -103,6 +103,12 @@ OURS = (
         "start workerlog.N afresh instead of appending",
         ("PADDLE_LOG_OVERWRITE",),
     ),
+    Option(
+        ("--metrics_port",),
+        "[ADDRESS:]PORT",
+        "let Prometheus read there how the ranks of this host get on (docs/monitoring.md); without "
+        "ADDRESS on that of --ips, else 127.0.0.1",
+    ),
     Option(("--master",), "IP:PORT", "Paddle's rendezvous server, instead of --ips"),
 )
 PADDLES = (
@@ -144,6 +150,8 @@ class Options:
     host: str | None = None
     start_port: int | None = None
     start_timeout: int = START_SECONDS
+    metrics_address: str = ""  # "": that of this host in --ips, else 127.0.0.1
+    metrics_port: int | None = None
     master: str | None = None
     max_restart: int = 0
     log_dir: str = "log"
@@ -167,6 +175,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
             if environment.get(variable):
                 values.setdefault(option.key, environment[variable])
     taken = {option.key for option in OURS}
+    metrics_address, metrics_port = _endpoint(values, "metrics_port")
     return Options(
         script=rest[0],
         script_arguments=tuple(rest[1:]),
@@ -177,6 +186,8 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         host=values.get("host"),
         start_port=_integer(values, "start_port", 1024, 65535),
         start_timeout=_integer(values, "start_timeout", 1, 1_000_000) or START_SECONDS,
+        metrics_address=metrics_address,
+        metrics_port=metrics_port,
         master=values.get("master"),
         max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
         log_dir=values.get("log_dir", "log"),
@@ -256,6 +267,17 @@ def _integer(values: Mapping[str, str], key: str, least: int, most: int) -> int 
     if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
         raise LaunchError(f"--{key} {text}: expected a whole number from {least} to {most}")
     return int(text)
+
+
+def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
+    """`9410`, `0.0.0.0:9410` or `[::1]:9410`."""
+    text = values.get(key)
+    if text is None:
+        return "", None
+    found = re.fullmatch(r"(?:([^:\[\]\s]+|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})", text)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise LaunchError(f"--{key} {text}: expected PORT or ADDRESS:PORT, as in 0.0.0.0:9410")
+    return (found[1] or "").strip("[]"), int(found[2])
 
 
 def _boolean(values: Mapping[str, str], key: str) -> bool:

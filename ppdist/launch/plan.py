@@ -30,6 +30,7 @@ from ppdist.launch.network import (
     choose_port,
     own_address,
     ranks_port,
+    refuse_metrics_port,
     resolve_hosts,
     socket_variables,
 )
@@ -69,6 +70,7 @@ class LaunchPlan:
     host: str  # which of them this is; "" with --master
     meeting_port: int | None  # of the first host, where the others' fleetruns come; None: no others
     description: str  # one line for the user
+    cards: tuple[str, ...] = ()  # by physical id, in the order of local ranks; none on CPU
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:
@@ -113,7 +115,22 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         host=host,
         meeting_port=port if len(hosts) > 1 else None,
         description="; ".join(notes),
+        cards=tuple(labels),
     )
+
+
+def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | None:
+    """Address and port of --metrics_port; None without it.
+
+    Raises: LaunchError: as `make_plan`, where the address is to be that of this host in --ips.
+    """
+    if options.metrics_port is None:
+        return None
+    address = options.metrics_address
+    if not address and options.ips is not None:
+        hosts = resolve_hosts(options.ips, machine.network)
+        address = own_address(hosts, options.host, machine.network)
+    return address or "127.0.0.1", options.metrics_port
 
 
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
@@ -231,7 +248,10 @@ def _add_hosts(
         hosts = resolve_hosts(options.ips, network)
         own = own_address(hosts, options.host, network)
         _choose_interfaces(own, variables, network)
-    port = choose_port(options.start_port, processes, len(hosts), own == hosts[0], network, own)
+    port = choose_port(
+        options.start_port, processes, len(hosts), own == hosts[0], network, own,
+        options.metrics_port,
+    )  # fmt: skip
     arguments += ["--ips", ",".join(hosts), "--host", own]
     arguments += ["--start_port", str(ranks_port(port, len(hosts)))]
     return hosts, port
@@ -254,6 +274,9 @@ def _add_master(
     address = network.resolve(name)
     if ":" not in master or address is None:
         raise LaunchError(f"--master {master}: expected IP:PORT of a known host")
+    port = master.rpartition(":")[2]
+    if port.isascii() and port.isdigit():
+        refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
     own = options.host or (address if network.is_local(address) else network.towards(address))
     if own is not None:
         arguments += ["--host", own]

@@ -24,12 +24,16 @@ def ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
         by_themselves: nobody has begun to end ranks.  One whose watcher (worker.py) is gone without
             a word was killed then, and that is written down here.
     """
-    for end in read_ends(folder) if by_themselves else ():
-        if end.code is None and not _is_alive(end.pid):
-            now = {each.rank: each for each in read_ends(folder)}[end.rank]
-            if now.code is None:  # and it did not leave its word meanwhile
+    ends = read_ends(folder)
+    lost = [end for end in ends if by_themselves and end.code is None and not is_alive(end.pid)]
+    if lost:
+        ends = read_ends(folder)  # one of them may have left its word meanwhile
+        now = {end.rank: end for end in ends}
+        for end in lost:
+            if now[end.rank].code is None:
                 worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
-    return [end for end in read_ends(folder) if end.code is not None]
+        ends = read_ends(folder)
+    return [end for end in ends if end.code is not None]
 
 
 def asked_to_stop(folder: Path) -> tuple[int, int] | None:
@@ -56,7 +60,8 @@ def end_all(folder: Path) -> list[int]:
     return []
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended and waits to be asked how does not."""
     try:
         os.kill(pid, 0)
         return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()

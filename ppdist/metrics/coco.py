@@ -1,17 +1,26 @@
 """Mean average precision as COCO defines it.
 
-The numbers are those of pycocotools (the tests hold both together); faster-coco-eval computes
-them from the same rules in C++, 3 to 20 times faster.
+The numbers are those of pycocotools (the tests hold both together); hotcoco computes them from the
+same rules in Rust (docs/performance.md has the figures).
 """
 
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from faster_coco_eval import COCO, COCOeval_faster
+from hotcoco import COCO, COCOeval
 
 from ppdist.data.sample import DetectionSet
 from ppdist.files import write_json
+from ppdist.metrics.curves import at_best_confidence, count_by_confidence
+from ppdist.metrics.matching import (
+    Found,
+    Truth,
+    found_of,
+    match_as_coco,
+    overlaps,
+    truth_of,
+)
 
 # The order of COCOeval.stats.
 METRICS = (
@@ -28,6 +37,58 @@ METRICS = (
     "AR_medium",
     "AR_large",
 )
+# At the confidence that is best for all classes, and that itself.
+AT_BEST_CONFIDENCE = ("precision", "recall", "f1", "confidence")
+_SIZES = ("small", "medium", "large")
+
+
+class CocoArrays(NamedTuple):
+    """What COCO's numbers are means of; -1 where there is nothing to measure.
+
+    precision_TRCAM: 10 IoUs (0.50:0.05:0.95), 101 recalls, class, area (all, small, medium,
+    large), at most 1, 10, 100 detections of an image.  recall_TCAM: the highest recall.
+    """
+
+    precision_TRCAM: np.ndarray
+    recall_TCAM: np.ndarray
+
+    def summary(self) -> dict[str, float]:
+        """The 12 numbers of METRICS."""
+        precision_TRCAM, recall_TCAM = self
+        numbers = [
+            measured_mean(precision_TRCAM[:, :, :, 0, -1]),
+            measured_mean(precision_TRCAM[0, :, :, 0, -1]),
+            measured_mean(precision_TRCAM[5, :, :, 0, -1]),
+            *(measured_mean(precision_TRCAM[:, :, :, area, -1]) for area in (1, 2, 3)),
+            *(measured_mean(recall_TCAM[:, :, 0, most]) for most in (0, 1, 2)),
+            *(measured_mean(recall_TCAM[:, :, area, -1]) for area in (1, 2, 3)),
+        ]
+        return dict(zip(METRICS, numbers))
+
+    def of_class(self, label: int) -> dict[str, float]:
+        """AP and AR100 of one class, over IoUs and by size."""
+        precision_TRA = self.precision_TRCAM[:, :, label, :, -1]
+        return {
+            "AP": measured_mean(precision_TRA[:, :, 0]),
+            "AP50": measured_mean(precision_TRA[0, :, 0]),
+            "AP75": measured_mean(precision_TRA[5, :, 0]),
+            **{
+                f"AP_{size}": measured_mean(precision_TRA[:, :, area])
+                for area, size in enumerate(_SIZES, start=1)
+            },
+            "AR100": measured_mean(self.recall_TCAM[:, label, 0, -1]),
+        }
+
+
+def measured_mean(values: np.ndarray) -> float:
+    """Mean of those that are not -1; -1 if none is."""
+    measured = values[values > -1]
+    return float(measured.mean()) if measured.size else -1.0
+
+
+def metric_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of what `evaluate_boxes` gives, in its order."""
+    return (*METRICS, *AT_BEST_CONFIDENCE, *(f"AP/{name}" for name in class_names))
 
 
 def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str, float]:
@@ -43,27 +104,41 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
             pixels of the original image; R may be 0.  Rows that are not finite (a model that
             diverged) are left out.
 
-    Returns: the 12 numbers of METRICS, then `AP/<class name>` for each class, all in [0, 1].
-        mAP, mAP50 and mAP75 of no detections are 0.  A number that has no object to measure
-        (no small object in the set, a class without objects) is -1, as in pycocotools.
+    Returns: the 12 numbers of METRICS; precision, recall and F1 at IoU 0.5, means over classes, at
+        the confidence that makes that mean F1 largest, and that confidence; `AP/<class name>` for
+        each class; all in [0, 1].  mAP, mAP50 and mAP75 of no detections are 0.  A number that has
+        no object to measure (no small object in the set, a class without objects) is -1, as in
+        pycocotools.
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py.
     """
-    place_N = _places(dataset)
-    images = [{"id": place} for place in range(len(place_N))]
-    categories = [{"id": index, "name": name} for index, name in enumerate(dataset.class_names)]
-    truth = _indexed(images, categories, _truth_annotations(dataset, place_N))
-    found = _indexed(images, categories, _detected_annotations(detections_R7, place_N))
-    evaluation = COCOeval_faster(truth, found, "bbox", print_function=_silent)
+    truth = truth_of(dataset)
+    found = found_of(truth, detections_R7)
+    classes = len(dataset.class_names)
+    arrays = coco_arrays(truth, found, classes)
+    match_F = match_as_coco(truth, found, overlaps(truth, found), 0.5)
+    best = at_best_confidence(count_by_confidence(truth, found, match_F, classes))
+    per_class = {
+        f"AP/{name}": arrays.of_class(label)["AP"] for label, name in enumerate(dataset.class_names)
+    }
+    return {**arrays.summary(), **best, **per_class}
+
+
+def coco_arrays(truth: Truth, found: Found, classes: int) -> CocoArrays:
+    """Precision and recall by IoU, class and size."""
+    images = [{"id": place} for place in range(len(truth.order_N))]
+    categories = [{"id": label, "name": str(label)} for label in range(classes)]
+    objects = COCO.from_arrays(
+        images, categories, truth.image_G, truth.label_G, truth.box_G4,
+        area=truth.area_G, iscrowd=truth.crowd_G.astype(np.int64),
+    )  # fmt: skip
+    columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
+    evaluation = COCOeval(objects, objects.load_res(np.concatenate(columns, axis=1)), "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
-    evaluation.summarize()
-    result = {name: float(value) for name, value in zip(METRICS, evaluation.stats)}
-    precision_TRCAM = evaluation.eval["precision"]  # IoU, recall, class, area range, max detections
-    for index, name in enumerate(dataset.class_names):
-        precision_TR = precision_TRCAM[:, :, index, 0, -1]
-        measured = precision_TR[precision_TR > -1]
-        result[f"AP/{name}"] = float(measured.mean()) if measured.size else -1.0
-    return result
+    result = evaluation.eval
+    if result is None:
+        raise RuntimeError("hotcoco accumulated nothing")
+    return CocoArrays(result["precision"], result["recall"])
 
 
 def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarray) -> None:
@@ -79,80 +154,9 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
         {
             "image_id": dataset.records[int(index)].image_id,
             "category_id": dataset.category_ids[int(label)],
-            "bbox": _xywh(box),
+            "bbox": [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)],
             "score": round(score, 5),
         }
-        for index, label, score, *box in detections_R7.tolist()
+        for index, label, score, x1, y1, x2, y2 in detections_R7.tolist()
     ]
     write_json(path, results)
-
-
-def _places(dataset: DetectionSet) -> list[int]:
-    """Of each record, its place in the order of image ids.
-
-    Detections of equal score are ranked in that order, so it is part of the metric.
-    """
-    ids_N = np.array([record.image_id for record in dataset.records], np.int64)
-    return np.argsort(np.argsort(ids_N, kind="stable")).tolist()
-
-
-def _truth_annotations(dataset: DetectionSet, place_N: list[int]) -> list[dict[str, Any]]:
-    annotations: list[dict[str, Any]] = []
-    for place, record in zip(place_N, dataset.records):
-        for box, label, crowd, area in zip(
-            record.boxes_M4.astype(np.float64).tolist(),
-            record.labels_M.tolist(),
-            record.crowd_M.tolist(),
-            record.area_M.tolist(),
-        ):
-            annotations.append(_annotation(place, label, box, area=area, iscrowd=int(crowd)))
-    return _numbered(annotations)
-
-
-def _detected_annotations(detections_R7: np.ndarray, place_N: list[int]) -> list[dict[str, Any]]:
-    finite_R7 = detections_R7[np.isfinite(detections_R7).all(axis=1)].astype(np.float64)
-    annotations = []
-    for index, label, score, *box in finite_R7.tolist():
-        _, _, width, height = _xywh(box)
-        area = width * height
-        annotations.append(
-            _annotation(place_N[int(index)], int(label), box, area=area, iscrowd=0, score=score)
-        )
-    return _numbered(annotations)
-
-
-def _annotation(image: int, label: int, box: list[float], **fields: float) -> dict[str, Any]:
-    return {"image_id": image, "category_id": label, "bbox": _xywh(box), **fields}
-
-
-def _xywh(box: list[float]) -> list[float]:
-    """Corner and sides, rounded to 1/1000 pixel.
-
-    Files hold two decimals or fewer, so the rounding gives their values back.  Without it the
-    noise of float32 corners decides about IoUs that lie exactly on a threshold: on COCO's own
-    example it moves mAP by 2e-4.
-    """
-    x1, y1, x2, y2 = box
-    return [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
-
-
-def _numbered(annotations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ids start at 1: pycocotools takes a match with object 0 for no match."""
-    for number, annotation in enumerate(annotations, start=1):
-        annotation["id"] = number
-    return annotations
-
-
-def _indexed(
-    images: list[dict[str, int]],
-    categories: list[dict[str, Any]],
-    annotations: list[dict[str, Any]],
-) -> COCO:
-    coco = COCO(print_function=_silent)
-    coco.dataset = {"images": images, "categories": categories, "annotations": annotations}
-    coco.createIndex()
-    return coco
-
-
-def _silent(*_: object, **__: object) -> None:
-    pass

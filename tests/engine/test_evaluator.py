@@ -9,6 +9,7 @@ import pytest
 from ppdist import dist
 from ppdist.data.sample import Batch, DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
+from ppdist.engine.step import Clock
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from ppdist.models.detector import Detector
 from ppdist.postprocess import NMSConfig
@@ -223,7 +224,7 @@ def test_pictures_show_truth_beside_predictions_and_are_limited():
 def test_padding_is_not_drawn():
     dataset = five_images()
     (batch,) = Loader(dataset, [3])
-    rows_R6, count_B = detect(Oracle(dataset), batch.images_B3HW, NMSConfig())
+    _, rows_R6, count_B = detect(Oracle(dataset), batch.images_B3HW, NMSConfig(), Clock())
     assert len(draw_batch(batch, rows_R6, count_B, dataset.class_names, 10)) == 1
 
 

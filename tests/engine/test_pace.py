@@ -1,12 +1,21 @@
 """A rank that is slower than the others is named, once."""
 
 import time
+from dataclasses import replace
 
 import paddle
 
 from ppdist import dist, pulse
 from ppdist.engine.pace import Pace
+from ppdist.engine.records import Stopwatch
+from ppdist.engine.step import StepResult
 from tests.distributed import run_on_ranks
+
+MADE = StepResult(
+    losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True, synchronised=True,
+    stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, too_large=False,
+    ran_out=False, own_loss=9.0, own_images=[],
+)  # fmt: skip
 
 
 def steps(slow):
@@ -14,10 +23,11 @@ def steps(slow):
     dist.init("cpu", dist.DistributedConfig())
     pace, said = Pace(), []
     for step in range(50):
-        pace.begin()
+        watch = Stopwatch()
         time.sleep(0.05 if dist.rank() == slow else 0.02)
         dist.all_reduce_sum(paddle.to_tensor([1.0]))
-        warning = pace.end()
+        watch.stop()
+        warning = pace.add(MADE, 0.0, watch)
         if warning:
             said.append([step + 1, warning])
     return said
@@ -54,9 +64,28 @@ def test_several_that_are_about_as_slow_are_named_together(monkeypatch):
 
 
 def test_time_in_collectives_is_not_a_ranks_own():
-    pace = Pace()
-    pace.begin()
+    watch = Stopwatch()
     with pulse.Waiting("sum"):
         time.sleep(0.1)
-    pace.end()
-    assert pace._own[0] < 0.05
+    watch.stop()
+    assert watch.own < 0.05 < watch.wall
+
+
+def test_each_step_is_told_to_fleetrun(monkeypatch):
+    told = []
+    monkeypatch.setattr(pulse, "made", lambda **words: told.append(words))
+    pace = Pace()
+    for result in (
+        MADE,
+        replace(MADE, applied=False),
+        replace(MADE, applied=False, searching=True),
+    ):
+        watch = Stopwatch()
+        with pulse.Waiting("sum"):
+            time.sleep(0.02)
+        watch.stop()
+        pace.add(result, 0.001, watch)
+    assert [each["bad"] for each in told] == [False, True, False]  # the last looks for its scale
+    for each in told:
+        assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)
+        assert 0 < each["own_seconds"] < each["step_seconds"] - 0.019

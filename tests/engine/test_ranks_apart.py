@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
 from ppdist.engine.step import Clock
 from ppdist.optim.optimizer import optimizer_arrays
@@ -207,13 +206,6 @@ def signals_itself(trainer):
         prepare(model, step)
 
     trainer.train_step.loss.prepare = and_signal
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 def saved(output_dir, link="last"):

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine import recovery
 from ppdist.engine.experiment import build_training
 from ppdist.engine.out_of_memory import is_out_of_memory, parts_of
@@ -25,13 +24,6 @@ OVERRIDES = (
     "data.bad_images=error",
 )  # fmt: skip
 # ten images: three steps an epoch on one rank, two on two
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False, evaluate=False):
@@ -71,11 +63,11 @@ def at_step(trainer, number, action, times=1):
     """Calls `action` when a step (from 0) begins, the first so many times."""
     inner, done = trainer._step, []
 
-    def step(batches):
+    def step(*arguments):
         if trainer.progress.step == number and len(done) < times:
             done.append(True)
             action()
-        return inner(batches)
+        return inner(*arguments)
 
     trainer._step = step
 
@@ -246,6 +238,10 @@ def test_two_ranks_whose_weights_differ_are_named_and_go_back_together(ranks):
     assert text.count("which of them are right cannot be told; all have those of rank 0") == 2
     assert text.count("after step 6: back to the weights after step 3, as each rank has kept") == 1
     assert text.count("held other weights") == 2  # velocity, too, is then the same
+    records = lines_of(ranks[0] / "flip", "metrics.jsonl")
+    (returned,) = [record for record in records if "returned_from_step" in record]
+    assert (returned["step"], returned["returned_from_step"]) == (3, 6)
+    assert returned["reason"] == "ranks held different weights"
     assert "held other weights" not in log_of(ranks, "whole")
 
 

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 
 from ppdist import dist
 from ppdist.checkpoint import read_checkpoint
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine import resume as module
 from ppdist.engine.config_changes import FREE, SCORES, changes, require_same
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
@@ -24,13 +23,6 @@ OVERRIDES = (
     "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
 )  # fmt: skip
 # ten images in batches of four: three steps an epoch, nine in all
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 def build(data, output_dir, *overrides, resume=None, changed=False, evaluate=False):

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
 from tests.distributed import ROOT, run_on_ranks
 from tests.engine.tiny import freeze_statistics, norms_of, tiny_config
@@ -22,13 +21,6 @@ OVERRIDES = (
     "train.epochs=4", "log.every_steps=1", "checkpoint.every_steps=2",
     "optimizer.reference_batch_size=8", "optimizer.lr=0.0003",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 def train(argument):

@@ -12,8 +12,8 @@ import pytest
 
 from ppdist import checkpoint, checkpoint_writer, dist, run_lock
 from ppdist.checkpoint import newest_valid, point, read_checkpoint
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
+from ppdist.engine.records import Stopwatch
 from ppdist.engine.run_state import take
 from ppdist.errors import ConfigError
 from ppdist.saving_speed import measure_saving
@@ -21,13 +21,6 @@ from tests.distributed import ROOT, run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
 
 HERE = "tests.engine.test_saving"
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -94,14 +87,14 @@ def test_training_on_does_not_change_a_snapshot(shapes, tmp_path):
     with experiment.log:
         trainer = experiment.trainer
         batches = trainer.feed.batches(0, None)
-        trainer._step(batches)
+        trainer._step(batches, Stopwatch())
         snapshot = take(trainer.train_step, trainer.progress, trainer.derived)
         kept = {
             (group, key): array.copy()
             for group, arrays in snapshot.groups.items()
             for key, array in arrays.items()
         }
-        trainer._step(batches)
+        trainer._step(batches, Stopwatch())
         moved = take(trainer.train_step, trainer.progress, trainer.derived)
     assert {group for group, _ in kept} == {"model", "ema", "optimizer"}
     for (group, key), array in kept.items():

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
-from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
 from ppdist.errors import CheckpointError, ConfigError
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -23,13 +22,6 @@ OVERRIDES = (
     "checkpoint.every_steps=3", "optimizer.reference_batch_size=8", "data.bad_images=error",
 )  # fmt: skip
 # ten images in batches of four: three steps an epoch, the last one smaller
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    return folder
 
 
 def run(

@@ -18,7 +18,7 @@ import pytest
 
 from ppdist.launch.options import STALE_VARIABLES
 from tests.distributed import _free_ports
-from tests.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, wait_for, write
+from tests.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
 
 PATIENCE = 90.0  # seconds; a hang is a failed test
 
@@ -133,15 +133,7 @@ if first:
 
 
 def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
-    code = """
-def stop(number, frame):
-    print("saved", flush=True)
-    sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
-Path(f"ready{rank}").touch()
-time.sleep(60)
-"""
-    with started("--nproc_per_node", "2", write(code)) as process:
+    with started("--nproc_per_node", "2", write(SAVES_AT_SIGTERM)) as process:
         wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
         process.terminate()
         output, errors = process.communicate(timeout=PATIENCE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import _free_ports
-from tests.launch.hosts import Host, hosts_of_a_test, wait_for, write
+from tests.launch.hosts import SAVES_AT_SIGTERM, Host, hosts_of_a_test, wait_for, write
 
 A, B = "127.0.0.2", "127.0.0.3"
 WAITS_FOR_ALL = """
@@ -68,15 +68,7 @@ run(main)
 
 
 def test_sigterm_on_one_host_lets_all_ranks_save_and_both_exit_75(start, port: str) -> None:
-    code = """
-def stop(number, frame):
-    print("saved", flush=True)
-    sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
-Path(f"ready{rank}").touch()
-time.sleep(120)
-"""
-    hosts = both(start, port, write(code))
+    hosts = both(start, port, write(SAVES_AT_SIGTERM))
     wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
     hosts[1].process.terminate()
     for host in hosts:

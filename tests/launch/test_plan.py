@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.errors import LaunchError
+from ppdist.launch import network
 from ppdist.launch.cards import Card, expand_ids, parse_nvidia_smi, visible_labels
 from ppdist.launch.network import Network
 from ppdist.launch.options import parse_options
@@ -296,6 +297,31 @@ def test_a_taken_port_is_refused_on_the_host_that_listens_there(
         return
     with pytest.raises(LaunchError, match=f"port {taken} is in use on this machine"):
         plan(command, on)
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "needs"),
+    [
+        ("--start_port 9440 --metrics_port 9440", A, "port 9440"),
+        ("--start_port 9439 --nproc_per_node 2 --metrics_port 9440", A, "ports 9439-9440"),
+        (f"--ips={A},{B} --metrics_port 6070", A, "ports 6070-6071"),
+        (f"--ips={A},{B} --metrics_port 0.0.0.0:6071", B, "ports 6070-6071"),
+        (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
+    ],
+)
+def test_a_metrics_port_that_the_run_needs_is_refused_on_all_hosts(
+    command: str, own: str, needs: str
+) -> None:
+    with pytest.raises(LaunchError, match=rf"--metrics_port \d+: the run itself needs {needs};"):
+        plan(command, machine(own=own, taken=(9440,)))
+    free = command.replace("metrics_port 9440", "metrics_port 9441")
+    assert plan(free.replace(":6071", ":6072").replace("t 6070", "t 6069"), machine(own=own))
+
+
+def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.random, "sample", lambda *args: [20000, 20001, 20002])
+    made = plan("--nproc_per_node 2 --metrics_port 20001", machine())
+    assert given(made, "--start_port") == "20002"
 
 
 def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:

@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 
 from ppdist.data.sample import DetectionSet
-from ppdist.metrics.classification import Ranking, accuracy, rank, write_ranking
+from ppdist.metrics.classification import (
+    Ranking,
+    accuracy,
+    analyse_classes,
+    rank,
+    write_ranking,
+)
+from ppdist.metrics.tables import tables
 from tests.data.classified import classified_set
+from tests.metrics.cases import detection_set, record
 
 
 def ranking_of(probabilities_NC, labels_N) -> Ranking:
@@ -57,3 +65,36 @@ def test_the_written_list_names_each_image_its_class_and_the_surest(tmp_path):
         ],
     }
     assert [entry["image_id"] for entry in written] == [1, 2]
+
+
+def test_the_analysis_of_thousands_of_classes_is_bounded():
+    classes, images = 8000, 2000
+    names = tuple(map(str, range(classes)))
+    records = [record(i, [[0, 0, 1, 1]], [i]) for i in range(images)]
+    dataset = detection_set(*records, names=names, category_ids=tuple(range(classes)))
+    labels_N = np.arange(images)
+    best_N5 = (labels_N[:, None] + np.arange(5)) % classes
+    ranking = Ranking(labels_N, np.zeros(images, np.int64), best_N5, np.ones((images, 5)))
+    content = analyse_classes(dataset, ranking)
+    assert content["confusion"]["cells"][:2] == [[0, 0, 1], [1, 1, 1]]
+    assert content["metrics"]["top1"] == 1.0 and content["per_class"][1999]["top1"] == 1.0
+    assert content["per_class"][2000] == {
+        "name": "2000", "images": 0, "top1": None, "top5": None, "precision": None,
+    }  # fmt: skip
+    assert len(json.dumps(content)) < 1_500_000
+
+
+def test_the_analysis_counts_each_class_and_what_it_was_taken_for():
+    names = ("cat", "dog", "bird")
+    dataset = classified_set([0, 0, 1, 1, 1], names)
+    probabilities = [[0.9, 0.1, 0], [0.2, 0.8, 0], [0, 1, 0], [0, 0.4, 0.6], [np.nan] * 3]
+    content = analyse_classes(dataset, ranking_of(probabilities, [0, 0, 1, 1, 1]), step=3)
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert content["step"] == 3 and content["images"] == 5
+    assert content["metrics"] == {"top1": 0.4, "top5": 0.8}
+    assert content["confusion"]["counts"] == [[1, 1, 0], [0, 1, 1], [0, 0, 0]]
+    cat, dog, bird = content["per_class"]
+    assert cat == {"name": "cat", "images": 2, "top1": 0.5, "top5": 1.0, "precision": 1.0}
+    assert dog["top1"] == pytest.approx(1 / 3) and dog["precision"] == 0.5
+    assert (bird["images"], bird["top1"], bird["precision"]) == (0, None, 0.0)
+    assert "top1" in tables(content) and "bird" in tables(content)

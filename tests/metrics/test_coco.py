@@ -9,31 +9,18 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ppdist.data.sample import DetectionSet, ImageRecord
-from ppdist.metrics.coco import METRICS, evaluate_boxes, write_detections
-
-NAMES = ("cat", "dog", "bird")
-
-
-def record(image_id, boxes, labels, crowd=None, area=None) -> ImageRecord:
-    boxes_M4 = np.array(boxes, np.float32).reshape(-1, 4)
-    sides_M2 = boxes_M4[:, 2:] - boxes_M4[:, :2]
-    return ImageRecord(
-        path=f"/images/{image_id}.jpg",
-        image_id=image_id,
-        width=640,
-        height=480,
-        boxes_M4=boxes_M4,
-        labels_M=np.array(labels, np.int64).reshape(-1),
-        crowd_M=np.zeros(len(boxes_M4), bool) if crowd is None else np.array(crowd, bool),
-        area_M=sides_M2.prod(axis=1) if area is None else np.array(area, np.float32),
-    )
-
-
-def detection_set(*records, names=NAMES, category_ids=(1, 5, 9)) -> DetectionSet:
-    return DetectionSet(
-        records=tuple(records), class_names=names, category_ids=category_ids, source="test"
-    )
+from ppdist.coco_speed import stats_by
+from ppdist.data.sample import DetectionSet
+from ppdist.metrics.coco import (
+    AT_BEST_CONFIDENCE,
+    METRICS,
+    coco_arrays,
+    evaluate_boxes,
+    metric_names,
+    write_detections,
+)
+from ppdist.metrics.matching import found_of, truth_of
+from tests.metrics.cases import NAMES, detection_set, odd_case, random_case, record
 
 
 def read_by_hand(path) -> DetectionSet:
@@ -111,29 +98,6 @@ def numbers(result) -> list[float]:
     return [result[name] for name in METRICS]
 
 
-def random_case(seed, images=40, objects=12, detections=40, tied_scores=False):
-    """Objects of all sizes, some crowds, areas below the boxes'; detections near and far."""
-    rng = np.random.default_rng(seed)
-    records, rows = [], []
-    for index in range(images):
-        count = int(rng.integers(0, 2 * objects))
-        corner, sides = rng.uniform(0, 400, (count, 2)), rng.uniform(4, 200, (count, 2))
-        boxes = np.concatenate([corner, corner + sides], axis=1).round(2).astype(np.float32)
-        labels = rng.integers(0, 2, count)  # no object of class 2
-        area = sides.prod(axis=1) * rng.uniform(0.4, 1, count)
-        records.append(record(index, boxes, labels, rng.random(count) < 0.1, area))
-        for _ in range(detections):
-            near = count and rng.random() < 0.6
-            pick = int(rng.integers(count)) if near else 0
-            box = boxes[pick] + rng.normal(0, 4, 4) if near else rng.uniform([0] * 4, 300)
-            x1, y1, x2, y2 = box
-            box = min(x1, x2), min(y1, y2), max(x1, x2) + 1, max(y1, y2) + 1
-            label = labels[pick] if near and rng.random() < 0.9 else rng.integers(3)
-            score = round(rng.random(), 1) if tied_scores else rng.random()
-            rows.append([index, label, score, *np.round(box, 2)])
-    return detection_set(*records), np.array(rows)
-
-
 def test_the_reference_set_of_coco_gives_its_published_numbers(shared_dir):
     folder = shared_dir / "data" / "coco_eval"
     dataset = read_by_hand(folder / "instances_val2014_100.json")
@@ -163,10 +127,44 @@ def test_more_than_a_hundred_detections_of_an_image_agree_with_pycocotools():
     np.testing.assert_allclose(numbers(evaluate_boxes(dataset, detections_R7)), stats, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_odd_sets_agree_with_pycocotools_in_every_number_it_accumulates(seed):
+    dataset, rows_R7, classes = odd_case(seed)
+    truth = truth_of(dataset)
+    found = found_of(truth, rows_R7)
+    evaluations = []
+
+    def remembered(*arguments):
+        evaluations.append(COCOeval(*arguments))
+        return evaluations[0]
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        stats = stats_by(COCO, remembered, {}, truth, found, classes)
+    ours = coco_arrays(truth, found, classes)
+    np.testing.assert_allclose(list(ours.summary().values()), stats, rtol=0, atol=1e-9)
+    theirs = evaluations[0].eval
+    np.testing.assert_allclose(ours.precision_TRCAM, theirs["precision"], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(ours.recall_TCAM, theirs["recall"], rtol=0, atol=1e-9)
+
+
+def test_the_numbers_come_under_their_names_in_their_order():
+    dataset, detections_R7 = random_case(5, images=3)
+    result = evaluate_boxes(dataset, detections_R7)
+    assert tuple(result) == metric_names(NAMES)
+    assert set(METRICS) | set(AT_BEST_CONFIDENCE) | {"AP/cat"} <= set(result)
+
+
+def test_a_set_without_any_object_has_nothing_to_measure():
+    dataset = detection_set(record(1, [], []), record(2, [[0, 0, 9, 9]], [0], crowd=[True]))
+    result = evaluate_boxes(dataset, np.array([[0, 0, 0.9, 0, 0, 9, 9]]))
+    assert set(result.values()) == {-1.0}
+
+
 def test_no_detection_at_all_is_a_metric_of_zero(capsys):
     dataset = detection_set(record(1, [[10, 10, 60, 60]], [0]), record(2, [], []))
     result = evaluate_boxes(dataset, np.zeros((0, 7), np.float32))
     assert result["mAP"] == result["mAP50"] == result["AR100"] == result["AP/cat"] == 0.0
+    assert result["precision"] == result["recall"] == result["f1"] == 0.0
     assert result["mAP_large"] == result["AP/dog"] == -1.0, "nothing to measure"
     assert all(type(value) is float for value in result.values())
     assert capsys.readouterr().out == ""
@@ -177,7 +175,9 @@ def test_perfect_detections_score_one():
     dataset = detection_set(record(1, boxes, [0, 2]), record(2, [], []))
     rows = np.array([[0, 0, 0.9, *boxes[0]], [0, 2, 0.8, *boxes[1]]], np.float32)
     result = evaluate_boxes(dataset, rows)
-    assert result["mAP"] == result["mAP50"] == result["AP/cat"] == pytest.approx(1.0, abs=1e-12)
+    ours = [result[name] for name in ("mAP", "mAP50", "AP/cat", "precision", "recall", "f1")]
+    assert ours == pytest.approx([1.0] * 6, abs=1e-12)
+    assert result["confidence"] == pytest.approx(0.4, abs=0.01), "the middle of all that are best"
 
 
 def test_a_detection_on_a_crowd_costs_nothing_and_elsewhere_it_does():

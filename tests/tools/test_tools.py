@@ -82,11 +82,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(project: Path) -> subprocess.CompletedProcess[str]:
-    """tools/eval.py on one process with a floor it cannot reach; leaves eval.json, found.json."""
+    """tools/eval.py on one process with a floor it cannot reach; leaves eval.json, found.json and
+    evaluated/."""
     return run_tool(
         "eval", "-c", project / "cfg.yml", "-w", weights(project),
         "--json", project / "eval.json", "--save-detections", project / "found.json",
-        "--at-least", "mAP=1.01",
+        "--out", project / "evaluated", "--at-least", "mAP=1.01",
     )  # fmt: skip
 
 
@@ -120,6 +121,8 @@ def test_evaluation_prints_and_writes_the_twelve_coco_numbers(
     last = [record for record in records(project) if "mAP" in record][-1]
     assert [metrics[name] for name in METRICS] == pytest.approx([last[name] for name in METRICS])
     assert metrics["AR100"] > 0.1  # a run that learned nothing would make zeros agree
+    assert json.loads((project / "evaluated" / "evaluation.json").read_text())["step"] == STEPS
+    assert (project / "evaluated" / "plots" / "worst.jpg").is_file()
 
 
 def test_a_metric_below_its_floor_ends_evaluation_with_2_and_one_message(

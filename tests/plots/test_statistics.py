@@ -12,7 +12,7 @@ from PIL import Image
 
 from ppdist.data.statistics import Objects
 from ppdist.errors import UserError
-from ppdist.plots import plot_statistics
+from ppdist.plots.statistics import plot_statistics
 
 ALL = ["classes.png", "boxes.png", "positions.png", "images.png"]
 

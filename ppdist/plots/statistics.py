@@ -1,15 +1,9 @@
-"""Plots as PNG files, drawn without a screen.
-
-Figures are made and written by themselves; pyplot, with its state and its choice of a window
-system, is never imported.
-"""
+"""What a data set holds: classes, box sizes, positions, images."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
 from matplotlib.colors import PowerNorm
@@ -18,27 +12,14 @@ from matplotlib.scale import LogScale, SymmetricalLogScale
 from matplotlib.ticker import MaxNLocator
 
 from ppdist.data.statistics import Objects, per_class
-from ppdist.files import make_folder, writing
+from ppdist.files import make_folder
+from ppdist.plots.style import COLOURS, drawable, fonts, save
 
-_COLOURS = ("#0072b2", "#e69f00")  # blue, orange of Okabe & Ito 2008, as in drawing.py
 _MOST_BARS = 80
 _UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
 _MOST_TICKS = 8
 _MOST_WRITTEN = 12  # powers of two up to 4096 are written out
-_MOST_LETTERS = 40  # of a class's name
 _MOST_FIELDS = 40  # across and down of a map of positions
-# Fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows.
-_EASTERN = (
-    "Noto Sans CJK SC",
-    "Noto Sans SC",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Source Han Sans SC",
-    "PingFang SC",
-    "Hiragino Sans GB",
-    "Microsoft YaHei",
-    "SimHei",
-)
 
 
 def plot_statistics(
@@ -62,8 +43,7 @@ def plot_statistics(
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.png")
-        with writing(paths[-1]):
-            figure.savefig(paths[-1], dpi=110)
+        save(figure, paths[-1])
     return paths
 
 
@@ -83,11 +63,11 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
         (_bars if shown else _points)(axes, series)
         axes.set_title(title)
     if shown:
-        with_number = [_drawable(class_names[label], label) for label in order_C]
+        with_number = [drawable(class_names[label], label) for label in order_C]
         panels[0].set_yticks(range(len(order_C)), with_number, parse_math=False)
         panels[0].set_ylim(len(order_C) - 0.5, -0.5)
         for text in panels[0].get_yticklabels():
-            text.set_fontfamily(_fonts())
+            text.set_fontfamily(fonts())
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
@@ -97,7 +77,7 @@ def _bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     for position, (name, count_C) in enumerate(series.items()):
         offset = (position - (len(series) - 1) / 2) * thick
         bars = axes.barh(
-            np.arange(len(count_C)) + offset, count_C, thick, color=_COLOURS[position], label=name
+            np.arange(len(count_C)) + offset, count_C, thick, color=COLOURS[position], label=name
         )
         axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
     _numbers(axes.xaxis, series)
@@ -105,7 +85,7 @@ def _bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
 
 def _points(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     """A point for each class, where there are too many for bars."""
-    for colour, (name, count_C) in zip(_COLOURS, series.items()):
+    for colour, (name, count_C) in zip(COLOURS, series.items()):
         axes.plot(count_C, ".", color=colour, label=name, markersize=3)
     _numbers(axes.yaxis, series)
     axes.set_xlabel("classes, the most common first")
@@ -164,7 +144,7 @@ def _shares(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, title: st
     everything = np.concatenate(list(positive.values()))
     low, high = (everything.min(), everything.max()) if len(everything) else (1, 1)
     bins = np.geomspace(low / 1.05, high * 1.05, 50)
-    for colour, (name, values) in zip(_COLOURS, positive.items()):
+    for colour, (name, values) in zip(COLOURS, positive.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         axes.hist(
             values,
@@ -223,7 +203,7 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
     most = int(max(count_N.max(initial=1) for count_N in counts.values()))
     step = -(-(most + 1) // _MOST_BARS)
     bins = (np.arange(0, most + 1 + step, step) - 0.5).tolist()
-    for colour, (name, count_N) in zip(_COLOURS, counts.items()):
+    for colour, (name, count_N) in zip(COLOURS, counts.items()):
         weights = np.full(len(count_N), 100 / max(1, len(count_N)))
         objects_axes.hist(
             count_N, bins, weights=weights, histtype="step", color=colour, linewidth=1.6, label=name
@@ -233,7 +213,7 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
     )
     objects_axes.locator_params(integer=True)
     objects_axes.legend()
-    for colour, marker, (name, objects) in zip(_COLOURS, "os", splits.items()):
+    for colour, marker, (name, objects) in zip(COLOURS, "os", splits.items()):
         sizes_S2, count_S = np.unique(objects.sizes_N2, axis=0, return_counts=True)
         area_S = 12 + 500 * count_S / count_S.sum()
         sizes_axes.scatter(
@@ -247,20 +227,3 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
     for handle in sizes_axes.legend().legend_handles:
         handle.set_sizes([40])
     return figure
-
-
-@cache
-def _fonts() -> list[str]:
-    """Families to take letters from, in this order: those of `_EASTERN` that are installed."""
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in _EASTERN if name in installed)]
-
-
-def _drawable(name: str, label: int) -> str:
-    """A class's name, cut where it is long, or `#label` where no font here has its letters."""
-    name = name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 3]}..."
-    missing = set(map(ord, name))
-    for family in _fonts():
-        font = font_manager.get_font(font_manager.findfont(family))
-        missing -= set(font.get_charmap())
-    return f"#{label}" if missing else name

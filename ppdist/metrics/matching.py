@@ -1,0 +1,232 @@
+"""Which detection found which object: flat arrays over a whole set, and COCO's and VOC's rules.
+
+G objects, F detections, P pairs of both, N images.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ppdist.data.sample import DetectionSet
+
+MAX_PER_IMAGE = 100  # best detections of one class in one image that count, as in COCO
+NEAR = 0.1  # pairs that overlap less are not kept
+NOBODY = -1
+CROWD = -2
+_PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
+
+
+class Truth(NamedTuple):
+    """All objects of a set, image after image.
+
+    image_G: int64 place of the image in the order of ids.  label_G: int64.  box_G4: float64 x, y,
+    width, height in pixels of the original image.  crowd_G: bool, a region or a VOC object called
+    difficult; hitting it counts neither way.  area_G: float64.  order_N: record of each place.
+    """
+
+    image_G: np.ndarray
+    label_G: np.ndarray
+    box_G4: np.ndarray
+    crowd_G: np.ndarray
+    area_G: np.ndarray
+    order_N: np.ndarray
+
+
+class Found(NamedTuple):
+    """Detections of a set, the surest first; of equally sure ones that of the earlier image.
+
+    image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as `Truth.box_G4`.
+    """
+
+    image_F: np.ndarray
+    label_F: np.ndarray
+    score_F: np.ndarray
+    box_F4: np.ndarray
+
+
+class Pairs(NamedTuple):
+    """Detections and objects of one image that overlap by NEAR or more, of any classes.
+
+    found_P, object_P: int64 positions in Found and Truth, rising.  iou_P: float64 intersection over
+    union.  overlap_P: the same, but the part of the detection that lies on it where the object is a
+    crowd, as COCO has it.
+    """
+
+    found_P: np.ndarray
+    object_P: np.ndarray
+    iou_P: np.ndarray
+    overlap_P: np.ndarray
+
+    def of(self, chosen_P: np.ndarray) -> "Pairs":
+        return Pairs(*(values[chosen_P] for values in self))
+
+
+def truth_of(dataset: DetectionSet) -> Truth:
+    ids_N = np.array([record.image_id for record in dataset.records], np.int64)
+    order_N = np.argsort(ids_N, kind="stable")
+    records = [dataset.records[index] for index in order_N]
+    counts_N = [len(record.labels_M) for record in records]
+    corners_G4 = _joined([record.boxes_M4 for record in records], np.float64, (0, 4))
+    return Truth(
+        np.repeat(np.arange(len(records)), counts_N),
+        _joined([record.labels_M for record in records], np.int64, (0,)),
+        _sides(corners_G4),
+        _joined([record.crowd_M for record in records], bool, (0,)),
+        _joined([record.area_M for record in records], np.float64, (0,)),
+        order_N,
+    )
+
+
+def found_of(truth: Truth, detections_R7: np.ndarray) -> Found:
+    """The detections that count: finite ones, of each class the MAX_PER_IMAGE surest of an image.
+
+    Args:
+        detections_R7: rows (position in dataset.records, class, score, x1, y1, x2, y2).
+    """
+    rows_R7 = detections_R7[np.isfinite(detections_R7).all(axis=1)].astype(np.float64)
+    place_N = np.argsort(truth.order_N)
+    image_F, label_F = place_N[rows_R7[:, 0].astype(np.int64)], rows_R7[:, 1].astype(np.int64)
+    order_F = np.lexsort((image_F, -rows_R7[:, 2]))
+    image_F, label_F, rows_R7 = image_F[order_F], label_F[order_F], rows_R7[order_F]
+    kept_F = rank_within(image_F, label_F) < MAX_PER_IMAGE
+    return Found(image_F[kept_F], label_F[kept_F], rows_R7[kept_F, 2], _sides(rows_R7[kept_F, 3:]))
+
+
+def _joined(parts: list[np.ndarray], dtype: type, empty: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([np.zeros(empty, dtype), *parts]).astype(dtype)
+
+
+def _sides(corners_X4: np.ndarray) -> np.ndarray:
+    """Corner and sides, rounded to 1/1000 pixel.
+
+    Files hold two decimals or fewer, so the rounding gives their values back.  Without it the
+    noise of float32 corners decides about IoUs that lie exactly on a threshold: on COCO's own
+    example it moves mAP by 2e-4.
+    """
+    xy_X2 = corners_X4[:, :2]
+    return np.concatenate([xy_X2, corners_X4[:, 2:] - xy_X2], axis=1).round(3)
+
+
+def rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
+    """Of each detection, how many of its class and image stand before it."""
+    group_F = image_F * (1 + label_F.max(initial=0)) + label_F
+    order_F = np.argsort(group_F, kind="stable")
+    sorted_F = group_F[order_F]
+    place_F = np.arange(len(group_F))
+    rank_F = np.empty(len(group_F), np.int64)
+    rank_F[order_F] = place_F - np.searchsorted(sorted_F, sorted_F)
+    return rank_F
+
+
+def overlaps(truth: Truth, found: Found) -> Pairs:
+    """Every pair of one image that overlaps by NEAR or more."""
+    images = len(truth.order_N)
+    begin_N = np.searchsorted(truth.image_G, np.arange(images))
+    count_N = np.bincount(truth.image_G, minlength=images)
+    begin_F, count_F = begin_N[found.image_F], count_N[found.image_F]
+    parts = [Pairs(*(np.zeros(0, kind) for kind in (np.int64, np.int64, float, float)))]
+    for chunk in _chunks(count_F):
+        found_P = np.repeat(np.arange(chunk.start, chunk.stop), count_F[chunk])
+        ends_F = np.cumsum(count_F[chunk])
+        within_P = np.arange(len(found_P)) - np.repeat(ends_F - count_F[chunk], count_F[chunk])
+        object_P = np.repeat(begin_F[chunk], count_F[chunk]) + within_P
+        iou_P, overlap_P = _overlap(truth, found, found_P, object_P)
+        near_P = overlap_P >= NEAR
+        parts.append(Pairs(found_P, object_P, iou_P, overlap_P).of(near_P))
+    return Pairs(*(np.concatenate(values) for values in zip(*parts)))
+
+
+def _chunks(count_F: np.ndarray) -> Iterator[slice]:
+    """Successive detections with about _PAIRS_AT_ONCE pairs together."""
+    before_F = np.cumsum(count_F) - count_F
+    begin = 0
+    while begin < len(count_F):
+        end = int(np.searchsorted(before_F, before_F[begin] + _PAIRS_AT_ONCE))
+        yield slice(begin, max(end, begin + 1))
+        begin = max(end, begin + 1)
+
+
+def _overlap(
+    truth: Truth, found: Found, found_P: np.ndarray, object_P: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """iou_P and overlap_P, in the order of operations of pycocotools' bbIou."""
+    x_P, y_P, width_P, height_P = found.box_F4[found_P].T
+    true_x_P, true_y_P, true_width_P, true_height_P = truth.box_G4[object_P].T
+    shared_x_P = np.minimum(x_P + width_P, true_x_P + true_width_P) - np.maximum(x_P, true_x_P)
+    shared_y_P = np.minimum(y_P + height_P, true_y_P + true_height_P) - np.maximum(y_P, true_y_P)
+    shared_P = np.maximum(shared_x_P, 0) * np.maximum(shared_y_P, 0)
+    area_P = width_P * height_P
+    union_P = area_P + true_width_P * true_height_P - shared_P
+    iou_P = np.divide(shared_P, union_P, out=np.zeros_like(shared_P), where=union_P > 0)
+    on_it_P = np.divide(shared_P, area_P, out=np.zeros_like(shared_P), where=area_P > 0)
+    return iou_P, np.where(truth.crowd_G[object_P], on_it_P, iou_P)
+
+
+def match_as_coco(truth: Truth, found: Found, pairs: Pairs, threshold: float) -> np.ndarray:
+    """Object that each detection found, int64 [F]; CROWD: it lies on one; NOBODY: on nothing.
+
+    From the surest down, each takes the object of its class that it overlaps most, by `threshold`
+    or more, of those that are left; a crowd where there is none, which is never used up.
+
+    Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py, evaluateImg.
+    """
+    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    pairs = pairs.of(same_P & (pairs.overlap_P >= min(threshold, 1 - 1e-10)))
+    # The last of a detection's pairs is its choice: no crowd, most overlap, of equals the last.
+    order_P = np.lexsort(
+        (pairs.object_P, pairs.overlap_P, ~truth.crowd_G[pairs.object_P], pairs.found_P)
+    )
+    pairs = pairs.of(order_P)
+    match_F = np.full(len(found.score_F), NOBODY)
+    taken_G = np.zeros(len(truth.label_G), bool)
+    for turn_P in _turns(found, pairs.found_P):
+        free_P = turn_P[~taken_G[pairs.object_P[turn_P]]]
+        found_P = pairs.found_P[free_P]
+        last_P = np.append(found_P[1:] != found_P[:-1], True)[: len(found_P)]
+        chosen_P = free_P[last_P]
+        object_P = pairs.object_P[chosen_P]
+        crowd_P = truth.crowd_G[object_P]
+        match_F[pairs.found_P[chosen_P]] = np.where(crowd_P, CROWD, object_P)
+        taken_G[object_P[~crowd_P]] = True
+    return match_F
+
+
+def _turns(found: Found, found_P: np.ndarray) -> Iterator[np.ndarray]:
+    """Positions in P, turn by turn: in one turn each class of each image has one detection, so
+    no two of a turn want the same object."""
+    chosen_F = np.unique(found_P)
+    turn_F = np.zeros(len(found.score_F), np.int64)
+    turn_F[chosen_F] = rank_within(found.image_F[chosen_F], found.label_F[chosen_F])
+    order_P = np.argsort(turn_F[found_P], kind="stable")
+    ends = np.cumsum(np.bincount(turn_F[found_P]))
+    yield from np.split(order_P, ends[:-1]) if len(found_P) else ()
+
+
+def match_as_voc(truth: Truth, found: Found, pairs: Pairs) -> np.ndarray:
+    """As `match_as_coco`, by the rules of PASCAL VOC at IoU 0.5.
+
+    Each detection means the object of its class that it overlaps most, taken or not; the surest of
+    those that mean it has found it.  Who means a difficult one (`crowd_G`) counts neither way.
+    Corners are edges here, where the devkit has the last pixel and adds one to each side.
+
+    Source: VOCdevkit, VOCcode/VOCevaldet.m.
+    """
+    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    pairs = pairs.of(same_P & (pairs.iou_P > 0))
+    found_F, object_F, iou_F = most_overlapped(pairs, pairs.iou_P)
+    hit_F = iou_F >= 0.5
+    found_F, object_F = found_F[hit_F], object_F[hit_F]
+    match_F = np.full(len(found.score_F), NOBODY)
+    _, first = np.unique(object_F, return_index=True)  # found_F rises: the surest
+    match_F[found_F[first]] = object_F[first]
+    match_F[found_F[truth.crowd_G[object_F]]] = CROWD
+    return match_F
+
+
+def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Detections that have a pair, rising, the object each overlaps most (of equals the first),
+    and how much."""
+    order_P = np.lexsort((-by_P, pairs.found_P))
+    found_F, first = np.unique(pairs.found_P[order_P], return_index=True)
+    return found_F, pairs.object_P[order_P[first]], by_P[order_P[first]]
