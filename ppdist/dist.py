@@ -19,7 +19,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import paddle
@@ -27,10 +27,9 @@ from paddle import distributed as pd
 from paddle import nn
 from paddle.distributed import collective, fleet
 from paddle.distributed.fleet.base import distributed_strategy
-from pydantic import Field
 
 from ppdist import pulse
-from ppdist.config import Section
+from ppdist.dist_config import DistributedConfig as DistributedConfig
 from ppdist.errors import ConfigError
 from ppdist.host_memory import MESSAGE_MB, HostMemory, join
 from ppdist.joining import drowsy_threads, require_same, require_ways, store_apart
@@ -55,77 +54,6 @@ _bucket_mb = 25
 _bucket_measured = False
 _host: HostMemory | None = None  # on CPU, where a host has several ranks
 _leaders: Any = None  # the group of the first ranks of all hosts, where there are several
-
-
-class DistributedConfig(Section):
-    """How ranks talk to one another."""
-
-    bucket_mb: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
-        default=25,
-        description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
-        "backward runs; without GPUs, where a host has several ranks, of 8 at most, between the "
-        "hosts too. auto: on CPU the size that is measured to be worth it, at the start; on GPUs "
-        "25, because sums alone do not tell what backward hides.",
-    )
-    gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
-        description="How gradients travel between ranks; biases and normalisation layers always as "
-        "float32. bfloat16: half the bytes, sent after backward. float16: the same with more "
-        "digits, on GPUs only (gloo sums it to infinity).",
-    )
-    gradient_rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="Experimental, for slow links (PowerSGD, arXiv:1905.13727): gradients travel "
-        "as products of two matrices of this rank, 4 for example; what these miss is kept and "
-        "added to the next gradient. null: as they are.",
-    )
-    topk_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Experimental, for slow links (arXiv:1809.07599): of each gradient only this "
-        "share of entries travels, the largest, 0.01 for example; the others are kept and added "
-        "to the next gradient. It learns more slowly at first; try gradient_rank before. null: "
-        "all of them.",
-    )
-    sync_every: int | None = Field(
-        default=None,
-        gt=0,
-        description="Experimental, for slow links (local SGD, arXiv:1805.09767): each rank steps "
-        "by its own gradient, and every so many steps weights, optimizer moments and batch-norm "
-        "statistics are averaged over ranks. Evaluations, checkpoints, train.max_steps and a "
-        "signal's stop wait for such a step; the EMA moves there; train.clip_norm looks at the "
-        "root mean square of the ranks' own norms. null: gradients are averaged in every step.",
-    )
-    shard_optimizer: bool = Field(
-        default=False,
-        description="Each rank updates its share of the parameters and sends them to the others, "
-        "so it holds 1 / ranks of the optimizer state (ZeRO stage 1, arXiv:1910.02054). The same "
-        "weights bit for bit, for one more transfer of all weights per step.",
-    )
-    timeout_seconds: float = Field(
-        default=1800.0,
-        gt=0,
-        description="How long a rank waits for the others before it ends with an error, in "
-        "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum. (gloo, "
-        "which sums between hosts, gives up after 30 s, which cannot be configured in Paddle.)",
-    )
-    hang_seconds: float | None = Field(
-        default=60.0,
-        gt=0,
-        description="fleetrun names a rank that stands still and ends the run: within a step after "
-        "this many seconds, or ten times its 99th percentile if that is longer; in the first step "
-        "after a start or an evaluation after ten times as many (at least 60); elsewhere after "
-        "timeout_seconds. null: never.",
-    )
-    check_weights_every: int = Field(
-        default=100,
-        ge=0,
-        description="Every so many steps the ranks compare their weights. One whose differ from "
-        "those of most is named and gets theirs; where none can tell which are right, as of two "
-        "ranks, all go back to the last checkpoint. 0: never.",
-    )
 
 
 def has_card() -> bool:
@@ -213,8 +141,16 @@ def _share_memory(config: DistributedConfig) -> None:
     )
     leaders = sorted(set(exchange(first)))
     if _host is not None and len(leaders) > 1:
-        with drowsy_threads(), store_apart(collective, exchange, rank(), leaders):
-            _leaders = pd.new_group(leaders)
+        _leaders = _new_group(leaders)
+
+
+def _new_group(members: list[int]) -> Any:
+    """A group of some ranks besides that of all; every rank calls it."""
+    if on_gpu():
+        return pd.new_group(members)
+    apart = store_apart(collective, exchange, addresses(), rank(), members)
+    with drowsy_threads(), apart:
+        return pd.new_group(members)
 
 
 def _measured_bucket() -> int:
@@ -386,7 +322,7 @@ def open_link(first: int, second: int) -> Any:
     gloo numbers the messages of a group, and expects the same numbers on all of its ranks: a third
     rank that did not take part would never again be understood.
     """
-    return pd.new_group([first, second])
+    return _new_group([first, second])
 
 
 def send(tensor: paddle.Tensor, to: int, link: Any) -> None:

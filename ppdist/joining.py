@@ -6,7 +6,6 @@ and the message names the two hosts.
 """
 
 import ctypes
-import os
 import socket
 import sys
 import time
@@ -76,25 +75,34 @@ def wait_for_store(endpoint: str, here: str, patience: float) -> None:
 
 
 @contextmanager
-def store_apart(collective: Any, exchange: Exchange, rank: int, members: Sequence[int]) -> Iterator:
+def store_apart(
+    collective: Any,
+    exchange: Exchange,
+    addresses_W: Sequence[str],
+    rank: int,
+    members: Sequence[int],
+) -> Iterator[None]:
     """Inside, Paddle makes a group of gloo at a store that this group alone knows; every rank of
     the run calls it.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
-    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`), when they
-    come before the new ones are there.
+    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
+    refused connection), when they come before the new ones are there.
 
     Args:
         collective: the module that holds Paddle's store.
+        addresses_W: of the host of each rank.
         members: ranks of the group; the first keeps its store.
     """
-    port = _free_port() if rank == members[0] else 0
-    port = exchange(port)[members[0]]
     usual = collective._default_store
-    if rank in members:
-        host = os.environ["PADDLE_MASTER"].rpartition(":")[0]
-        first = rank == members[0]
-        collective._default_store = core.TCPStore(host, port, first, len(members))
+    address, store = addresses_W[members[0]], usual
+    port = _free_port() if rank == members[0] else 0
+    if rank == members[0]:
+        store = core.TCPStore(address, port, True, 0)
+    port = exchange(port)[members[0]]  # who calls before it listens tries again after 3 s
+    if rank in members[1:]:
+        store = core.TCPStore(address, port, False, 0)
+    collective._default_store = store
     try:
         yield
     finally:

@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "closing",
         "curves",
         "dist",
+        "dist_config",
         "host_memory",
         "joining",
         "log",
