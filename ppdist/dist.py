@@ -31,6 +31,7 @@ from paddle.distributed.fleet.base import distributed_strategy
 from ppdist import pulse
 from ppdist.dist_config import DistributedConfig as DistributedConfig
 from ppdist.errors import ConfigError
+from ppdist.heap import keep_freed_memory
 from ppdist.host_memory import MESSAGE_MB, HostMemory, join
 from ppdist.joining import drowsy_threads, require_same, require_ways, store_apart
 from ppdist.meetings import addresses as addresses
@@ -81,6 +82,8 @@ def init(device: str, config: DistributedConfig) -> None:
         # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind = together(lambda: _choose_device(device))
+    if kind == "cpu":
+        keep_freed_memory()
     if world_size() > 1:
         settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
         require_same(exchange, host(), {"device": kind} | settings)

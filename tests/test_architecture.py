@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "curves",
         "dist",
         "dist_config",
+        "heap",
         "host_memory",
         "joining",
         "log",
