@@ -57,6 +57,11 @@ class Reading:
     steps_measured: int  # in all, without those first ones, which may be slow
     step_seconds: float  # of the last of them
 
+    @property
+    def making(self) -> int | None:
+        """The optimizer step that it is in, from 1; None outside of steps."""
+        return self.step + 1 if self.phase == "step" else None
+
 
 @dataclass(frozen=True)
 class Work:

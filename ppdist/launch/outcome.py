@@ -74,9 +74,7 @@ class RankEnd:
     @property
     def step(self) -> int | None:
         """The optimizer step that it was making, from 1; None outside of steps."""
-        if self.reading is None or self.reading.phase != "step":
-            return None
-        return self.reading.step + 1
+        return None if self.reading is None else self.reading.making
 
     @property
     def reached(self) -> int:
@@ -211,11 +209,9 @@ def _of_failed(
     stall = found_stall(folder)
     named = stall is not None and first.rank in stall.ranks
     if stall is not None and (stall.certain or named or first.waited_in_vain):
-        steps = [end.step for end in ends if end.step is not None]
-        step = min(steps, default=None)
         guess = not stall.certain
         said = stall.message
-        return Outcome(1, said, stopped, said, False, stall.time, step, is_guess=guess)
+        return Outcome(1, said, stopped, said, False, stall.time, stall.step, is_guess=guess)
     if first.code == USER_ERROR and first.message:
         said = f"error: {first.message}"
         return _failure(first, USER_ERROR, said, said, stopped)

@@ -45,6 +45,7 @@ class Stall:
     message: str
     time: float  # since when, seconds since the epoch
     ranks: list[int]  # however these end now, it is the consequence
+    step: int | None  # the optimizer step, from 1, that they all had begun; None: none
     certain: bool  # False: whoever failed first may have had another reason
 
 
@@ -201,6 +202,9 @@ class Watch:
         """
         self._struck = True
         since = time.time() - max(self._now - seen.changed for seen in culprits)
+        # Now: one that is woken up to write its stacks may get into the next step.
+        makings = [seen.reading.making for seen in self._ranks.values()]
+        step = min((each for each in makings if each is not None), default=None)
         for seen in self._ranks.values():
             _send(seen, pulse.STACKS_SIGNAL)
         for seen in culprits:
@@ -208,7 +212,8 @@ class Watch:
                 _send(seen, signal.SIGCONT)  # the first that it does is to write its stacks
         files = self._awaited_stacks(how)
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
-        stall = Stall(f"{how}{where}", since, [seen.rank for seen in culprits], certain)
+        ranks = [seen.rank for seen in culprits]
+        stall = Stall(f"{how}{where}", since, ranks, step, certain)
         draft = self._folder / f"{_FOUND}.tmp"
         draft.write_text(json.dumps(asdict(stall)), encoding="utf-8")
         draft.replace(self._folder / _FOUND)

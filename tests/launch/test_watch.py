@@ -133,6 +133,8 @@ def test_a_stopped_rank_is_named_with_its_collective_and_all_stacks_are_kept(hos
     ranks.stop(1)
     assert ranks.wait(57) == "" and ranks.alive() == [0, 1, 2]
     found = ranks.wait(14)
+    stall = found_stall(ranks.folder)
+    assert stall is not None and stall.step == 6  # whatever a rank that was woken up does next
     pid = ranks.processes[1].pid
     assert re.search(rf"^rank 1 \(host \S+, pid {pid}\) stands still since 6\d s: stopped ", found)
     assert "stopped (SIGSTOP), in sum of 10 values, its collective 11, in step 6; " in found
