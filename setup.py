@@ -6,6 +6,14 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+# The converter has no wheels for Python 3.13; its tests skip there.
+ONNX = [
+    "paddle2onnx==2.1.0; python_version < '3.13'",
+    "onnx>=1.16.1; python_version < '3.13'",
+    "onnxruntime>=1.17",
+    "ml_dtypes>=0.5",  # onnxruntime.quantization imports it
+]
+
 # Paddle is not in install_requires: a user's paddlepaddle-gpu has another distribution name, and
 # naming the CPU wheel here would install it over theirs.  `pip install ppdist[cpu]` brings the CPU
 # wheel; without any Paddle every tool stops with one line that says what to install.
@@ -35,12 +43,16 @@ setup(
     ],
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2,<3.4"],
-        "onnx": ["paddle2onnx==2.1.0", "onnxruntime>=1.17"],
+        "onnx": ONNX,
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "serving": [  # deploy/serving
+            "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "prometheus-client>=0.20",
+        ],
         "dev": [
             "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5", "prometheus-client>=0.20",
-            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4",
+            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4", *ONNX,
+            "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "httpx>=0.27",
         ],
     },
     entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},

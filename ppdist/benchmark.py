@@ -1,10 +1,10 @@
-"""Measured speed of the product's own parts: training step, loader, evaluation, inference.
+"""Measured speed of the product's own parts: training step and loader.
 
 Every function returns plain data for JSON.  Training is measured on the trainer's own step and
 batches, built as `tools/train.py` builds them.  Two variants are compared in one process with their
 steps taken in turns (A B, B A, ...), because on a shared machine two separate runs differ by more
 than most changes do; the ratio of neighbours does not.  Several numbers of processes:
-scaling_speed.
+scaling_speed; evaluation: evaluation_speed; prediction: runtime_speed.
 """
 
 import math
@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -22,7 +21,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import paddle
 
 from ppdist import dist, wire
@@ -32,10 +30,6 @@ from ppdist.engine.experiment import build_training
 from ppdist.engine.step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.errors import ConfigError
-from ppdist.export import export_detector
-from ppdist.infer_spec import describe
-from ppdist.inference import EagerPredictor, measure_predictor
-from ppdist.models.detector import Detector
 from ppdist.optim.averaging import Averaging
 from ppdist.turns import wait_for_turn
 
@@ -249,36 +243,3 @@ def require_detector(config: "ExperimentConfig", what: str) -> None:
             f"model.name: {config.model.name} is a classifier, but {what} is measured of detectors "
             "alone; of classifiers train and loader are"
         )
-
-
-def measure_inference(
-    config: "ExperimentConfig", model: Detector, *, batch: int, threads: int, repeats: int
-) -> Report:
-    """Milliseconds of one call, pixels in and boxes out: eager, and exported on CPU with and
-    without oneDNN.  One process.
-
-    Raises: ConfigError: the model is a classifier.
-    """
-    require_detector(config, "inference")
-    height, width = config.model.image_size
-    images = np.random.default_rng(0).integers(0, 256, (batch, 3, height, width))
-    predict, milliseconds = EagerPredictor(model, config.nms), []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        predict(images.astype(np.float32))
-        milliseconds.append(1000 * (time.perf_counter() - began))
-    middle = median(milliseconds[1:])
-    report: Report = {
-        "batch": batch,
-        "image_size": [height, width],
-        "threads_of_exported": threads,
-        "eager": {"median_ms": middle, "images_per_second": 1000 * batch / middle},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "exported"
-        export_detector(model, directory, describe(config, None))
-        for name, onednn in (("exported", False), ("exported, oneDNN", True)):
-            report[name] = measure_predictor(
-                directory, config.model.image_size, batch, threads, onednn, repeats
-            )
-    return report

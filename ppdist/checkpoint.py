@@ -303,6 +303,11 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, reasons
 
 
+def holds_any(folder: Path) -> bool:
+    """Whether there are checkpoints, whole or not."""
+    return bool(_steps(folder))
+
+
 def _steps(folder: Path) -> list[Path]:
     """Checkpoint directories, newest step first."""
     if not folder.is_dir():

@@ -1,20 +1,20 @@
 """Finding the class of one image after another, with an eager or an exported classifier.
 
-predict = EagerClassifier(model)  or  PaddleClassifier(directory)
+predict = EagerClassifier(model)  or  ExportedClassifier(directory)
 labels_K, scores_K = best_classes_of(predict, image_HW3, size)
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import paddle
 
 from ppdist.data.classify import resize_centre
-from ppdist.inference import open_exported
+from ppdist.inference import graph_input, open_exported
 from ppdist.metrics.classification import rank
 from ppdist.models.detector import ImageModel
+from ppdist.runtime import DEFAULT, RuntimeOptions
 
 # images_B3HW, float32 RGB 0..255 -> probabilities_BC, float32
 Classifier = Callable[[np.ndarray], np.ndarray]
@@ -32,20 +32,14 @@ class EagerClassifier:
         return self.model.predict(paddle.to_tensor(images_B3HW)).numpy()
 
 
-class PaddleClassifier:
-    """An exported classifier through Paddle Inference; arguments and errors: PaddlePredictor."""
+class ExportedClassifier:
+    """An exported classifier; arguments and errors: ExportedPredictor."""
 
-    def __init__(
-        self,
-        directory: Path,
-        onednn: bool = True,
-        threads: int = 1,
-        device: Literal["cpu", "gpu"] = "cpu",
-    ) -> None:
-        self.spec, self.graph = open_exported(directory, "classify", onednn, threads, device)
+    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
+        self.spec, _, self.graph = open_exported(directory, "classify", options)
 
     def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        (probabilities_BC,) = self.graph(images_B3HW)
+        (probabilities_BC,) = self.graph(graph_input(images_B3HW, self.spec))
         return probabilities_BC
 
 

@@ -1,54 +1,61 @@
 """From a trained model to files other programs run, each checked against eager before it is kept.
 
-    model -> deployment copy (plain layers, re-parameterised) -> static graph -> Paddle Inference
-                                                              \\-> ONNX
+    model -> deployed copy (ppdist/export_graph.py) -> static graph -> Paddle Inference
+                                                               \\-> ONNX
     every file is loaded again and compared with the model; only then the folder gets its name
 
-The graph takes raw RGB pixels 0..255 and contains normalisation, decoding and, of a detector where
-asked, the non-maximum suppression.  `infer.yml` beside it (ppdist/infer_spec.py) says the rest.
+The graph takes raw RGB pixels 0..255, unless asked for normalised ones, and contains normalisation,
+decoding and, of a detector where asked, the non-maximum suppression.  `infer.yml` beside it
+(ppdist/infer_spec.py) says the rest.
 """
 
-import copy
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
 
 import ppdist
+from ppdist.data.sample import DetectionSet
 from ppdist.errors import ExportError
 from ppdist.export_check import (
     Agreement,
     check_images,
     compare_kept,
     compare_raw,
+    eager_outputs,
     load_graphs,
-    run_onnx,
+    load_onnx,
+    measure_raw,
+)
+from ppdist.export_graph import (
+    KeptModel,
+    RawModel,
+    convert_to_onnx,
+    deployed,
+    deployment_copy,
+    require_onnx,
+    save_graph,
 )
 from ppdist.infer_spec import (
     SPEC_FILE,
     InferenceSpec,
-    InputSection,
     ModelFileSection,
     OutputSection,
     write_spec,
 )
-from ppdist.models.cpu_conv import plain_convolutions
+from ppdist.inference import EagerPredictor, graph_input
 from ppdist.models.detector import Detector, ImageModel
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.sample_accuracy import SAMPLE_IMAGES, take_sample, with_accuracy
 
 Format = Literal["paddle", "onnx"]
-Model = TypeVar("Model", bound=ImageModel)
 FORMATS: tuple[Format, ...] = ("paddle", "onnx")
-ONNX_OPSET = 16
 
 _RAW_OUTPUTS = (
     ("scores", "[B, N, C]", "probability of each class, 0..1"),
@@ -59,31 +66,6 @@ _KEPT_OUTPUTS = (
     ("rows", "[R, 6]", "class, score, x1, y1, x2, y2 in input pixels; image after image"),
     ("count", "[B]", "how many of the rows belong to each image"),
 )
-
-
-class RawModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
-    input pixels of a detector, probabilities_BC of a classifier."""
-
-    def __init__(self, model: ImageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.model.predict(images)
-
-
-class KeptModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B."""
-
-    def __init__(self, detector: Detector, nms: NMSConfig) -> None:
-        super().__init__()
-        self.detector = detector
-        self.nms = nms
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        scores, boxes = self.detector.predict(images)
-        return multiclass_nms(scores, boxes, self.nms)
 
 
 @dataclass(frozen=True)
@@ -104,23 +86,32 @@ def export_detector(
     formats: Sequence[Format] = ("paddle",),
     nms_in_graph: bool = True,
     samples: Sequence[np.ndarray] = (),
+    calibration: Sequence[np.ndarray] = (),
+    validation: DetectionSet | None = None,
+    sampled: int = SAMPLE_IMAGES,
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
     Everything is written beside `directory`, loaded again and compared with `model` in eager mode
-    on the CPU (generated pictures and `samples`; with and without oneDNN); only when all agree
-    (ppdist/export_check.py has the tolerances) the folder gets its name.  An earlier export there
-    is replaced, any other folder refused.  `model` itself is not changed.  One process calls this.
+    on the CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all
+    agree (ppdist/export_check.py has the tolerances) the folder gets its name.  An earlier export
+    there is replaced, any other folder refused.  `model` itself is not changed.  One process calls
+    this.
 
     Args:
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
-            here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph.
-        nms_in_graph: of the Paddle model; ONNX is always without (its converter cannot).
+            here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph, and
+            `input.normalised` whether it takes normalised pixels (export_graph.normalisation_of).
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
+        calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
+            integers, too.  How far that is off is noted, not bounded.
+        validation: `sampled` of its images give mAP before and after export, for infer.yml.
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
-    return _export(model, directory, spec, formats, samples, nms_in_graph)
+    return _export(
+        model, directory, spec, formats, samples, nms_in_graph, calibration, validation, sampled
+    )
 
 
 def export_classifier(
@@ -129,12 +120,13 @@ def export_classifier(
     spec: InferenceSpec,
     formats: Sequence[Format] = ("paddle",),
     samples: Sequence[np.ndarray] = (),
+    calibration: Sequence[np.ndarray] = (),
 ) -> ExportReport:
     """As `export_detector`, for a model that gives probabilities_BC.
 
     Raises: ExportError: as `export_detector`.
     """
-    return _export(model, directory, spec, formats, samples, False)
+    return _export(model, directory, spec, formats, samples, False, calibration, None, 0)
 
 
 def _export(
@@ -144,114 +136,115 @@ def _export(
     formats: Sequence[Format],
     samples: Sequence[np.ndarray],
     nms_in_graph: bool,
+    calibration: Sequence[np.ndarray],
+    validation: DetectionSet | None,
+    sampled: int,
 ) -> ExportReport:
     start = time.monotonic()
     multiple = spec.input.model_copy(update={"size_multiple": model.size_multiple})
     spec = spec.model_copy(update={"input": multiple})
     _require_usable(model, spec)
     if "onnx" in formats:
-        _require_onnx()
+        require_onnx(int8=bool(calibration))
     with _on_cpu(), _draft_of(directory) as draft:
-        fused = deployment_copy(model)
-        fused.fuse()
         images = check_images(spec.input, samples)
-        expected = _eager(deployment_copy(model), images)
+        cases = _Cases(
+            [graph_input(batch, spec) for batch in images],
+            eager_outputs(deployment_copy(model), images),
+        )
+        fused = deployed(model, spec.input.normalised is not None)
         scratch = draft / ".raw"
         save_graph(RawModel(fused), scratch, spec.input)
         agreement: dict[Format, Agreement] = {}
         if "paddle" in formats:
-            raw = load_graphs(scratch)
-            agreement["paddle"] = compare_raw(raw, images, expected)
-            if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
-                save_graph(KeptModel(fused, spec.nms), draft, spec.input)
-                names = compare_kept(load_graphs(draft), raw, images, spec.nms)
-                agreement["paddle"] = replace(agreement["paddle"], output_names=names)
-            else:
-                for file in scratch.iterdir():
-                    shutil.copy2(file, draft / file.name)
+            agreement["paddle"] = _write_paddle(fused, scratch, draft, spec, cases, nms_in_graph)
         if "onnx" in formats:
-            convert_to_onnx(scratch, draft / "model.onnx")
-            agreement["onnx"] = run_onnx(draft / "model.onnx", images, expected)
-        shutil.rmtree(scratch)
+            agreement["onnx"] = _write_onnx(scratch, draft, spec, cases, nms_in_graph)
         spec = _complete(spec, agreement, nms_in_graph)
+        if "onnx" in formats and calibration:
+            int8 = _write_int8(scratch, draft, spec, cases, calibration)
+            spec = spec.model_copy(update={"onnx_int8": int8})
+        shutil.rmtree(scratch)
         write_spec(draft, spec)
+        if validation is not None and spec.nms is not None:
+            eager = EagerPredictor(deployment_copy(model), spec.nms)
+            spec = with_accuracy(draft, spec, take_sample(validation, eager, spec, sampled))
+            write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
 
 
-def deployment_copy(model: Model) -> Model:
-    """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
+@dataclass(frozen=True)
+class _Cases:
+    """What every file is tried on: batches_B3HW as the graph takes them, and eager's answers."""
 
-    Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
-    they compute the same as the plain layers but have no static graph (or no CPU kernel).
-    """
-    copied = copy.deepcopy(model)
-    copied.to(device="cpu")
-    plain_convolutions(copied)
-    for layer in copied.sublayers():
-        if isinstance(layer, nn.SyncBatchNorm | nn.BatchNorm2D):
-            layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs
-    copied.eval()
-    return copied
+    images: list[np.ndarray]
+    expected: list[tuple[np.ndarray, ...]]
 
 
-def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:
-    """Saves a layer of one image input as directory/model.{json,pdiparams}; it becomes static.
-
-    Raises: ExportError: Paddle cannot trace or save it.
-    """
-    height, width = description.size
-    shape = [
-        None if description.dynamic_batch else 1,
-        3,
-        None if description.dynamic_size else height,
-        None if description.dynamic_size else width,
-    ]
-    model.eval()
-    images = paddle.static.InputSpec(shape, "float32", description.name)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Tensor do not have 'place'")  # Paddle's full_like
-            # backend: 3.3's default is CINN, which not every build has.
-            static = paddle.jit.to_static(model, input_spec=[images], backend=None, full_graph=True)
-            paddle.jit.save(static, str(directory / "model"))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ExportError(f"Paddle cannot make a static graph of this model: {error}") from error
+def _write_paddle(
+    fused: ImageModel,
+    scratch: Path,
+    draft: Path,
+    spec: InferenceSpec,
+    cases: _Cases,
+    nms_in_graph: bool,
+) -> Agreement:
+    """Writes and checks the Paddle model; scratch: holds the graph without suppression."""
+    raw = load_graphs(scratch)
+    agreement = compare_raw(raw, cases.images, cases.expected)
+    if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
+        save_graph(KeptModel(fused, spec.nms), draft, spec.input)
+        names = compare_kept(load_graphs(draft), raw, cases.images, spec.nms)
+        return replace(agreement, output_names=names)
+    for file in scratch.iterdir():
+        shutil.copy2(file, draft / file.name)
+    return agreement
 
 
-def convert_to_onnx(directory: Path, file: Path) -> None:
-    """Converts a graph that `save_graph` left.  Raises: ExportError: the converter refused."""
-    _require_onnx()
-    import paddle2onnx
+def _write_onnx(
+    scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases, nms_in_graph: bool
+) -> Agreement:
+    """Writes and checks the ONNX model; scratch: as _write_paddle."""
+    from ppdist.onnx_nms import append_nms
 
-    try:
-        paddle2onnx.export(
-            str(directory / "model.json"),
-            str(directory / "model.pdiparams"),
-            str(file),
-            opset_version=ONNX_OPSET,
-            enable_onnx_checker=True,
-        )
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ExportError(f"paddle2onnx cannot convert this model: {error}") from error
-    if not file.is_file():
-        raise ExportError("paddle2onnx gave no file; its own output above says why")
+    file = draft / "model.onnx"
+    raw_file = scratch / "model.onnx"
+    names = ("probabilities",) if spec.nms is None else ("scores", "boxes")
+    convert_to_onnx(scratch, raw_file, names)
+    raw = load_onnx(raw_file)
+    agreement = compare_raw(raw, cases.images, cases.expected)
+    if nms_in_graph and spec.nms is not None:
+        append_nms(raw_file, file, spec.nms)
+        kept = compare_kept(load_onnx(file), raw, cases.images, spec.nms)
+        return replace(agreement, output_names=kept)
+    shutil.copy2(raw_file, file)
+    return agreement
 
 
-def _require_onnx() -> None:
-    # paddle2onnx's dependency polygraphy would install packages of its own while it runs.
-    os.environ.setdefault("POLYGRAPHY_AUTOINSTALL_DEPS", "0")
-    missing = []
-    for name in ("paddle2onnx", "onnxruntime"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise ExportError(
-            f"ONNX export needs {' and '.join(missing)} (one converts, the other checks what came "
-            "out): pip install 'ppdist[onnx]', or leave onnx out of --format"
-        )
+def _write_int8(
+    scratch: Path,
+    draft: Path,
+    spec: InferenceSpec,
+    cases: _Cases,
+    calibration: Sequence[np.ndarray],
+) -> ModelFileSection:
+    """Writes the ONNX model in 8-bit integers; scratch: holds it in float32 without suppression."""
+    from ppdist.onnx_nms import append_nms
+    from ppdist.quantize import quantize_onnx
+
+    assert spec.onnx is not None
+    raw_file, file = scratch / "model_int8.onnx", draft / "model_int8.onnx"
+    quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec)
+    raw = load_onnx(raw_file)
+    off = measure_raw(raw, cases.images, cases.expected)
+    if spec.onnx.nms_in_graph and spec.nms is not None:
+        append_nms(raw_file, file, spec.nms)
+        compare_kept(load_onnx(file), raw, cases.images, spec.nms)
+    else:
+        shutil.copy2(raw_file, file)
+    noted = {"files": (file.name,), "max_score_error": off.score, "max_box_error": off.box}
+    return spec.onnx.model_copy(update=noted)
 
 
 def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
@@ -267,6 +260,12 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
             f"{len(spec.class_names)} class names for a model of {model.num_classes} classes; "
             "give the names of the classes the model was trained on"
         )
+    for name in spec.class_names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ExportError(
+                f"class name {name!r} holds half a character (a lone surrogate), and no file can; "
+                "correct it in the annotations or give --class-names"
+            )
     for key, value in model.state_dict().items():
         if value.dtype in (paddle.float16, paddle.bfloat16):
             raise ExportError(f"{key} is {value.dtype}: export the float32 weights")
@@ -274,28 +273,18 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
             raise ExportError(f"{key} holds values that are not finite; these weights are broken")
 
 
-@paddle.no_grad()
-def _eager(model: ImageModel, images: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
-    """What the model decodes of each batch."""
-    outputs = [RawModel(model)(paddle.to_tensor(batch)) for batch in images]
-    return [
-        (found.numpy(),) if isinstance(found, Tensor) else tuple(part.numpy() for part in found)
-        for found in outputs
-    ]
-
-
 def _complete(
     spec: InferenceSpec, agreement: dict[Format, Agreement], nms_in_graph: bool
 ) -> InferenceSpec:
     """The description with what was written filled in."""
     parts: dict[str, ModelFileSection] = {}
-    raw_outputs = _CLASS_OUTPUTS if spec.task == "classify" else _RAW_OUTPUTS
+    kept = nms_in_graph and spec.nms is not None
+    outputs = _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if kept else _RAW_OUTPUTS
     if "paddle" in agreement:
-        outputs = _KEPT_OUTPUTS if nms_in_graph else raw_outputs
         files = ("model.json", "model.pdiparams")
-        parts["paddle"] = _describe(files, outputs, nms_in_graph, agreement["paddle"])
+        parts["paddle"] = _describe(files, outputs, kept, agreement["paddle"])
     if "onnx" in agreement:
-        parts["onnx"] = _describe(("model.onnx",), raw_outputs, False, agreement["onnx"])
+        parts["onnx"] = _describe(("model.onnx",), outputs, kept, agreement["onnx"])
     made_with = f"ppdist {ppdist.__version__}, paddle {paddle.__version__}"
     return spec.model_copy(update={**parts, "made_with": made_with})
 

@@ -2,41 +2,63 @@
 
 The raw outputs are compared number by number.  After a non-maximum suppression that is not
 possible: one rounding can decide which of two equal boxes stays.  So the suppressed rows are
-compared with those that the same suppression keeps of the exported raw outputs, row by row, and
-a row may be missing on one side only where a threshold was a tie.
+compared with those that the same suppression keeps of raw outputs, row by row, and a row may be
+missing on one side only where rounding decides about it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import paddle
 
 from ppdist.errors import ExportError
 from ppdist.infer_spec import InputSection
-from ppdist.inference import InferenceGraph, split_rows, suppress
+from ppdist.inference import split_rows, suppress
+from ppdist.models.detector import ImageModel
 from ppdist.postprocess import NMSConfig
+from ppdist.runtime import Graph, OnnxGraph, PaddleGraph, RuntimeOptions
 
 SCORE_TOLERANCE = 1e-4
 BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
 _LARGE_BOX = 500.0  # pixels; of a larger one in proportion
+_SCORE_TIE = 2 * SCORE_TOLERANCE  # of two scores, each off by the tolerance
 _IOU_TIE = 1e-3
 _BACKENDS = (
     ("Paddle Inference with oneDNN", True),
     ("Paddle Inference without oneDNN", False),
 )
 _PADDLE_ERRORS = (RuntimeError, ValueError, IndexError, OSError)
+Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest differences from eager over all pictures and backends."""
+    """Largest differences from eager.
 
-    score: float  # 0..1; of a classifier: the probability
-    box: float | None  # pixels; None: a classifier, which gives no boxes
+    score: 0..1; of a classifier the probability.
+    box: pixels, of a box with a side beyond _LARGE_BOX in proportion; None: a classifier.
+    boxes: how many were compared; ties: those that one side alone kept because of rounding.
+    """
+
+    score: float
+    box: float | None
     output_names: tuple[str, ...] = ()
+    boxes: int = 0
+    ties: int = 0
+
+
+def largest_of(found: Sequence[Agreement]) -> Agreement:
+    """Of all images, or batches of them."""
+    boxes = [each.box for each in found if each.box is not None]
+    return Agreement(
+        score=max(each.score for each in found),
+        box=max(boxes, default=None),
+        output_names=found[-1].output_names,
+        boxes=sum(each.boxes for each in found),
+        ties=sum(each.ties for each in found),
+    )
 
 
 def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -66,49 +88,73 @@ def _picture(batch: int, height: int, width: int) -> np.ndarray:
     return images.astype(np.float32)
 
 
-class _Output(NamedTuple):
-    name: str
-    tolerance: float
-    unit: str = ""
+@paddle.no_grad()
+def eager_outputs(model: ImageModel, images: Sequence[np.ndarray]) -> list[Raw]:
+    """What the model decodes of each of the batches_B3HW."""
+    outputs = [model.predict(paddle.to_tensor(batch)) for batch in images]
+    return [
+        tuple(part.numpy() for part in (found if isinstance(found, tuple) else (found,)))
+        for found in outputs
+    ]
 
 
-_OUTPUTS = (_Output("scores", SCORE_TOLERANCE), _Output("boxes", BOX_TOLERANCE, " px"))
-_CLASS_OUTPUT = (_Output("probabilities", SCORE_TOLERANCE),)
-Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
-
-
-def load_graphs(directory: Path) -> dict[str, InferenceGraph]:
+def load_graphs(directory: Path) -> dict[str, Graph]:
     """directory/model.json in Paddle Inference, by backend: with and without oneDNN.
 
     Raises: ExportError: Paddle cannot load it.
     """
     files = directory / "model.json", directory / "model.pdiparams"
-    graphs = {}
+    graphs: dict[str, Graph] = {}
     for backend, onednn in _BACKENDS:
         try:
-            graphs[backend] = InferenceGraph(*files, onednn=onednn, threads=1)
+            graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn))
         except _PADDLE_ERRORS as error:
             raise ExportError(f"{backend} cannot load the exported model: {error}") from error
     return graphs
 
 
+def load_onnx(file: Path) -> dict[str, Graph]:
+    """As load_graphs, of an ONNX file."""
+    return {"ONNX Runtime": OnnxGraph(file, RuntimeOptions(backend="onnx"))}
+
+
 def compare_raw(
-    graphs: dict[str, InferenceGraph], images: Sequence[np.ndarray], expected: Sequence[Raw]
+    graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
     """A saved graph's outputs against eager's, on every backend.
 
     Raises: ExportError: a backend fails or differs by more than the tolerances.
     """
-    worst = []
+    each = {name: measure_raw({name: graph}, images, expected) for name, graph in graphs.items()}
+    for backend, found in each.items():
+        if found.score <= SCORE_TOLERANCE and (found.box or 0.0) <= BOX_TOLERANCE:
+            continue
+        what = "probabilities" if found.box is None else "scores"
+        differ = f"{what} by up to {found.score:.3g} (allowed {SCORE_TOLERANCE:g})"
+        if found.box is not None:
+            differ += f", boxes by up to {found.box:.3g} px (allowed {BOX_TOLERANCE:g})"
+        raise ExportError(
+            f"{backend} does not compute what the model computes, it differs in {differ}; "
+            "nothing was kept"
+        )
+    return largest_of(list(each.values()))
+
+
+def measure_raw(
+    graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
+) -> Agreement:
+    """As compare_raw, of a model in fewer bits, which no tolerance holds."""
+    found = []
     for backend, graph in graphs.items():
-        got = [_run(graph, batch, backend) for batch in images]
-        worst.append(_differences(got, expected, backend))
-    return _agreement(np.max(worst, axis=0), graph.output_names)
+        for batch, true in zip(images, expected, strict=True):
+            agreement = raw_differences(_run(graph, batch, backend), true, backend)
+            found.append(replace(agreement, output_names=graph.output_names))
+    return largest_of(found)
 
 
 def compare_kept(
-    kept: dict[str, InferenceGraph],
-    raw: dict[str, InferenceGraph],
+    kept: dict[str, Graph],
+    raw: dict[str, Graph],
     images: Sequence[np.ndarray],
     nms: NMSConfig,
 ) -> tuple[str, ...]:
@@ -119,135 +165,177 @@ def compare_kept(
     """
     for backend, graph in kept.items():
         for batch in images:
-            rows_R6, count_B = _run(graph, batch, backend)
-            scores, boxes = _run(raw[backend], batch, backend)
-            with paddle.no_grad():
-                expected = suppress(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
-            for got, true in zip(split_rows(rows_R6, count_B), expected):
-                strange = unexplained_rows(got, true, nms)
-                if strange:
-                    raise ExportError(
-                        f"{backend}: {strange} of {len(got)} boxes after the non-maximum "
-                        f"suppression in the graph are not those of eager ({len(true)}); "
-                        "nothing was kept"
-                    )
+            outputs = _run(raw[backend], batch, backend)
+            kept_differences(_run(graph, batch, backend), outputs, nms, backend)
     return graph.output_names
 
 
-def _run(graph: InferenceGraph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:
+def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:
     try:
         return graph(images_B3HW)
-    except _PADDLE_ERRORS as error:
+    except Exception as error:  # those of ONNX Runtime share no narrower base
         raise ExportError(f"{backend} cannot run the exported model: {error}") from error
 
 
-def run_onnx(file: Path, images: Sequence[np.ndarray], expected: Sequence[Raw]) -> Agreement:
-    """As compare_raw, for ONNX Runtime on the CPU."""
-    import onnxruntime
+def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
+    """Of the outputs for one batch.
 
-    try:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # its warnings about unused constants are noise here
-        session = onnxruntime.InferenceSession(
-            str(file), options, providers=["CPUExecutionProvider"]
+    Raises: ExportError: another shape, or numbers that are not finite.
+    """
+    shapes = [[list(part.shape) for part in side] for side in (got, true)]
+    if shapes[0] != shapes[1]:
+        raise ExportError(f"{where} gives outputs of the shapes {shapes[0]}, eager of {shapes[1]}")
+    score = float(np.abs(got[0] - true[0]).max())
+    box = float(_apart(got[1], true[1]).max()) if len(true) > 1 else None
+    if not np.isfinite([score, box or 0.0]).all():
+        raise ExportError(f"{where} gives numbers that are not finite")
+    return Agreement(score, box, boxes=0 if box is None else true[1].shape[0] * true[1].shape[1])
+
+
+def kept_differences(
+    got: tuple[np.ndarray, ...], raw: Raw, nms: NMSConfig, where: str
+) -> Agreement:
+    """Of rows_R6 and count_B for one batch, against what suppression keeps of raw outputs.
+
+    Raises: ExportError: a row of either side that the other has not, and rounding does not explain.
+    """
+    (rows_R6, count_B), (scores_BNC, boxes_BN4) = got, raw
+    batch, _, classes = scores_BNC.shape
+    fit = len(count_B) == batch and count_B.sum() == len(rows_R6)
+    if not fit or not np.isin(rows_R6[:, 0], np.arange(classes)).all():
+        raise ExportError(
+            f"{where}: {len(rows_R6)} rows with the counts {count_B.tolist()} are not what "
+            f"suppression leaves of {batch} images and {classes} classes"
         )
-        name = session.get_inputs()[0].name
-        got = [tuple(session.run(None, {name: batch})) for batch in images]
-    except Exception as error:  # its exceptions share no narrower base
-        raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
-    worst = _differences(got, expected, "ONNX Runtime")
-    return _agreement(worst, tuple(output.name for output in session.get_outputs()))
-
-
-def _differences(
-    got: Sequence[tuple[np.ndarray, ...]], expected: Sequence[Raw], where: str
-) -> np.ndarray:
-    """The largest difference of each output over all batches, [1] or [2]."""
-    kinds = _OUTPUTS if len(expected[0]) > 1 else _CLASS_OUTPUT
-    largest = np.zeros(len(kinds))
-    for found, true in zip(got, expected):
-        shapes = [list(part.shape) for part in found], [list(part.shape) for part in true]
-        if shapes[0] != shapes[1]:
+    with paddle.no_grad():
+        expected = suppress(paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms)
+    found = []
+    for got_R6, true_R6, image_raw in zip(split_rows(*got), expected, zip(*raw), strict=True):
+        strange = unexplained_rows(got_R6, true_R6, nms, image_raw)
+        if strange:
             raise ExportError(
-                f"{where}: {_shaped(kinds, shapes[0])}, eager gives {_shaped(kinds, shapes[1])}; "
-                f"nothing was kept"
+                f"{where}: {strange} of {len(got_R6)} boxes after the non-maximum suppression in "
+                f"the graph are not those of eager ({len(true_R6)})"
             )
-        errors = np.array([np.abs(one - other).max() for one, other in zip(found, true)])
-        beyond = [
-            np.abs(one - other).max(-1) > kind.tolerance * _room(kind, other)
-            for one, other, kind in zip(found, true, kinds)
-        ]
-        if not np.isfinite(errors).all() or any(part.any() for part in beyond):
-            differ = ", ".join(
-                f"{kind.name} by up to {error:.3g}{kind.unit} (allowed {kind.tolerance:g})"
-                for error, kind in zip(errors, kinds)
-            )
-            raise ExportError(
-                f"{where} does not compute what the model computes, it differs in {differ}; "
-                "nothing was kept"
-            )
-        largest = np.maximum(largest, errors)
-    return largest
+        pairs_P2 = _partners(got_R6, true_R6)
+        one, other = got_R6[pairs_P2[:, 0]], true_R6[pairs_P2[:, 1]]
+        score = np.abs(one[:, 1] - other[:, 1]).max(initial=0.0)
+        box = _apart(one[:, 2:], other[:, 2:]).max(initial=0.0)
+        ties = len(got_R6) + len(true_R6) - 2 * len(pairs_P2)
+        found.append(Agreement(float(score), float(box), boxes=len(true_R6), ties=ties))
+    return largest_of(found)
 
 
-def _room(kind: _Output, true: np.ndarray) -> np.ndarray:
-    """How many tolerances each row may be off: one, but a box per _LARGE_BOX pixels of its side.
+def _apart(got: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """How far boxes[..., 4] are apart, as Agreement.box says.
 
     Sides are multiples of exponentials of what the model computes, so rounding grows with them.
     """
-    if kind is not _OUTPUTS[1]:
-        return np.ones(true.shape[:-1])
-    return np.maximum(1.0, (true[..., 2:] - true[..., :2]).max(-1) / _LARGE_BOX)
+    side = (true[..., 2:] - true[..., :2]).max(-1)
+    return np.abs(got - true).max(-1) / np.maximum(1.0, side / _LARGE_BOX)
 
 
-def _shaped(kinds: Sequence[_Output], shapes: list[list[int]]) -> str:
-    return " and ".join(f"{kind.name} {shape}" for kind, shape in zip(kinds, shapes))
+def unexplained_rows(
+    got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig, raw: Raw | None = None
+) -> int:
+    """How many rows of either side have no partner on the other, and rounding is not why.
 
-
-def _agreement(largest: np.ndarray, names: tuple[str, ...]) -> Agreement:
-    return Agreement(float(largest[0]), float(largest[1]) if len(largest) > 1 else None, names)
-
-
-def unexplained_rows(got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig) -> int:
-    """How many rows of either side have no partner on the other and no tie that explains it.
-
-    Partners have the same class, and score and box within the tolerances.  A tie: the score is at
-    the threshold, or at the lowest kept score of a full list, or the IoU with another row of the
-    class is at the IoU threshold; or two classes of one box score alike and only one may stay.
+    Rounding decides about a row at a threshold (_at_threshold), and so about what it suppresses.
+    Args: raw: scores_NC and boxes_N4 of the image; with them known, also that of two overlapping
+        rows of like scores either may stay, and which scores are at the limit of candidates.
     """
-    partner = (
-        (got_R6[:, None, 0] == true_R6[None, :, 0])
-        & (np.abs(got_R6[:, None, 1] - true_R6[None, :, 1]) <= SCORE_TOLERANCE)
-        & (
-            np.abs(got_R6[:, None, 2:] - true_R6[None, :, 2:]).max(-1)
-            <= BOX_TOLERANCE * _room(_OUTPUTS[1], true_R6[:, 2:])
-        )
-    )
-    taken = np.zeros(len(true_R6), bool)
-    lonely = []
-    for row, candidates in zip(got_R6, partner):
-        free = np.flatnonzero(candidates & ~taken)
-        if len(free):
-            taken[free[0]] = True
-        else:
-            lonely.append(row)
-    lonely += list(true_R6[~taken])
-    everything = np.concatenate([got_R6, true_R6])
-    full = max(len(got_R6), len(true_R6)) >= nms.keep
-    lowest = everything[:, 1].min() if full and len(everything) else -1.0
-    return sum(not _is_tie(row, everything, lowest, nms) for row in lonely)
+    sides = got_R6, true_R6
+    pairs_P2 = _partners(got_R6, true_R6)
+    lone = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
+    explained = [_at_threshold(lone[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
+    overlap_GT = _iou(*lone) >= nms.iou_threshold - _IOU_TIE
+    better_GT = lone[0][:, None, 1] - lone[1][None, :, 1]  # the scores of got above those of true
+    if raw is not None:
+        alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
+        explained[0] |= alike_GT.any(1) | _last_candidates(lone[0], raw[0], nms)
+        explained[1] |= alike_GT.any(0) | _last_candidates(lone[1], raw[0], nms)
+    for _ in range(sum(map(len, lone))):  # no chain is longer
+        explained[0] |= (overlap_GT & (better_GT <= _SCORE_TIE) & explained[1][None]).any(1)
+        explained[1] |= (overlap_GT & (better_GT >= -_SCORE_TIE) & explained[0][:, None]).any(0)
+    if raw is not None:
+        explained[0] &= _predicted(lone[0], raw)
+    return sum(int((~part).sum()) for part in explained)
 
 
-def _is_tie(row: np.ndarray, everything_R6: np.ndarray, lowest: float, nms: NMSConfig) -> bool:
-    if min(abs(row[1] - nms.score_threshold), abs(row[1] - lowest)) <= 2 * SCORE_TOLERANCE:
-        return True
+def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
+    """Which rows [R] score like the last of the best `candidates` of their class and the next."""
+    count, classes = scores_NC.shape
+    if count <= nms.candidates:
+        return np.zeros(len(rows_R6), bool)
     if not nms.multi_label:
-        near = np.abs(everything_R6[:, 1] - row[1]) <= 2 * SCORE_TOLERANCE
-        near &= np.abs(everything_R6[:, 2:] - row[2:]).max(1) <= BOX_TOLERANCE
-        if (near & (everything_R6[:, 0] != row[0])).any():
-            return True
-    same = everything_R6[everything_R6[:, 0] == row[0], 2:]
-    size = np.minimum(same[:, 2:], row[4:]) - np.maximum(same[:, :2], row[2:4])
-    overlap = np.prod(size.clip(0), axis=1)
-    union = np.prod(same[:, 2:] - same[:, :2], axis=1) + np.prod(row[4:] - row[2:4]) - overlap
-    return bool((np.abs(overlap / union.clip(1e-9) - nms.iou_threshold) <= _IOU_TIE).any())
+        best_N1 = scores_NC.argmax(1)[:, None]
+        scores_NC = np.where(np.arange(classes) == best_N1, scores_NC, 0)
+    first = count - nms.candidates
+    limits_2C = np.partition(scores_NC, [first - 1, first], axis=0)[first - 1 : first + 1]
+    limits_2R = limits_2C[:, rows_R6[:, 0].astype(int)]
+    return (np.abs(rows_R6[:, 1] - limits_2R) <= _SCORE_TIE).all(0)
+
+
+def _predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
+    """Which rows [R] are among the predictions."""
+    scores_NC, boxes_N4 = raw
+    found = []
+    for row in rows_R6:
+        near_N = np.abs(scores_NC[:, int(row[0])] - row[1]) <= SCORE_TOLERANCE
+        found.append((near_N & (_apart(row[2:], boxes_N4) <= BOX_TOLERANCE)).any())
+    return np.array(found, bool)
+
+
+def _partners(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
+    """Places [P, 2] in both of rows with the same class, and score and box within the tolerances;
+    the nearest, each row at most once."""
+    pairs = []
+    free_R = np.ones(len(true_R6), bool)
+    for place, row in enumerate(got_R6):
+        apart_R = _apart(row[2:], true_R6[:, 2:])
+        near_R = free_R & (true_R6[:, 0] == row[0]) & (apart_R <= BOX_TOLERANCE)
+        near_R &= np.abs(true_R6[:, 1] - row[1]) <= SCORE_TOLERANCE
+        if near_R.any():
+            best = np.flatnonzero(near_R)[apart_R[near_R].argmin()]
+            free_R[best] = False
+            pairs.append((place, best))
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def _at_threshold(
+    rows_R6: np.ndarray,
+    own_R6: np.ndarray,
+    other_R6: np.ndarray,
+    nms: NMSConfig,
+) -> np.ndarray:
+    """Which of the rows that only one side kept [R] were at a threshold.
+
+    That of the score; the lowest score of the other side's full list; an IoU with a better row of
+    the class at its threshold, or none to speak of, because the box is thinner than the tolerance
+    (without area runtimes differ, too); or two classes of one box score alike and one may stay.
+    """
+    scores_R = rows_R6[:, 1]
+    tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
+    if len(other_R6) >= nms.keep:
+        tied_R |= scores_R <= other_R6[:, 1].min() + _SCORE_TIE
+    tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
+    everything = np.concatenate([own_R6, other_R6])
+    better = everything[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
+    at_overlap = np.abs(_iou(rows_R6, everything) - nms.iou_threshold) <= _IOU_TIE
+    tied_R |= (better & at_overlap).any(1)
+    if not nms.multi_label:
+        alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE
+        alike &= other_R6[None, :, 0] != rows_R6[:, None, 0]
+        alike &= _apart(rows_R6[:, None, 2:], other_R6[None, :, 2:]) <= BOX_TOLERANCE
+        tied_R |= alike.any(1)
+    return tied_R
+
+
+def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
+    """Intersection over union of all pairs [R, S]; -1 where the classes differ."""
+    a, b = one_R6[:, None, 2:], other_S6[None, :, 2:]
+    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
+    shared = sides.clip(0).prod(-1)
+    areas = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1)
+    same = one_R6[:, None, 0] == other_S6[None, :, 0]
+    return np.where(same, shared / (areas - shared).clip(1e-9), -1.0)

@@ -2,14 +2,16 @@
 
 It stands beside every exported model and is the only source of its pre- and post-processing; the
 same description is made from a config when the eager model predicts, so both roads resize,
-threshold and map back alike.
+threshold and map back alike.  Its text is JSON, which is YAML, too: a program that deploys the
+model needs no YAML reader.
 """
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
 from ppdist.config import Section, parse_config
@@ -25,15 +27,27 @@ if TYPE_CHECKING:
 SPEC_FILE = "infer.yml"
 
 
+class NormalisationSection(Section):
+    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
+
+    mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+    std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+
+
 class InputSection(Section):
-    """The one input: raw pixels; the normalisation is part of the graph."""
+    """The one input: raw pixels, unless `normalised` says otherwise."""
 
     name: str = Field(default="images", description="Name of the input.")
     dtype: Literal["float32"] = Field(default="float32", description="Type of its numbers.")
     layout: Literal["BCHW"] = Field(default="BCHW", description="Order of its axes.")
     colour: Literal["rgb"] = Field(default="rgb", description="Order of the three channels.")
     pixel_range: tuple[float, float] = Field(
-        default=(0.0, 255.0), description="Smallest and largest pixel; nothing is subtracted."
+        default=(0.0, 255.0), description="Smallest and largest pixel, before `normalised`."
+    )
+    normalised: NormalisationSection | None = Field(
+        default=None,
+        description="null: the graph takes the pixels as they are and normalises them itself; "
+        "else it takes (x / 255 - mean) / std.",
     )
     size: tuple[int, int] = Field(description="Height and width to resize to, pixels.")
     size_multiple: int = Field(
@@ -96,6 +110,14 @@ class OutputSection(Section):
     meaning: str = Field(description="What the numbers are.")
 
 
+class SampleSection(Section):
+    """COCO's mAP of the model and of the exported file, on the same validation images."""
+
+    images: int = Field(description="How many, spread over the validation set.")
+    mAP_eager: float = Field(description="Of the model before export.")
+    mAP: float = Field(description="Of this file, in the runtime it is for.")
+
+
 class ModelFileSection(Section):
     """One exported form of the model."""
 
@@ -107,7 +129,11 @@ class ModelFileSection(Section):
     max_score_error: float = Field(description="Largest difference from eager seen; 0..1.")
     max_box_error: float | None = Field(
         default=None,
-        description="Largest difference from eager seen, pixels; of a classifier none.",
+        description="Largest difference from eager seen, pixels (of boxes longer than 500 in "
+        "proportion); of a classifier none.",
+    )
+    sample: SampleSection | None = Field(
+        default=None, description="Accuracy, where validation images were at hand."
     )
 
 
@@ -130,6 +156,9 @@ class InferenceSpec(Section):
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
     paddle: ModelFileSection | None = Field(default=None, description="For Paddle Inference.")
     onnx: ModelFileSection | None = Field(default=None, description="For ONNX runtimes.")
+    onnx_int8: ModelFileSection | None = Field(
+        default=None, description="For ONNX runtimes, in 8-bit integers; see its sample."
+    )
 
     @model_validator(mode="after")
     def _detection_has_thresholds(self) -> "InferenceSpec":
@@ -196,11 +225,14 @@ def read_spec(directory: Path) -> InferenceSpec:
 
 
 def write_spec(directory: Path, spec: InferenceSpec) -> None:
-    text = yaml.safe_dump(
-        spec.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True
-    )
-    (directory / SPEC_FILE).write_text(
-        "# Pre- and post-processing of the model beside this file; written by tools/export.py.\n"
-        + text,
-        encoding="utf-8",
-    )
+    """Writes DIR/infer.yml: JSON that a YAML 1.1 reader understands alike."""
+    text = json.dumps(spec.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
+    text = _DOTLESS_FLOAT.sub(r"\1.0\2", text)
+    text = _NOT_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    (directory / SPEC_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+# 1e-05, at the end of a line and so in no string: YAML 1.1 takes a number without a dot for text.
+_DOTLESS_FLOAT = re.compile(r"((?:^|: ) *-?\d+)(e[-+]?\d+,?)$", re.MULTILINE)
+# Allowed in a JSON string, but not printable or a line break in YAML; escaped in both.
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")

@@ -1,6 +1,5 @@
 """Finding objects in one image after another: what comes in, what runs, what goes out."""
 
-import time
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -9,10 +8,11 @@ import paddle
 
 from ppdist.data.augment.transforms import Resize, fitted, resize_for_evaluation
 from ppdist.errors import ExportError, WeightsError
-from ppdist.infer_spec import SPEC_FILE, InferenceSpec, read_spec
+from ppdist.infer_spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
 from ppdist.models.detector import Detector, ImageModel
 from ppdist.models.pretrained import load_weights
 from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.runtime import DEFAULT, Graph, OnnxGraph, PaddleGraph, RuntimeOptions
 
 
 def load_all_weights(model: ImageModel, path: Path) -> None:
@@ -49,126 +49,61 @@ class EagerPredictor:
         return suppress(scores_BNC, boxes_BN4, self.nms)
 
 
-class PaddlePredictor:
-    """An exported model through Paddle Inference.
+class ExportedPredictor:
+    """An exported detector.
 
     Args:
         directory: holds infer.yml and the files it names.
-        onednn: use oneDNN kernels (CPU); Paddle 3.x does by default.
-        threads: of one prediction on the CPU.
-        device: "gpu" needs a CUDA build of Paddle and a card.
-    Raises: ExportError: no exported model there, or one of its files is missing.
+        options: the runtime, and so which of the files; how it runs.
+    Raises: ExportError: no exported model there, or not the one of these options.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        onednn: bool = True,
-        threads: int = 1,
-        device: Literal["cpu", "gpu"] = "cpu",
-    ) -> None:
-        self.spec, self.graph = open_exported(directory, "detect", onednn, threads, device)
+    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
+        self.spec, self.form, self.graph = open_exported(directory, "detect", options)
 
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
-        first, second = self.graph(images_B3HW)
-        assert self.spec.paddle is not None and self.spec.nms is not None
-        if self.spec.paddle.nms_in_graph:
+        first, second = self.graph(graph_input(images_B3HW, self.spec))
+        if self.form.nms_in_graph:
             return split_rows(first, second)
+        assert self.spec.nms is not None
         with paddle.no_grad():
             return suppress(paddle.to_tensor(first), paddle.to_tensor(second), self.spec.nms)
 
 
 def open_exported(
-    directory: Path,
-    task: Literal["detect", "classify"],
-    onednn: bool,
-    threads: int,
-    device: Literal["cpu", "gpu"],
-) -> "tuple[InferenceSpec, InferenceGraph]":
-    """The Paddle model of an export and its description.
+    directory: Path, task: Literal["detect", "classify"], options: RuntimeOptions
+) -> tuple[InferenceSpec, ModelFileSection, Graph]:
+    """The description of an export, and of it the file that runs with these options, ready to.
 
-    Raises: ExportError: no exported model there, of another task, or one of its files is missing.
+    Raises: ExportError: no exported model there, of another task, without that file, or the
+        runtime refuses it.
     """
     spec = read_spec(directory)
     if spec.task != task:
         raise ExportError(f"{directory}: made to {spec.task}, not to {task}; take another export")
-    if spec.paddle is None:
-        raise ExportError(f"{directory}: holds no Paddle model; export with --format paddle")
-    program, weights = (directory / name for name in spec.paddle.files)
-    for file in (program, weights):
+    form, name, remedy = {
+        ("paddle", False): (spec.paddle, "Paddle", "--format paddle"),
+        ("onnx", False): (spec.onnx, "ONNX", "--format onnx"),
+        ("onnx", True): (spec.onnx_int8, "int8 ONNX", "--format onnx --int8"),
+    }[options.backend, options.precision == "int8"]
+    if form is None:
+        raise ExportError(f"{directory}: holds no {name} model; export with {remedy}")
+    files = [directory / name for name in form.files]
+    for file in files:
         if not file.is_file():
             raise ExportError(f"{file}: named by {SPEC_FILE} but not there; export again")
-    return spec, InferenceGraph(program, weights, onednn, threads, device)
+    if options.backend == "onnx":
+        return spec, form, OnnxGraph(files[0], options)
+    return spec, form, PaddleGraph(files[0], files[1], options)
 
 
-class InferenceGraph:
-    """A saved static graph with one input, in Paddle Inference; gives its outputs in order.
-
-    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.
-    """
-
-    def __init__(
-        self,
-        program: Path,
-        weights: Path,
-        onednn: bool,
-        threads: int,
-        device: Literal["cpu", "gpu"] = "cpu",
-    ) -> None:
-        config = paddle.inference.Config(str(program), str(weights))
-        config.disable_glog_info()
-        if device == "gpu":
-            config.enable_use_gpu(256, 0)
-        else:
-            config.disable_gpu()
-            config.set_cpu_math_library_num_threads(threads)
-            if onednn:
-                config.enable_onednn()
-            else:
-                config.disable_onednn()
-        self._predictor = paddle.inference.create_predictor(config)
-        self.input_name = self._predictor.get_input_names()[0]
-        self.output_names = tuple(self._predictor.get_output_names())
-
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        handle = self._predictor.get_input_handle(self.input_name)
-        handle.reshape(images_B3HW.shape)
-        handle.copy_from_cpu(np.ascontiguousarray(images_B3HW, dtype=np.float32))
-        self._predictor.run()
-        outputs = (self._predictor.get_output_handle(name) for name in self.output_names)
-        return tuple(output.copy_to_cpu() for output in outputs)
-
-
-def measure_predictor(
-    directory: Path,
-    image_size: tuple[int, int],
-    batch: int,
-    threads: int,
-    onednn: bool,
-    repeats: int = 20,
-) -> dict[str, float]:
-    """Time of an exported model alone (random pixels in, boxes out) on the CPU.
-
-    Returns: `median_ms` and `p95_ms` of one call, `images_per_second` by the median, `first_ms` of
-        the first call (it compiles), and `boxes` kept per image.
-    """
-    predict = PaddlePredictor(directory, onednn=onednn, threads=threads)
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (batch, 3, *image_size)).astype(np.float32)
-    milliseconds = []
-    for _ in range(repeats + 3):
-        start = time.perf_counter()
-        kept = predict(images)
-        milliseconds.append(1000 * (time.perf_counter() - start))
-    warm = np.sort(milliseconds[3:])
-    median = float(np.median(warm))
-    return {
-        "median_ms": median,
-        "p95_ms": float(np.quantile(warm, 0.95)),
-        "images_per_second": 1000 * batch / median,
-        "first_ms": milliseconds[0],
-        "boxes": sum(len(rows_R6) for rows_R6 in kept) / batch,
-    }
+def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:
+    """Images as the graph takes them: 0..255 as they are, or normalised where infer.yml says so."""
+    if spec.input.normalised is None:
+        return images_B3HW
+    mean, std = spec.input.normalised.mean, spec.input.normalised.std
+    mean_311, std_311 = (np.reshape(np.array(x, np.float32), (3, 1, 1)) for x in (mean, std))
+    return (images_B3HW / np.float32(255) - mean_311) / std_311
 
 
 def suppress(

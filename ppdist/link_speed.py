@@ -18,6 +18,7 @@ from ppdist import dist
 from ppdist.data.dataset import read_split
 from ppdist.engine.feed import require_the_same
 from ppdist.engine.preflight import (
+    differences,
     digests_of_code,
     preflight,
     require_agreement,
@@ -37,6 +38,7 @@ _STAGE_SECONDS = 60.0
 _SIZE_SECONDS = 0.2  # so long, at most 20 times and at least 3, each size is summed
 _LONGEST_SECONDS = 4.0  # no larger message than takes so long: gloo gives up after 30
 _PINGS = 20
+_CLOCK_ROUNDS = 3  # ranks leave a barrier one after the other: the least difference counts
 _SIDE = {"cpu": 1024, "gpu": 8192}  # of the square matrices that are multiplied
 _PIECE_BYTES = {"cpu": 4 << 20, "gpu": 64 << 20}  # sent to find the rate of a link
 _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbours in rank
@@ -88,6 +90,27 @@ def measure_cluster() -> Report:
         report["latency_seconds"] = report["sizes"][0]["seconds"] / (2 * (world - 1))
         report["bandwidth_bytes_per_second"] = report["sizes"][-1]["bus_bytes_per_second"]
     return report
+
+
+def compare_hosts(facts: dict[str, str]) -> Report:
+    """How the hosts differ in what is not software; every rank calls it and gets the same.
+
+    Args: facts: what this host has, by name (ppdist/launch/equipment.py).
+    Returns: `differences`, a line for each fact that is not the same everywhere, and `clocks`, how
+        many seconds each host's clock is ahead of the first one's, to some milliseconds.
+    """
+    hosts_W = dist.exchange(dist.host())
+    lines = list(differences(dist.exchange(facts), hosts_W))
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        dist.barrier()
+        rounds.append(dist.exchange(time.time()))
+    ahead_W = [
+        min((times[rank] - times[0] for times in rounds), key=abs) for rank in range(len(hosts_W))
+    ]
+    firsts = [hosts_W.index(host) for host in dict.fromkeys(hosts_W)]
+    clocks = [{"host": hosts_W[rank], "seconds": ahead_W[rank]} for rank in firsts]
+    return {"differences": lines, "clocks": clocks}
 
 
 def measure_computing(hosts_W: list[str]) -> list[Report]:

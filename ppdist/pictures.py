@@ -10,7 +10,7 @@ import numpy as np
 
 from ppdist.data.images import IMAGE_SUFFIXES, read_image
 from ppdist.errors import DataError
-from ppdist.files import make_parent
+from ppdist.files import make_parent, writing
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 
@@ -71,6 +71,14 @@ def _is_video(name: str | Path) -> bool:
     return Path(name).suffix.lower() in VIDEO_SUFFIXES
 
 
+def _video_path(file: Path) -> str:
+    """A path as OpenCV's videos take it.  Raises: DataError: it is not UTF-8, which crashes them."""
+    try:
+        return str(file).encode().decode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{file}: OpenCV wants UTF-8 in a video's path; rename it") from error
+
+
 def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[Frame]:
     """The picture of an image file, or each frame of a video; what cannot be read is reported."""
     if file.suffix.lower() in IMAGE_SUFFIXES:
@@ -81,7 +89,11 @@ def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[
         else:
             yield Frame(name, None, image_HW3)
         return
-    capture = cv2.VideoCapture(str(file))
+    try:
+        capture = cv2.VideoCapture(_video_path(file))
+    except DataError as error:
+        report(str(error))
+        return
     index = 0
     try:
         while True:
@@ -130,8 +142,13 @@ class PictureWriter:
             if self._video is None:
                 self._video = self._open_video(image_HW3)
             self._video.write(image_bgr)
-        elif not cv2.imwrite(str(self._target), image_bgr):
-            raise DataError(f"{self._target}: cannot write this image")
+            return
+        # cv2.imwrite crashes on a name that is not UTF-8.
+        done, content = cv2.imencode(self._target.suffix, image_bgr)
+        if not done:
+            raise DataError(f"{self._target}: this format cannot hold the image")
+        with writing(self._target):
+            self._target.write_bytes(content)
 
     def _open_video(self, first_HW3: np.ndarray) -> cv2.VideoWriter:
         height, width = first_HW3.shape[:2]
@@ -139,7 +156,7 @@ class PictureWriter:
         rate = capture.get(cv2.CAP_PROP_FPS) or 25.0
         capture.release()
         codec = cv2.VideoWriter.fourcc(*"mp4v")
-        video = cv2.VideoWriter(str(self._target), codec, rate, (width, height))
+        video = cv2.VideoWriter(_video_path(self._target), codec, rate, (width, height))
         if not video.isOpened():
             raise DataError(f"{self._target}: this OpenCV cannot write videos")
         return video

@@ -165,10 +165,11 @@ class Classes(Report):
 def require_own_folder(out: Path, source: Path) -> None:
     """Raises: ConfigError: pictures written to `out` would replace those of `source`, or those
     already in it would pass for results and not be looked at."""
-    folder = source if source.is_dir() else source.parent
-    if out.resolve() == folder.resolve():
+    folder = (source if source.is_dir() else source.parent).resolve()
+    above = folder.parents if source.is_dir() else ()
+    if out.resolve() in (folder, *above):
         raise ConfigError(
-            f"--out {out}: the pictures of --source are there and would be overwritten; "
+            f"--out {out}: the pictures of --source are there, or below, and could be overwritten; "
             "choose another folder"
         )
     inside = source.is_dir() and source.resolve() in out.resolve().parents

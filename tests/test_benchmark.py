@@ -136,13 +136,6 @@ def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
     assert result["metrics"]["val_loss"] > 0 and result["metrics"]["mAP"] >= 0
 
 
-@pytest.mark.slow
-def test_inference_is_measured_eager_and_exported(monkeypatch, capsys):
-    report = run(monkeypatch, capsys, "infer", "--repeats", "1")
-    for form in ("eager", "exported", "exported, oneDNN"):
-        assert report["result"][form]["median_ms"] > 0
-
-
 def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monkeypatch):
     now = [0.0]
 
@@ -342,3 +335,12 @@ def test_nonsense_is_refused_in_one_line(monkeypatch, capsys):
         runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
     assert ended.value.code == 2
     assert "train.nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["-w", "x"], ["-o", "seed=1"], ["--synthetic"]])
+def test_what_belongs_to_a_config_is_refused_without_one(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "infer", "--model", "export", *option])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "-w, -o and --synthetic go with -c/--config" in capsys.readouterr().err

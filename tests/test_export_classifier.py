@@ -1,6 +1,6 @@
 """Exported classifiers compute what the model computes, from raw pixels to probabilities."""
 
-import dataclasses
+import json
 from pathlib import Path
 
 import cv2
@@ -9,12 +9,14 @@ import paddle
 import pytest
 import yaml
 
-from ppdist.classification import EagerClassifier, PaddleClassifier, best_classes_of
+from ppdist.classification import EagerClassifier, ExportedClassifier, best_classes_of
 from ppdist.errors import ConfigError, ExportError
 from ppdist.export import deployment_copy, export_classifier
 from ppdist.infer_spec import InferenceSpec, InputSection, ResizeSection, read_spec, write_spec
-from ppdist.inference import PaddlePredictor
+from ppdist.inference import ExportedPredictor
 from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.postprocess import NMSConfig
+from ppdist.runtime import RuntimeOptions
 from tests.test_export import pictures, tiny_spec
 
 SIZE = (64, 96)
@@ -63,7 +65,7 @@ def exported(model: YOLOv5Classifier, tmp_path_factory: pytest.TempPathFactory) 
 def test_the_exported_classifier_gives_the_probabilities_of_eager(
     model: YOLOv5Classifier, exported: Path, onednn: bool
 ) -> None:
-    classify = PaddleClassifier(exported, onednn=onednn)
+    classify = ExportedClassifier(exported, RuntimeOptions(onednn=onednn))
     eager = EagerClassifier(deployment_copy(model))
     for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
         found_BC, expected_BC = classify(images), eager(images)
@@ -80,7 +82,7 @@ def test_infer_yml_alone_is_enough_to_get_the_probabilities_of_eager(
     """Written without anything of ppdist, as somebody who deploys the model would."""
     image_HW3 = pictures(1, 40, 200)[0].transpose(1, 2, 0).astype(np.uint8)
     spec = yaml.safe_load((exported / "infer.yml").read_text(encoding="utf-8"))
-    assert spec["task"] == "classify" and "nms" not in spec and "map_back" not in spec["resize"]
+    assert (spec["task"], spec["nms"], spec["resize"]["map_back"]) == ("classify", None, None)
     assert (spec["resize"]["mode"], spec["resize"]["interpolation"]) == ("centre_crop", "linear")
     (output,) = spec["paddle"]["outputs"]
     assert output["shape"] == "[B, C]" and output["meaning"].startswith("probabilities")
@@ -129,27 +131,32 @@ def test_infer_yml_read_again_is_what_was_written(spec: InferenceSpec, tmp_path:
     assert (spec.resize.map_back is None) == (spec.task == "classify")
 
 
+def test_a_json_reader_and_a_yaml_reader_find_the_same_in_infer_yml(tmp_path: Path) -> None:
+    strange = (
+        "größe 1e-5",
+        "细胞 🩸",
+        'say "x": 1e-05',
+        "a\\b\tc",
+        "end\u2028\x85\x7f",
+        "null",
+        "1e-05",
+    )
+    nms = NMSConfig(score_threshold=1e-05)
+    spec = tiny_spec().model_copy(update={"class_names": strange, "nms": nms})
+    write_spec(tmp_path, spec)
+    text = (tmp_path / "infer.yml").read_text(encoding="utf-8")
+    assert json.loads(text) == yaml.safe_load(text) == spec.model_dump(mode="json")
+    assert "细胞 🩸" in text and '"score_threshold": 1.0e-05,' in text
+    assert read_spec(tmp_path) == spec
+
+
 def test_an_export_is_only_used_for_its_task(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="made to classify, not to detect; take another export"):
-        PaddlePredictor(exported)
+        ExportedPredictor(exported)
     spec = read_spec(exported)
     assert spec.paddle is not None and spec.paddle.max_box_error is None
     text = (exported / "infer.yml").read_text(encoding="utf-8")
-    (tmp_path / "infer.yml").write_text(text.replace("task: classify", "task: detect"))
+    (tmp_path / "infer.yml").write_text(text.replace('"classify"', '"detect"'))
     with pytest.raises(ConfigError, match="nms is missing: task detect needs it"):
         read_spec(tmp_path)
     assert tiny_spec().task == "detect"
-
-
-def test_onnx_gives_the_probabilities_of_eager_at_other_batch_and_image_sizes(
-    tmp_path: Path, model: YOLOv5Classifier
-) -> None:
-    pytest.importorskip("paddle2onnx")
-    runtime = pytest.importorskip("onnxruntime")
-    report = export_classifier(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
-    assert set(report.agreement) == {"paddle", "onnx"}
-    assert dataclasses.astuple(report.agreement["onnx"])[1] is None
-    session = runtime.InferenceSession(str(report.directory / "model.onnx"))
-    images = pictures(3, 96, 64)
-    (found_BC,) = session.run(None, {"images": images})
-    np.testing.assert_allclose(found_BC, EagerClassifier(model)(images), atol=1e-4)

@@ -14,7 +14,7 @@ from pycocotools.coco import COCO
 
 from ppdist.config import load_config
 from ppdist.data.synthetic import make_shapes
-from ppdist.errors import ConfigError, DataError, UserError, WeightsError
+from ppdist.errors import ConfigError, DataError, UserError, WeightsError, printable
 from ppdist.infer_spec import describe, read_spec, validation_set
 from ppdist.inference import load_all_weights
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
@@ -168,6 +168,10 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
          "--threads is for --model"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,
          "--threads 0: expected 1 or more"),
+        (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--int8"], ConfigError,
+         "--backend and --int8 are for --model"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "--int8", "--backend", "paddle"],
+         ConfigError, "--int8 is an ONNX file: leave out --backend paddle"),
         (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),
     ],
 )  # fmt: skip
@@ -217,6 +221,9 @@ def test_results_may_lie_beside_the_pictures_where_nothing_of_others_is(tmp_path
     require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
     (out / "detections.json").touch()
     require_own_folder(out, tmp_path)
+    for taken in (out, tmp_path):
+        with pytest.raises(ConfigError, match="could be overwritten"):
+            require_own_folder(taken, out)
 
 
 def test_weights_of_another_class_count_are_refused(project: Path) -> None:
@@ -273,6 +280,23 @@ def test_a_folder_is_searched_to_its_depth_but_not_where_results_go(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
+
+
+def test_a_name_that_is_not_utf8_is_read_written_and_said(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"caf\xe9.png")
+    try:
+        source.touch()
+    except OSError:
+        pytest.skip("this file system wants UTF-8")
+    image_HW3 = np.zeros((20, 30, 3), np.uint8)
+    with PictureWriter(source, source) as writer:
+        writer.write(image_HW3)
+    (frame,) = frames_of(source, source.name, pytest.fail)
+    assert np.array_equal(frame.image_HW3, image_HW3)
+    assert printable(source.name) == r"caf\udce9.png"
+    reports: list[str] = []
+    assert list(frames_of(source.with_suffix(".mp4"), "film", reports.append)) == []
+    assert reports == [f"{source.with_suffix('.mp4')}: OpenCV wants UTF-8 in a video's path; rename it"]
 
 
 def test_no_two_pictures_have_one_name() -> None:

@@ -32,7 +32,6 @@ ALLOWED = {
     ("ppdist.data.worker", "pickle.loads"): "from its own children, over a socket pair",
     ("ppdist.data.check.scan", "multiprocessing.get_context"): "a pipe to its own children",
     ("ppdist.data.formats.names", "yaml.load"): "with a subclass of SafeLoader",
-    ("ppdist.export", "__import__"): "of two names that stand beside it",
 }
 
 

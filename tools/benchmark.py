@@ -8,7 +8,10 @@
            `--epochs N` adds the memory of all workers after each of N epochs
   eval     seconds and img/s of evaluating the validation split, and where they go;
            `--processes 1 2` does it through fleetrun on so many, in turns, and compares
-  infer    milliseconds of one call: eager, exported, exported with oneDNN
+  infer    milliseconds of one call, in turns on validation images, drawn ones where none are at
+           hand: eager, and exported in Paddle Inference with and without oneDNN and in ONNX
+           Runtime; `--model DIR` measures that export instead of one made here, beside eager
+           with -c and -w
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns
            of 5 s (--seconds): efficiency, what the machine allows, exposed and hidden communication
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
@@ -43,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="infer: an exported model")
     parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="train: further overrides that make the second variant")  # fmt: skip
     parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
@@ -60,11 +64,11 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), help="eval, infer (3), scaling, checkpoint (5): how often"
+        "--repeats", type=at_least(1), help="eval (3), infer, scaling, checkpoint (5): how often"
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
-        "--threads", type=at_least(1), default=1, help="infer: CPU threads, exported model"
+        "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
     )
     parser.add_argument(
         "--processes", type=at_least(1), nargs="+", help="scaling (1 2), eval: on so many each"
@@ -74,8 +78,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     arguments = parser.parse_args()
-    if not arguments.config and arguments.what != "coco":
+    without = arguments.what == "coco" or (arguments.what == "infer" and arguments.model)
+    if not arguments.config and not without:
         parser.error("the following arguments are required: -c/--config")
+    if not arguments.config and (arguments.weights or arguments.override or arguments.synthetic):
+        parser.error("-w, -o and --synthetic go with -c/--config")
     processes = arguments.processes or []
     if len(set(processes)) < len(processes):
         parser.error(f"--processes {' '.join(map(str, processes))}: give each number once")
@@ -180,16 +187,30 @@ def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import measure_inference
+    from ppdist.benchmark import require_detector
+    from ppdist.export import export_detector
+    from ppdist.infer_spec import describe, read_spec, validation_set
+    from ppdist.runtime_speed import formats_here, measure_predictors, pictures_of, predictors_of
 
-    config = join_ranks(arguments)
-    model = build(config, arguments.weights)
-    return measure_inference(
-        config,
-        model,
+    model = dataset = None
+    directory = arguments.model
+    if arguments.config:
+        config = join_ranks(arguments)
+        require_detector(config, "inference")
+        dataset = validation_set(config, lambda text: errors.say(f"ppdist: warning: {text}"))
+        if directory is None or arguments.weights:
+            model = build(config, arguments.weights)
+    if directory is None:
+        directory = scratch / "exported"
+        export_detector(model, directory, describe(config, dataset), formats_here())
+    spec = read_spec(directory)
+    return measure_predictors(
+        predictors_of(model, directory, spec, arguments.threads),
+        spec,
+        pictures_of(dataset),
         batch=arguments.batch,
         threads=arguments.threads,
-        repeats=arguments.repeats or 3,
+        rounds=arguments.repeats or 5,
     )
 
 

@@ -20,11 +20,12 @@ from typing import Any
 
 from ppdist import errors
 from ppdist.launch import worker
-from ppdist.launch.cards import expand_ids
-from ppdist.launch.doctor import FAIL, WARN, Finding, attempt, check_host
+from ppdist.launch.doctor import FAIL, WARN, Finding, attempt, check_host, check_writable
+from ppdist.launch.equipment import check_equipment, facts
+from ppdist.launch.network import own_address, resolve_hosts
 from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
-from ppdist.launch.plan import Machine, this_machine
-from ppdist.launch.speed_report import judge_speed, table
+from ppdist.launch.plan import Machine, cards_of_run, this_machine
+from ppdist.launch.speed_report import judge_hosts, judge_speed, table
 
 _REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
 _OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "nproc_per_node")
@@ -48,7 +49,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check_experiment(path: str, overrides: list[str]) -> Iterator[Finding]:
+def writes_output(options: Options, machine: Machine) -> bool:
+    """Whether this host writes the checkpoints: the only one, or the first."""
+    if options.ips is None:
+        return True
+    try:
+        hosts = resolve_hosts(options.ips, machine.network)
+        return own_address(hosts, options.host, machine.network) == hosts[0]
+    except errors.LaunchError:  # check_host has said it
+        return False
+
+
+def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
     from ppdist.config import load_config
     from ppdist.data.check.consistency import check_same_classes
     from ppdist.data.dataset import read_split
@@ -59,6 +71,8 @@ def check_experiment(path: str, overrides: list[str]) -> Iterator[Finding]:
         yield Finding(FAIL, "config", str(error))
         return
     yield Finding("OK", "config", path)
+    if writes:
+        yield attempt("output_dir", lambda: check_writable(Path(config.output_dir or "output")))
     splits = {}
     for split in ("train", "val"):
 
@@ -112,20 +126,21 @@ def check_together(
     found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
     findings = [Finding("OK", "together", found)]
     findings += [Finding(WARN, "room", warning) for warning in report["warnings"]]
-    return [*findings, *judge_speed(report)], report
+    return [*findings, *judge_hosts(report), *judge_speed(report)], report
 
 
 def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     """What each of the processes does."""
     from ppdist.config import load_config
-    from ppdist.link_speed import check_ranks, measure_cluster
+    from ppdist.link_speed import check_ranks, compare_hosts, measure_cluster
 
     config, output_dir = None, None
     if arguments.config:
         config = load_config(arguments.config, arguments.override)
         output_dir = Path(config.output_dir or "output")
     warnings = check_ranks(config, output_dir)
-    report = {**measure_cluster(), "warnings": warnings}
+    hosts = compare_hosts(facts(this_machine(), os.environ))
+    report = {**measure_cluster(), **hosts, "warnings": warnings}
     if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":
         report_file.write_text(json.dumps(report), encoding="utf-8")
     return 0
@@ -143,20 +158,27 @@ def main() -> int:
         return be_rank(arguments, Path(os.environ[_REPORT]))
     machine = this_machine()
     options = launch_options(arguments)
-    processes = len(expand_ids(options.cards)) if options.cards else options.processes
     findings: list[Finding] = []
 
     def add(finding: Finding) -> None:
         print(finding, flush=True)
         findings.append(finding)
 
+    cards: list[str] = []
+    try:
+        cards = cards_of_run(options, os.environ, machine, [])
+    except errors.LaunchError as error:
+        add(Finding(FAIL, "cards of the run", str(error)))
+    processes = len(cards) or options.processes
     place = options.ips, options.host, options.start_port
-    for finding in check_host(*place, os.environ, machine, processes):
+    for finding in check_host(*place, os.environ, machine, processes, cards):
         add(finding)
-    for finding in (
-        check_experiment(arguments.config, arguments.override) if arguments.config else ()
-    ):
+    for finding in check_equipment(machine, options.ips, options.host, os.environ):
         add(finding)
+    if arguments.config:
+        writes = writes_output(options, machine)
+        for finding in check_experiment(arguments.config, arguments.override, writes):
+            add(finding)
     report: dict[str, Any] = {}
     failed = any(finding.level == FAIL for finding in findings)
     if not (failed or arguments.quick) and several(options, processes, machine):

@@ -6,6 +6,7 @@ is kept that does not compute what the model computes.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +14,19 @@ from typing import TYPE_CHECKING
 from ppdist import errors
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ppdist.data.sample import DetectionSet
+    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.export import ExportReport, Format
     from ppdist.infer_spec import InferenceSpec
+    from ppdist.samples import Pictures
 
-SAMPLES = 4  # validation images that take part in the check, when they are there
+SAMPLES = 20  # validation images that take part in the check, when they are there
+CALIBRATION = 64  # training images
+ACCURACY = 100  # validation images
 
 
 def parse() -> argparse.Namespace:
+    from ppdist.arguments import at_least
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
@@ -31,10 +36,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--format", default="paddle", metavar="LIST",
                         help="paddle, onnx, or paddle,onnx (default: paddle)")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
-                        help="end with scores and boxes (ONNX always does)")  # fmt: skip
+                        help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
     parser.add_argument("--fixed-size", action="store_true",
                         help="the graph takes model.image_size only")  # fmt: skip
+    parser.add_argument("--normalised-input", action="store_true",
+                        help="the graph takes (x / 255 - mean) / std instead of pixels x; "
+                        "infer.yml has the numbers")  # fmt: skip
+    parser.add_argument("--int8", action="store_true",
+                        help="the ONNX model in 8-bit integers, too; needs the training "
+                        "images")  # fmt: skip
+    parser.add_argument("--calibration", type=at_least(1), metavar="N",
+                        help="training images that tell --int8 what numbers occur "
+                        f"({CALIBRATION})")  # fmt: skip
+    parser.add_argument("--accuracy", type=at_least(0), metavar="N",
+                        help="validation images that tell mAP before and after, for infer.yml, "
+                        f"or fewer where it takes long ({ACCURACY}; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -46,64 +63,103 @@ def main() -> int:
     from ppdist.config import load_config
     from ppdist.data.formats.names import read_names
     from ppdist.engine.experiment import build_model
-    from ppdist.export import FORMATS, export_classifier, export_detector
+    from ppdist.export import export_classifier, export_detector
+    from ppdist.export_graph import normalisation_of
     from ppdist.infer_spec import describe, validation_set
     from ppdist.inference import load_all_weights
+    from ppdist.samples import Pictures, readable
 
-    wanted = [word.strip() for word in arguments.format.split(",")]
-    unknown = [word for word in wanted if word not in FORMATS]
-    if unknown:
-        raise errors.ConfigError(f"--format: {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
+    formats = formats_of(arguments)
     config = load_config(arguments.config, arguments.override)
-    if arguments.without_nms and config.data.classifies:
+    if config.data.classifies and (arguments.without_nms or arguments.accuracy is not None):
         raise errors.ConfigError(
-            "--without-nms: a classifier has no boxes to suppress; leave it out"
+            "--without-nms and --accuracy are for boxes, and a classifier has none; leave them out"
         )
     dist.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     model = build_model(config)
     load_all_weights(model, Path(arguments.weights))
     dataset = validation_set(config, warn)
     spec = describe(config, dataset)
     if arguments.class_names:
         spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
-    free = {"dynamic_batch": not arguments.fixed_batch, "dynamic_size": not arguments.fixed_size}
-    spec = spec.model_copy(update={"input": spec.input.model_copy(update=free)})
-    formats = [name for name in FORMATS if name in wanted]
-    samples = read_samples(dataset, spec) if dataset else []
+    takes = {
+        "dynamic_batch": not arguments.fixed_batch,
+        "dynamic_size": not arguments.fixed_size,
+        "normalised": normalisation_of(model) if arguments.normalised_input else None,
+    }
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update=takes)})
+    records = readable(dataset.records, SAMPLES, warn) if dataset else []
+    samples = list(Pictures(records, spec))
+    calibration = calibration_of(config, arguments, spec) if arguments.int8 else ()
     if spec.task == "classify":
-        report = export_classifier(model, arguments.out, spec, formats, samples)
+        report = export_classifier(model, arguments.out, spec, formats, samples, calibration)
     else:
+        sampled = ACCURACY if arguments.accuracy is None else arguments.accuracy
         report = export_detector(
-            model, arguments.out, spec, formats, not arguments.without_nms, samples
-        )
-    for name, agreement in report.agreement.items():
-        boxes = f", boxes within {agreement.box:.1e} px" if agreement.box is not None else ""
-        what = "probabilities" if spec.task == "classify" else "scores"
-        print(f"{name}: equals eager: {what} within {agreement.score:.1e}{boxes}")
-    print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+            model, arguments.out, spec, formats, not arguments.without_nms, samples, calibration,
+            dataset if sampled else None, sampled,
+        )  # fmt: skip
+    tell(report)
     return 0
 
 
-def read_samples(dataset: "DetectionSet", spec: "InferenceSpec") -> "list[np.ndarray]":
-    """The first validation images that can be read, as the model gets them."""
-    from ppdist.classification import prepare_centre
-    from ppdist.data.images import read_image
-    from ppdist.inference import prepare
+def formats_of(arguments: argparse.Namespace) -> "list[Format]":
+    from ppdist.export import FORMATS
 
-    size, mode, samples = spec.input.size, spec.resize.mode, []
-    for record in dataset.records[:SAMPLES]:
-        known = (record.height, record.width) if record.height else None
-        try:
-            image_HW3 = read_image(record.path, known)
-        except errors.DataError as error:
-            warn(f"{error}; left out of the check")
-        else:
-            samples.append(
-                prepare_centre(image_HW3, size)
-                if mode == "centre_crop"
-                else prepare(image_HW3, size, mode)
-            )
-    return samples
+    wanted = [word.strip() for word in arguments.format.split(",")]
+    unknown = [word for word in wanted if word not in FORMATS]
+    if unknown:
+        raise errors.ConfigError(f"--format: {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
+    if arguments.int8 and "onnx" not in wanted:
+        raise errors.ConfigError("--int8 is a form of the ONNX model; add --format onnx")
+    if arguments.calibration is not None and not arguments.int8:
+        raise errors.ConfigError("--calibration is for --int8; add it or leave both out")
+    return [name for name in FORMATS if name in wanted]
+
+
+def tell(report: "ExportReport") -> None:
+    spec = report.spec
+    sections = {
+        "paddle: equals eager": spec.paddle,
+        "onnx: equals eager": spec.onnx,
+        "onnx int8: near eager": spec.onnx_int8,
+    }
+    for name, section in sections.items():
+        if section is None:
+            continue
+        what = "probabilities" if spec.task == "classify" else "scores"
+        line = f"{name}: {what} within {section.max_score_error:.1e}"
+        if section.max_box_error is not None:
+            line += f", boxes within {section.max_box_error:.1e} px"
+        if section.sample is not None:
+            found = section.sample
+            line += f"; mAP {found.mAP:.4f} on {found.images} images, eager {found.mAP_eager:.4f}"
+        print(line)
+    print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+
+
+def calibration_of(
+    config: "ExperimentConfig", arguments: argparse.Namespace, spec: "InferenceSpec"
+) -> "Pictures":
+    """Of the training split: what is measured on the other must not be tuned on it."""
+    from ppdist.data.dataset import read_split
+    from ppdist.samples import Pictures, readable, spread
+
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, warn)
+    if not records:
+        raise errors.DataError(
+            f"--int8: {dataset.source}: no image of the training set is readable"
+        )
+    return Pictures(records, spec)
+
+
+def stop(number: int, frame: object) -> None:
+    """Ends the export as an error would: what is half made is removed, the converter ended."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def warn(text: str) -> None:

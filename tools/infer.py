@@ -1,15 +1,15 @@
 """Finds objects in images and videos: tools/infer.py -c cfg.yml -w WEIGHTS --source X --out DIR
 
-With `--model DIR` instead of -c and -w an exported model runs in Paddle Inference; both give the
-same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO data set of
-what was found (`annotations` is also a COCO result list).  A classifier draws its five surest
-classes instead, and writes them to classes.json.
+With `--model DIR` instead of -c and -w an exported model runs, in Paddle Inference or ONNX Runtime;
+all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
+data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
+surest classes instead, and writes them to classes.json.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ppdist import errors
 
@@ -27,6 +27,9 @@ def parse() -> argparse.Namespace:
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, instead of -c and -w")  # fmt: skip
+    parser.add_argument("--backend", choices=["paddle", "onnx"],
+                        help="what runs --model (default: paddle where DIR has it)")  # fmt: skip
+    parser.add_argument("--int8", action="store_true", help="--model: its quantised ONNX file")
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, type=Path, metavar="IMAGE|DIR|VIDEO",
                         help="what to look at; a folder is searched to its depth")  # fmt: skip
@@ -54,7 +57,7 @@ def main() -> int:
     for file, name, picture in zip(sources, names, picture_names(names)):
         said = report.look_at(file, name, picture)
         if said:
-            print(f"{name}: {said}")
+            print(errors.printable(f"{name}: {said}"))
     if report.unreadable:
         warn(f"{report.unreadable} of {len(sources)} files could not be read")
     if not report.images:
@@ -68,6 +71,8 @@ def of_config(arguments: argparse.Namespace) -> "Report":
     """What to do with the answers of the eager model."""
     if not arguments.config or not arguments.weights:
         raise errors.ConfigError("give -c CONFIG and -w WEIGHTS, or --model DIR (an export)")
+    if arguments.backend or arguments.int8:
+        raise errors.ConfigError("--backend and --int8 are for --model, an exported model")
     if arguments.threads is not None:
         raise errors.ConfigError(
             "--threads is for --model; without it the environment variable OMP_NUM_THREADS counts"
@@ -101,19 +106,29 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     threads = 1 if arguments.threads is None else arguments.threads
     if threads < 1:
         raise errors.ConfigError(f"--threads {threads}: expected 1 or more")
+    if arguments.int8 and arguments.backend == "paddle":
+        raise errors.ConfigError("--int8 is an ONNX file: leave out --backend paddle")
     from ppdist import dist
-    from ppdist.classification import PaddleClassifier
+    from ppdist.classification import ExportedClassifier
     from ppdist.infer_spec import read_spec
-    from ppdist.inference import PaddlePredictor
+    from ppdist.inference import ExportedPredictor
     from ppdist.predictions import Classes, Objects
+    from ppdist.runtime import RuntimeOptions
 
     directory, out = arguments.model, arguments.out
-    device: Literal["cpu", "gpu"] = "gpu" if dist.has_card() else "cpu"
     spec = read_spec(directory)
     threshold = threshold_of(arguments, spec.task == "classify")
+    only_onnx = arguments.int8 or spec.paddle is None
+    backend = arguments.backend or ("onnx" if only_onnx else "paddle")
+    options = RuntimeOptions(
+        backend=backend,
+        device="gpu" if backend == "paddle" and dist.has_card() else "cpu",
+        precision="int8" if arguments.int8 else "float32",
+        threads=threads,
+    )
     if spec.task == "classify":
-        return Classes(out, spec, PaddleClassifier(directory, True, threads, device), warn)
-    return Objects(out, spec, PaddlePredictor(directory, True, threads, device), threshold, warn)
+        return Classes(out, spec, ExportedClassifier(directory, options), warn)
+    return Objects(out, spec, ExportedPredictor(directory, options), threshold, warn)
 
 
 def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
@@ -125,7 +140,7 @@ def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
 
 
 def warn(text: str) -> None:
-    print(f"ppdist: warning: {text}", file=sys.stderr)
+    print(errors.printable(f"ppdist: warning: {text}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ def parse() -> argparse.Namespace:
         "--eval", action="store_true", help="evaluate during training and keep the best"
     )
     parser.add_argument(
-        "--resume", nargs="?", const="", default=None, metavar="PATH",
-        help="continue from PATH (a checkpoint or an output_dir), or from this run's newest",
+        "--resume", nargs="?", const="", default=None, metavar="PATH|auto",
+        help="continue from PATH (a checkpoint or an output_dir), or from this run's newest; "
+        "auto: from that, or anew where there is none",
     )  # fmt: skip
     parser.add_argument(
         "--resume-changed", action="store_true",
@@ -37,6 +38,7 @@ def main() -> int:
     from ppdist import dist, pulse
     from ppdist.config import load_config
     from ppdist.engine.experiment import build_training
+    from ppdist.engine.resume import AUTO
     from ppdist.engine.stopping import until_first_step
     from ppdist.launch.fleetrun import started_by_stock_launcher
 
@@ -45,12 +47,12 @@ def main() -> int:
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
     dist.init(config.device, config.distributed)
     pulse.tell_run(output_dir)
-    resume = None if arguments.resume is None else Path(arguments.resume or output_dir)
+    word = arguments.resume
     experiment = build_training(
         config,
         output_dir=output_dir,
         evaluate=arguments.eval,
-        resume=resume,
+        resume=word if word in (None, AUTO) else Path(word or output_dir),
         command=sys.argv,
         resume_changed=arguments.resume_changed,
     )

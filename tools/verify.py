@@ -3,6 +3,8 @@
   tools/verify.py equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   tools/verify.py parity --reference DIR                   our numbers against the original's
   tools/verify.py coco --reference DIR                     COCO's own example of its metrics
+  tools/verify.py export [--models NAME ...] [--weights NAME=DIR ...] [--images DIR]
+                                                           exported files against eager
 
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
 starts of it (`fleetrun --ips A,B tools/verify.py equivalence -c ...`) or, without a launcher, on 1
@@ -18,6 +20,10 @@ shows the largest error of each group beside its tolerance.
 coco evaluates the example of the COCO API and shows its 12 numbers beside the published ones and,
 where it is installed, those of pycocotools.
 
+export writes models in every form tools/export.py knows, opens each file as its user would, and
+compares scores and boxes on 20 images, of trained weights (DIR: the output_dir of a run) mAP on its
+validation set, too.  --document replaces the table in a Markdown file (docs/deploy.md has one).
+
 Exit code 1 when anything is further off than its tolerance or nothing could tell whether it is, 2
 when a file or a configuration cannot be understood.
 """
@@ -29,6 +35,8 @@ from math import isfinite
 from pathlib import Path
 
 from ppdist import errors
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def parse() -> argparse.Namespace:
@@ -50,7 +58,18 @@ def parse() -> argparse.Namespace:
     parity.add_argument("--reference", required=True, help="folder of reference files")
     coco = commands.add_parser("coco", help="COCO's own example of its metrics")
     coco.add_argument("--reference", required=True, type=Path, help="folder of the example")
-    for command in (equivalence, parity, coco):
+    export = commands.add_parser("export", help="exported files against eager")
+    export.add_argument(
+        "--models", nargs="+", metavar="NAME",
+        help="with random weights (all known ones that have no --weights)",
+    )  # fmt: skip
+    export.add_argument(
+        "--weights", nargs="+", default=[], metavar="NAME=DIR",
+        help="a model as a run trained it; DIR is the run's output_dir",
+    )  # fmt: skip
+    export.add_argument("--images", type=Path, metavar="DIR", help="to compare on (made-up shapes)")
+    export.add_argument("--document", type=Path, metavar="FILE", help="put the table in here")
+    for command in (equivalence, parity, coco, export):
         command.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     return parser.parse_args()
 
@@ -61,7 +80,7 @@ def main() -> int:
 
     if arguments.json:
         make_parent(arguments.json)
-    commands = {"equivalence": equivalence, "parity": parity, "coco": coco}
+    commands = {"equivalence": equivalence, "parity": parity, "coco": coco, "export": export}
     return commands[arguments.command](arguments)
 
 
@@ -141,6 +160,48 @@ def coco(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(arguments.json, [row._asdict() for row in rows], indent=1)
     return 0 if all(row.equal for row in rows) else 1
+
+
+def export(arguments: argparse.Namespace) -> int:
+    from ppdist import dist
+    from ppdist import export_matrix as matrix
+    from ppdist.export_subjects import MODELS, images_of, require_known, trained, untrained
+    from ppdist.files import write_json
+
+    runs = {}
+    for item in arguments.weights:
+        name, _, run = item.partition("=")
+        if not (Path(run) / "config.yml").is_file():
+            raise errors.ConfigError(
+                f"--weights {item}: expected NAME=DIR, DIR with config.yml and checkpoints/best"
+            )
+        runs[name] = Path(run)
+    models = [name for name in MODELS if name not in runs]
+    models = models if arguments.models is None else arguments.models
+    require_known(models)
+    dist.init("cpu", dist.DistributedConfig())  # not with a card's TF32
+    images = images_of(arguments.images)
+    rows = []
+    for name in [*runs, *models]:
+        subject = (
+            trained(name, runs[name], images, warn)
+            if name in runs
+            else untrained(name, CONFIGS / MODELS[name], images)
+        )
+        for row in matrix.measure(subject):
+            print(matrix.line(row), flush=True)
+            rows.append(row)
+    if arguments.json:
+        write_json(arguments.json, [matrix.as_json(row) for row in rows], indent=1)
+    if arguments.document:
+        matrix.write_table(arguments.document, matrix.table(rows))
+    missed = sum(not row.passed for row in rows)
+    print(f"{'FAIL' if missed else 'PASS'}: {len(rows) - missed} of {len(rows)} files")
+    return 1 if missed else 0
+
+
+def warn(text: str) -> None:
+    print(f"ppdist: warning: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

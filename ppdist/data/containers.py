@@ -5,6 +5,7 @@ claims them, paints what is missing of a JPEG grey, and unpacks a PNG of 107 KB 
 900 million pixels, 5 GB at its peak.
 """
 
+import re
 import struct
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ _TIFF = {
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
 _TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
 _MOST_TIFF_ENTRIES = 1000
-_NO_LENGTH = (0x01, *range(0xD0, 0xD9))  # JPEG markers that stand alone
+# A JPEG marker that has a length, found as libjpeg finds it: of 0xFF with 0, with 0xFF and with the
+# markers that stand alone (0x01, 0xD0 to 0xD8), and of other bytes in between, it takes no notice.
+_SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
+_SCAN = 0xDA  # the JPEG marker before the pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
 
 
@@ -84,20 +88,23 @@ def _too_large(name: str, width: int, height: int) -> Damage | None:
 
 def _jpeg_damage(content: bytes) -> Damage | None:
     """Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
-    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end."""
-    position = 2
-    while content[position : position + 1] == b"\xff" and content[position + 1 :][:1] != b"\xda":
-        marker = content[position + 1] if position + 1 < len(content) else 0xFF
-        if marker == 0xFF or marker in _NO_LENGTH:
-            position += 1 if marker == 0xFF else 2
-            continue
-        if marker in _FRAMES and position + 9 <= len(content):
-            height, width = struct.unpack_from(">HH", content, position + 5)
+    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
+
+    The walk must be that of the decoder: else it jumps over a frame that the decoder then finds.
+    """
+    position, marker = 2, 0
+    while marker != _SCAN:
+        segment = _SEGMENT.search(content, position)
+        if segment is None:
+            return _cut_short("JPEG")
+        marker, position = content[segment.end() - 1], segment.end()
+        if marker in _FRAMES and position + 7 <= len(content):
+            height, width = struct.unpack_from(">HH", content, position + 3)
             if width * height > _JPEG_PIXELS * len(content):
                 return _absurd("JPEG", width, height, len(content))
             if width * height > MOST_PIXELS:
                 return _too_large("JPEG", width, height)
-        position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
+        position += max(2, int.from_bytes(content[position : position + 2], "big"))
     return _cut_short("JPEG") if content.find(b"\xff\xd9", position) < 0 else None
 
 

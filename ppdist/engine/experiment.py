@@ -29,7 +29,7 @@ from ppdist.engine.evaluator import EvaluateConfig, Evaluator
 from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
 from ppdist.engine.hyper_parameters import hyper_parameters, settings
 from ppdist.engine.preflight import preflight
-from ppdist.engine.resume import find_start, own_folder, settle_run, tell
+from ppdist.engine.resume import AUTO, find_start, own_folder, settle_run, tell
 from ppdist.engine.step import TrainStep
 from ppdist.engine.train_config import TrainConfig
 from ppdist.engine.trainer import Trainer
@@ -170,7 +170,7 @@ def build_training(
     *,
     output_dir: Path,
     evaluate: bool,
-    resume: Path | None,
+    resume: Path | str | None,
     command: list[str],
     resume_changed: bool = False,
 ) -> Experiment:
@@ -179,7 +179,7 @@ def build_training(
     Args:
         output_dir: where everything the run leaves goes.
         evaluate: evaluate during training and keep the best (`--eval`).
-        resume: a checkpoint, or the run's output_dir for its newest valid one; None starts anew.
+        resume: what to go on from (`asked` of `find_start`); None starts anew.
         command: what the user typed, for environment.json.
         resume_changed: resume also with settings that change what is learned.
     Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
@@ -188,7 +188,7 @@ def build_training(
         config,
         output_dir=output_dir,
         evaluate=evaluate,
-        resume=bool(resume),
+        resume=AUTO if resume == AUTO else bool(resume),
         resume_changed=resume_changed,
     )
     # Where there is nothing yet, nothing is made before this run is known to begin.

@@ -48,13 +48,19 @@ _DISK_BYTES = 5 * _GIB
 
 
 def preflight(
-    config: Any, *, output_dir: Path, evaluate: bool, resume: bool, resume_changed: bool = False
+    config: Any,
+    *,
+    output_dir: Path,
+    evaluate: bool,
+    resume: bool | str,
+    resume_changed: bool = False,
 ) -> list[str]:
     """Looks whether the run can start; every rank calls it after `dist.init`, before anything else.
 
     Args:
         config: ExperimentConfig.
-        evaluate: `--eval` was given; resume, resume_changed: `--resume`, `--resume-changed` were.
+        evaluate: `--eval` was given; resume, resume_changed: `--resume`, `--resume-changed` were
+            (resume: or its word, where all ranks must have the same).
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         they cannot sum; early stopping without evaluations.

@@ -25,6 +25,7 @@ from ppdist import dist
 from ppdist.checkpoint import (
     Checkpoint,
     Snapshot,
+    holds_any,
     newest_valid,
     path_of,
     read_checkpoint,
@@ -38,6 +39,7 @@ from ppdist.errors import JOB_DIR_VARIABLE, CheckpointError
 from ppdist.log import RunLog
 
 _LOGGER = logging.getLogger("ppdist")
+AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
 _NOTE = "run.json"
 
@@ -62,14 +64,15 @@ class Start:
         return None if self.job is None else 0
 
 
-def find_start(asked: Path | None, output_dir: Path, config: Any, changed: bool) -> Start:
+def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed: bool) -> Start:
     """Every rank calls it.
 
     An attempt that fleetrun starts anew goes on from the newest whole checkpoint that the job has
     written, whatever the command says; before there is one, and otherwise, the command holds.
 
     Args:
-        asked: a checkpoint, or an output_dir for its newest whole one; None: begin anew.
+        asked: a checkpoint, or an output_dir for its newest whole one; None: begin anew; "auto":
+            output_dir where that holds checkpoints, whole or not, and else anew.
         config: the ExperimentConfig of this run.
         changed: go on also with settings that change what is learned (`--resume-changed`).
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
@@ -81,8 +84,8 @@ def find_start(asked: Path | None, output_dir: Path, config: Any, changed: bool)
 
     def look() -> dict[str, Any] | None:
         found, passed_over = _of_job(job, folder)
-        if found is None and asked is not None:
-            found, passed_over = _asked_for(asked)
+        if found is None and asked is not None and (asked != AUTO or holds_any(folder)):
+            found, passed_over = _asked_for(output_dir if asked == AUTO else Path(asked))
         if found is None:
             return None
         by_scores = config.data.sampling.name == "difficulty"

@@ -8,7 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,16 +63,18 @@ def check_host(
     environment: Mapping[str, str],
     machine: Machine,
     processes: int | None = None,
+    cards: Sequence[str] = (),
 ) -> list[Finding]:
     """Everything that can be known of this host without starting a run; none of it is changed.
 
     Args:
         ips, host, start_port, processes: as for fleetrun; processes: None for one a card.
+        cards: those of the run, by physical id; none: all that are visible.
     """
     return [
-        *check_software(machine.build),
+        *check_software(machine.build, cards),
         check_cards(machine, environment.get("CUDA_VISIBLE_DEVICES")),
-        *check_resources(machine.cores),
+        *check_resources(machine.cores, len(machine.cards)),
         check_fleetrun(),
         attempt("environment", lambda: _check_environment(environment)),
         *check_network(ips, host, start_port, machine, processes, environment),
@@ -83,18 +86,18 @@ def _check_environment(environment: Mapping[str, str]) -> str:
     return "nothing left over from another launch"
 
 
-def check_software(build: str) -> list[Finding]:
+def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
     """Python, Paddle (imported in a process of its own) and numpy."""
     findings = [Finding(OK, "python", f"{platform.python_version()} ({sys.executable})")]
     if build == "none":
         remedy = "pip install 'ppdist[cpu]', or the paddlepaddle-gpu build for your CUDA"
         findings.append(Finding(FAIL, "paddle", "not installed", remedy))
     else:
-        findings.append(_check_paddle())
+        findings.append(_check_paddle(cards))
     for module, name in (
         ("numpy", "numpy"),
         ("cv2", "opencv-python-headless"),
-        ("pycocotools", "pycocotools"),
+        ("hotcoco", "hotcoco"),
         ("visualdl", "visualdl"),
     ):
         if importlib.util.find_spec(module) is None:
@@ -111,15 +114,20 @@ def _version(distribution: str) -> str:
         return "installed under another name"
 
 
-def _check_paddle() -> Finding:
+def _check_paddle(cards: Sequence[str]) -> Finding:
+    # Each card computes: that finds a driver in trouble, and a card the build has no code for.
     code = (
-        "import paddle; cuda = paddle.is_compiled_with_cuda(); "
-        "print('ppdist', paddle.__version__, paddle.version.cuda() if cuda else 'CPU', "
-        "paddle.device.cuda.device_count() if cuda else 0)"
+        "import paddle; cuda = paddle.is_compiled_with_cuda()\n"
+        "count = paddle.device.cuda.device_count() if cuda else 0\n"
+        "for card in range(count):\n"
+        "    paddle.set_device(f'gpu:{card}')\n"
+        "    assert float(paddle.ones([2]).sum()) == 2, f'card {card} computes 1 + 1 wrong'\n"
+        "print('ppdist', paddle.__version__, paddle.version.cuda() if cuda else 'CPU', count)"
     )
     try:
         ended = subprocess.run(
             [sys.executable, "-c", code],
+            env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {})},
             capture_output=True,
             text=True,
             timeout=_IMPORT_SECONDS,
@@ -130,9 +138,15 @@ def _check_paddle() -> Finding:
     answer = [line.split() for line in ended.stdout.splitlines() if line.startswith("ppdist ")]
     if ended.returncode or not answer:
         last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        return Finding(FAIL, "paddle", f"cannot be imported: {last}", "reinstall it")
+        remedy = "reinstall it; where an error of CUDA is named, look at nvidia-smi"
+        return Finding(FAIL, "paddle", f"cannot be used: {last}", remedy)
     _, version, cuda, count = answer[0]
-    found = f"{version}, CPU build" if cuda == "CPU" else f"{version}, CUDA {cuda}, {count} cards"
+    if cuda == "CPU":
+        return judge_paddle(version, f"{version}, CPU build", _version("protobuf"))
+    found = f"{version}, CUDA {cuda}, computes on {count} cards"
+    if count == "0":
+        remedy = "nvidia-smi must work here; docker run --gpus all; see CUDA_VISIBLE_DEVICES"
+        return Finding(WARN, "paddle", f"{version}, CUDA {cuda}, sees no card", remedy)
     return judge_paddle(version, found, _version("protobuf"))
 
 
@@ -164,28 +178,57 @@ def check_cards(machine: Machine, variable: str | None) -> Finding:
     return Finding(OK, "cards", found)
 
 
-def check_resources(cores: int) -> list[Finding]:
-    """Cores, memory, shared memory for the data loader, and disk."""
+def check_resources(cores: int, cards: int) -> list[Finding]:
+    """Cores, memory, with several cards shared memory, and disk."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
     memory = available_memory()
     if memory is not None:
         remedy = "" if memory >= 2 * _GIB else "close other programs; use fewer processes"
         level = WARN if remedy else OK
         findings.append(Finding(level, "memory", f"{memory / _GIB:.1f} GiB available", remedy))
-    if Path("/dev/shm").is_dir():
-        free = shutil.disk_usage("/dev/shm").free
-        remedy = (
-            "" if free >= _GIB else "docker run --shm-size=8g (or --ipc=host), or fewer workers"
-        )
+    if cards > 1:  # NCCL's; our own workers and sums need none of it
+        shared = Path("/dev/shm")
+        free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+        remedy = "" if free >= _GIB else "docker run --shm-size=8g (or --ipc=host)"
         level = WARN if remedy else OK
         findings.append(Finding(level, "/dev/shm", f"{free / _GIB:.1f} GiB free", remedy))
-    else:
-        findings.append(Finding(WARN, "/dev/shm", "absent", "set data.workers: 0"))
     free = shutil.disk_usage(".").free
     remedy = "" if free >= 5 * _GIB else "checkpoints and logs need room: free some, or move"
     level = WARN if remedy else OK
     findings.append(Finding(level, "disk", f"{free / _GIB:.1f} GiB free here", remedy))
     return findings
+
+
+def check_writable(folder: Path) -> str:
+    """Where a run will write: that it can, on which kind of file system, and how much is free.
+
+    Raises: LaunchError: it cannot.
+    """
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"ppdist")
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write in {place}: {error.strerror}; the first host writes checkpoints there: "
+            f"correct its owner or its mount, or set output_dir"
+        ) from error
+    free = shutil.disk_usage(place).free / _GIB
+    return f"{folder} can be written ({file_system_of(place)}, {free:.1f} GiB free)"
+
+
+def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system that holds the folder, such as ext4 or nfs4."""
+    try:
+        rows = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return "unknown file system"
+    inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
+    inside.reverse()  # of several mounts on one path the last one is seen
+    return max(inside, key=lambda row: len(row[1]))[2] if inside else "unknown file system"
 
 
 def available_memory() -> int | None:

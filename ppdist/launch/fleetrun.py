@@ -7,29 +7,35 @@ nothing; what each part does about it is in the modules beside this one.
 """
 
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from ppdist.errors import JOB_DIR_VARIABLE, JOB_VARIABLE, LaunchError, UserError
 from ppdist.launch.exporter import exporting
 from ppdist.launch.greeting import own_greeting
 from ppdist.launch.line import Line
-from ppdist.launch.meeting import Stopped, meet
+from ppdist.launch.meeting import Moved, meet
 from ppdist.launch.membership import TOKEN_VARIABLE, name_of_job
+from ppdist.launch.names import Lookout, once_known
+from ppdist.launch.network import typed_hosts
 from ppdist.launch.options import Options, help_text, parse_options
 from ppdist.launch.outcome import USER_ERROR, Outcome, say, say_end, stopped_before
 from ppdist.launch.plan import LaunchPlan, Machine, make_plan, metrics_endpoint, this_machine
 from ppdist.launch.process import private_files, private_folder, run_job
 from ppdist.launch.restarts import Restarts
-from ppdist.launch.signals import signals_noted
+from ppdist.launch.signals import Stopped, signals_noted
 from ppdist.launch.stock import started_by_stock_launcher
 
 __all__ = ["fleetrun", "main", "started_by_stock_launcher"]
 
+T = TypeVar("T")
 # Options, plan, line, folder, attempt, signals: see process.run_job.
 Run = Callable[[Options, LaunchPlan, Line | None, Path, int, list[int]], Outcome]
 
@@ -41,13 +47,12 @@ def main() -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(help_text())
         return 0
-    try:
-        return fleetrun(arguments, os.environ, this_machine, run_job)
-    except UserError as error:
-        say(f"error: {error}", name="ppdist")
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    with signals_noted() as received:
+        try:
+            return fleetrun(arguments, os.environ, this_machine, run_job, received)
+        except UserError as error:
+            say(f"error: {error}", name="ppdist")
+            return USER_ERROR
 
 
 def _open_streams() -> None:
@@ -64,6 +69,7 @@ def fleetrun(
     environment: Mapping[str, str],
     machine: Callable[[], Machine],
     run: Run,
+    received: list[int],
 ) -> int:
     """Plans and runs, again after a failure where that was asked for; returns the exit code.
 
@@ -74,13 +80,18 @@ def fleetrun(
     Args:
         machine: looks at the machine; called when the command line is known to be right.
         run: runs one plan to its end.
+        received: signals so far; more may come.
     Raises: LaunchError: the command is wrong or does not fit the machine.
     """
     options = parse_options(arguments, environment)
     here = machine()
     restarts = Restarts()
-    endpoint = metrics_endpoint(options, here)
-    with signals_noted() as received, private_folder() as folder, exporting(folder, endpoint):
+    with private_folder() as folder, ExitStack() as beside:
+        try:
+            endpoint = _known(lambda: metrics_endpoint(options, here), options, here, received)
+        except Stopped:
+            return _stopped_before(received).code
+        beside.enter_context(exporting(folder, endpoint))
         outcome = _attempt(options, environment, here, run, restarts, folder, received)
         while not outcome.is_final and restarts.attempt < options.max_restart:
             restarts.learn(outcome)
@@ -109,15 +120,12 @@ def _attempt(
 
     Args: folder: of the whole job; what an attempt needs goes below it.
     """
-    plan = make_plan(options, environment, machine)
-    line, token, pause = None, environment.get(TOKEN_VARIABLE, ""), restarts.pause
-    if plan.meeting_port is not None:
-        say(f"{plan.description}; logs in {options.log_dir}/")
-        mine = own_greeting(options, plan, restarts.attempt, restarts.skip).signed(token)
-        try:
-            line = meet(mine, plan.meeting_port, options.start_timeout, say, received, token)
-        except Stopped:
-            return _stopped_before(received)
+    token, pause = environment.get(TOKEN_VARIABLE, ""), restarts.pause
+    try:
+        plan, line = _together(options, environment, machine, restarts, received)
+    except Stopped:
+        return _stopped_before(received)
+    if line is not None:
         restarts.agree(line.attempt, line.skip)
     if not _sleep(pause, line, received):
         outcome = _stopped_before(received)
@@ -147,6 +155,40 @@ def _attempt(
         outcome = line.finish(Outcome(code, f"error: {error}"), [])
     say_end(outcome)
     return outcome
+
+
+def _together(
+    options: Options,
+    environment: Mapping[str, str],
+    machine: Machine,
+    restarts: Restarts,
+    received: list[int],
+) -> tuple[LaunchPlan, Line | None]:
+    """The plan, and the line to the other hosts once they are here; None where there is none.
+
+    Raises: LaunchError.  Stopped.
+    """
+    token, identity = environment.get(TOKEN_VARIABLE, ""), secrets.token_hex(16)
+    lookout = Lookout(typed_hosts(options.ips or ""), machine.network)
+    seconds = float(options.start_timeout)
+    while True:
+        plan = _known(lambda: make_plan(options, environment, machine), options, machine, received)
+        if plan.meeting_port is None:
+            return plan, None
+        say(f"{plan.description}; logs in {options.log_dir}/")
+        mine = own_greeting(options, plan, restarts.attempt, restarts.skip)
+        mine = replace(mine, identity=identity).signed(token)
+        try:
+            line = meet(mine, plan.meeting_port, seconds, say, received, token, lookout.look)
+            return plan, line
+        except Moved:
+            say("names of --ips have other addresses than before; meeting the hosts there")
+
+
+def _known(look: Callable[[], T], options: Options, machine: Machine, received: Sequence[int]) -> T:
+    """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
+    seconds = options.start_timeout
+    return once_known(look, options.ips or "", machine.network, seconds, say, received)
 
 
 def _stopped_before(received: Sequence[int]) -> Outcome:

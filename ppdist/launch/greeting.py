@@ -11,6 +11,7 @@ from typing import Any
 
 from ppdist.launch.connection import Message, integer_of, text_of
 from ppdist.launch.membership import proof, proves
+from ppdist.launch.network import typed_hosts
 from ppdist.launch.options import MOST_RESTARTS, Options
 from ppdist.launch.plan import CPU_VARIABLE, LaunchPlan
 from ppdist.own_keys import HOSTS_OWN_KEYS
@@ -23,7 +24,7 @@ class Greeting:
     """One host's view of the run."""
 
     host: str  # which of `hosts` it is
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # addresses
     processes: int  # on this host
     device: str  # gpu or cpu
     script: str
@@ -31,6 +32,7 @@ class Greeting:
     ppdist: str  # versions
     paddle: str
     python: str
+    names: tuple[str, ...] = ()  # of the hosts, as they were typed
     max_restart: int = 0
     attempt: int = 0  # how often this host has restarted the run
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
@@ -53,6 +55,15 @@ class Greeting:
     def is_first(self) -> bool:
         return self.host == self.hosts[0]
 
+    @property
+    def has_names(self) -> bool:
+        """Whether hosts were named, so that they may come back with other addresses."""
+        return self.names not in ((), self.hosts)
+
+    def means_others(self, theirs: "Greeting") -> bool:
+        """Whether the same names have other addresses there."""
+        return theirs.names == self.names != () and theirs.hosts != self.hosts
+
 
 def own_greeting(
     options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
@@ -68,6 +79,7 @@ def own_greeting(
         ppdist=_version("ppdist"),
         paddle=_version("paddlepaddle-gpu") or _version("paddlepaddle"),
         python=platform.python_version(),
+        names=tuple(typed_hosts(options.ips or "")),
         max_restart=options.max_restart,
         attempt=attempt,
         skip=skip,
@@ -87,7 +99,7 @@ def read_greeting(message: Message) -> Greeting | None:
     if None in values.values():
         return None
     for each in fields(Greeting):
-        if each.name in ("hosts", "arguments"):
+        if each.name in ("hosts", "arguments", "names"):
             words = message.get(each.name)
             if not isinstance(words, list) or len(words) > _LIST_LIMIT:
                 return None
@@ -119,13 +131,10 @@ def differences(mine: Greeting, theirs: Greeting) -> list[str]:
         if own != other:
             found.append(f"{what}: {mine.host} has {own}, {theirs.host} has {other}; {remedy}")
 
-    if mine.hosts != theirs.hosts:
-        differ(
-            "--ips",
-            ",".join(mine.hosts),
-            ",".join(theirs.hosts),
-            "type the same hosts in the same order everywhere (rank 0's host stands first)",
-        )
+    remedy = "type the same hosts in the same order everywhere (rank 0's host stands first)"
+    if mine.means_others(theirs):
+        remedy = f"{','.join(mine.names)} must mean the same everywhere: correct DNS or /etc/hosts"
+    differ("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
     remedy = "ranks are numbered by it: give the same --nproc_per_node or number of cards"
     differ("processes on a host", str(mine.processes), str(theirs.processes), remedy)
     remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"

@@ -19,10 +19,13 @@ from ppdist.launch.connection import Connection, Message, integer_of, text_of
 from ppdist.launch.greeting import Greeting, differences, read_greeting, remarks, steps_of
 from ppdist.launch.line import Line
 from ppdist.launch.membership import TOKEN_VARIABLE, proof, proves
+from ppdist.launch.names import Dispute, Look
 from ppdist.launch.network import port_in_use
 from ppdist.launch.options import MOST_RESTARTS
+from ppdist.launch.signals import Stopped
 
 REPORT_SECONDS = 10.0  # between two lines that say who is missing
+_LOOK_SECONDS = 5.0  # between two looks whether names of --ips have other addresses
 _CALL_SECONDS = 1.0  # between two calls of one host
 _GREETING_SECONDS = 10.0  # for an answer of who has taken the call
 _PATIENCE_SECONDS = 60.0
@@ -32,8 +35,8 @@ _MOST_REFUSED = 20  # lines about callers that were refused
 _OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
 
 
-class Stopped(Exception):
-    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
+class Moved(Exception):
+    """While hosts are waited for, a name of --ips got another address: meet anew, with that."""
 
 
 def meet(
@@ -43,6 +46,7 @@ def meet(
     say: Callable[[str], None],
     received: Sequence[int] = (),
     token: str = "",
+    look: Look = lambda: None,
 ) -> Line:
     """Waits until all hosts of the run are there; the connections stay open as the line of the run.
 
@@ -55,11 +59,13 @@ def meet(
         say: prints a line for the user.
         received: signals so far; with one the waiting ends.
         token: of the job; hosts that do not know it are refused.
+        look: what names of --ips mean by now, as `Lookout.look` says it.
     Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
+        Moved.
     """
     meeting = _Meeting(mine, port, say, token)
     try:
-        meeting.wait(seconds, received)
+        meeting.wait(seconds, received, look)
         return meeting.line()
     except BaseException:
         meeting.leave()
@@ -77,6 +83,7 @@ class _Meeting:
         self.tried: dict[str, str] = {}  # host -> what came of the last call
         self.called: dict[str, float] = {}
         self.refused: set[str] = set()  # what was said of callers
+        self.dispute = Dispute()
         self.complete = False
         self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
         self.listener = _listen(mine, port)
@@ -86,9 +93,9 @@ class _Meeting:
         expected = self.mine.hosts[1:] if self.mine.is_first else [self.first]
         return [host for host in expected if host not in self.joined]
 
-    def wait(self, seconds: float, received: Sequence[int]) -> None:
+    def wait(self, seconds: float, received: Sequence[int], look: Look) -> None:
         begin = time.monotonic()
-        reported = begin
+        reported = looked = begin
         while not self.complete:
             if received:
                 self._stop()
@@ -103,6 +110,9 @@ class _Meeting:
                 self._tell_joined(go)
                 self.complete = True
             now = time.monotonic()
+            if self.missing and now - looked >= _LOOK_SECONDS:
+                looked = now
+                self._learn(look())
             # Who has joined leaves it to the first host, which knows who is missing.
             patience = seconds + _PATIENCE_SECONDS * (not self.mine.is_first and not self.missing)
             if not self.complete and now - begin > patience:
@@ -110,6 +120,16 @@ class _Meeting:
             if not self.complete and now - reported >= REPORT_SECONDS:
                 reported = now
                 self._report(now - begin)
+
+    def _learn(self, found: tuple[str | None, ...] | None) -> None:
+        """Raises: Moved.  LaunchError: hosts keep disagreeing about names."""
+        if found is None:
+            return
+        if None not in found and found != self.mine.hosts:
+            raise Moved
+        lasting = self.dispute.lasts(found)
+        if lasting:
+            self._fail(lasting)
 
     def _stop(self) -> NoReturn:
         """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
@@ -191,10 +211,14 @@ class _Meeting:
 
     def _receive_guest(self, guest: Connection, theirs: Greeting) -> bool:
         """Answers who has called; True when it has joined, False when the call is over."""
-        refusal = self._refusal(theirs)
+        if theirs.is_signed(self.token) and self.mine.means_others(theirs):
+            kind, refusal = "later", differences(self.mine, theirs)[0]
+            self.dispute.hear(refusal)
+        else:
+            kind, refusal = "refused", self._refusal(theirs)
         if refusal:
             signed = proof(self.token, {"text": refusal, "to": theirs.identity})
-            guest.send({"type": "refused", "text": refusal, "proof": signed})
+            guest.send({"type": kind, "text": refusal, "proof": signed})
             return False
         guest.send(self.mine.message())
         try:
@@ -252,7 +276,7 @@ class _Meeting:
             messages = call.receive()
             theirs = read_greeting(messages[0]) if messages else None
             doubtful = ""
-            if messages and messages[0]["type"] == "refused":
+            if messages and messages[0]["type"] in ("refused", "later"):
                 doubtful = self._hear_refusal(host, messages[0])
             elif theirs is not None and not theirs.is_signed(self.token):
                 doubtful = f"who answers there {_OTHER_TOKEN}"
@@ -289,12 +313,19 @@ class _Meeting:
     def _hear_refusal(self, host: str, message: Message) -> str:
         """What is to be thought of it, where a stranger may have said it.
 
-        Raises: LaunchError: a host of this job has no place for this one.
+        Raises: LaunchError: a host of this job has no place for this one, and never will.
         """
         text, given = text_of(message, "text"), text_of(message, "proof")
         if self.token and not proves(self.token, {"text": text, "to": self.mine.identity}, given):
             return f"who answers there refuses this one: {text}"
-        self._fail(f"host {host} refused this one, {self.mine.host}: {text}")
+        if message["type"] == "later":
+            self.dispute.hear(text)
+            return f"{text}; both look again"
+        refused = f"host {host} refused this one, {self.mine.host}: {text}"
+        if self.token or not self.mine.has_names:
+            self._fail(refused)
+        self.dispute.hear(refused)  # a host of another run may have the address by now
+        return f"it refuses this one: {text}"
 
     def _hear_joined(self) -> None:
         for host, connection in list(self.joined.items()):

@@ -15,6 +15,10 @@ _ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itse
 _SIOCGIFADDR = 0x8915
 
 
+class NotYetKnown(LaunchError):
+    """A host that may become known: where schedulers name hosts, names come up with them."""
+
+
 class Network:
     """What this machine's network answers; tests put a made-up one in its place."""
 
@@ -71,13 +75,18 @@ class Network:
             return probe.getsockname()[0]
 
 
+def typed_hosts(ips: str) -> list[str]:
+    """The hosts in the value of --ips, as they were typed."""
+    return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
+
+
 def resolve_hosts(ips: str, network: Network) -> list[str]:
     """The addresses behind the value of --ips, in its order.
 
     Raises: LaunchError: a name does not resolve, or stands there twice, or is one that other hosts
         cannot reach.
     """
-    names = [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
+    names = typed_hosts(ips)
     if not names:
         raise LaunchError(
             "--ips is empty; expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2"
@@ -91,7 +100,7 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
             )
         address = network.resolve(name)
         if address is None:
-            raise LaunchError(
+            raise NotYetKnown(
                 f"--ips: the name {name} is not known on this machine; give its IPv4 address, or "
                 f"add it to /etc/hosts on every host"
             )
@@ -99,7 +108,9 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
     for place, address in enumerate(addresses):
         same = [names[other] for other in range(place) if addresses[other] == address]
         if same:
-            raise LaunchError(
+            # One of two names may be that of a host which has lost this address.
+            kind = LaunchError if names[place] == same[0] else NotYetKnown
+            raise kind(
                 f"--ips: {names[place]} and {same[0]} are both {address}; each host stands there "
                 f"once (processes per host: --nproc_per_node)"
             )
@@ -132,7 +143,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     if host is not None:
         address = network.resolve(host)
         if address is None or address not in addresses:
-            raise LaunchError(f"--host {host} is not among --ips {listed}")
+            raise NotYetKnown(f"--host {host} is not among --ips {listed}")
         return address
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
@@ -187,13 +198,13 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
             f"which is on {holder}: unset the variable, or give --ips the addresses of that network"
         )
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
-    if wanted and not any(_nccl_takes(wanted, name) for name in names):
+    if wanted and not any(nccl_takes(wanted, name) for name in names):
         raise LaunchError(
             f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}"
         )
 
 
-def _nccl_takes(wanted: str, name: str) -> bool:
+def nccl_takes(wanted: str, name: str) -> bool:
     """Whether NCCL's selection of interfaces holds one; as described for NCCL_SOCKET_IFNAME."""
     without = wanted.startswith("^")
     whole = wanted.removeprefix("^").startswith("=")

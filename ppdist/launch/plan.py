@@ -88,7 +88,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
     arguments: list[str] = []
     notes: list[str] = []
-    labels = _cards_of_run(options, environment, machine, notes)
+    labels = cards_of_run(options, environment, machine, notes)
     if labels:
         processes = len(labels)
         arguments += ["--devices", ",".join(labels)]
@@ -155,7 +155,7 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
         )
 
 
-def _cards_of_run(
+def cards_of_run(
     options: Options, environment: Mapping[str, str], machine: Machine, notes: list[str]
 ) -> list[str]:
     """Cards to use, in the order of local ranks; [] for a run on CPU."""

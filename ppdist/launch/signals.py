@@ -11,6 +11,10 @@ from contextlib import contextmanager
 _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
 
 
+class Stopped(Exception):
+    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
+
+
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
     """Yields the list to which requests to stop are added; nothing else happens.

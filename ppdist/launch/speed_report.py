@@ -9,6 +9,17 @@ from ppdist.launch.doctor import OK, WARN, Finding
 Report = Mapping[str, Any]
 _SLOW_COMPUTING = 1.5  # times the median time: well beyond what equal machines differ by
 _SLOW_LINK = 0.5  # of the rate to expect
+_CLOCK_SECONDS = 1.0  # apart; a run measures time by other clocks, its logs are read by these
+# What hosts are compared by (ppdist/launch/equipment.py), and what helps where they differ.
+_REMEDIES = {
+    "cards": "every step waits for the slowest card, and the smallest memory sets the batch",
+    "driver": "install the same on every host",
+    "CUDA of Paddle": "install the same build of Paddle on every host",
+    "cores": "the host with the fewest sets the pace of loading: give data.workers there its own",
+    "RDMA": "NCCL uses what all hosts have: look at the host with less (ibstat, lspci)",
+    "MTU": "set it alike on all hosts: large packets may vanish, so that only large messages hang",
+    "speed": "every step waits for the slowest link",
+}
 
 
 def judge_speed(report: Report) -> Iterator[Finding]:
@@ -24,6 +35,27 @@ def judge_speed(report: Report) -> Iterator[Finding]:
         links = [link for link in report["links"] if (len(set(link["hosts"])) == 1) == within]
         if links:
             yield _judge_links(links, kind)
+
+
+def judge_hosts(report: Report) -> Iterator[Finding]:
+    """Of several hosts: what they have not alike, and whose clock is wrong."""
+    if len(report["clocks"]) == 1:
+        return
+    for line in report["differences"]:
+        yield Finding(WARN, "hosts differ", line, _REMEDIES[line.partition(":")[0]])
+    if not report["differences"]:
+        yield Finding(OK, "hosts alike", f"in {', '.join(_REMEDIES)}")
+    apart = [clock for clock in report["clocks"] if abs(clock["seconds"]) > _CLOCK_SECONDS]
+    if not apart:
+        largest = max(abs(clock["seconds"]) for clock in report["clocks"])
+        yield Finding(OK, "clocks", f"within {1e3 * largest:.0f} ms of one another")
+        return
+    said = ", ".join(
+        f"host {clock['host']} is {abs(clock['seconds']):.1f} s "
+        f"{'ahead of' if clock['seconds'] > 0 else 'behind'} the first one"
+        for clock in apart
+    )
+    yield Finding(WARN, "clocks", said, "keep them right with chrony or systemd-timesyncd")
 
 
 def _judge_computing(ranks: Sequence[Report]) -> Finding:

@@ -19,6 +19,15 @@ def upsample2x(feature: Tensor) -> Tensor:
     return paddle.stack([feature, feature], axis=3).flatten(2, 3)
 
 
+def swish(x: Tensor) -> Tensor:
+    """x * sigmoid(x).
+
+    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
+    of the convolution before it; `silu` it does not know.
+    """
+    return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
+
+
 class ConvNorm(nn.Layer):
     """Convolution without bias, batch norm, and swish if `activate`.
 
@@ -51,7 +60,18 @@ class ConvNorm(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x))
-        return F.silu(x) if self.activate else x
+        return swish(x) if self.activate else x
+
+    @paddle.no_grad()
+    def fold_norm(self) -> None:
+        """Folds the batch norm into the convolution, which gets a bias; same eval output."""
+        if isinstance(self.bn, nn.Identity):
+            return
+        kernel, bias = _fold_norm(self)
+        self.conv.weight.set_value(kernel)
+        self.conv.bias = self.conv.create_parameter(bias.shape, is_bias=True)
+        self.conv.bias.set_value(bias)
+        self.bn = nn.Identity()
 
 
 class RepConv(nn.Layer):
@@ -76,11 +96,11 @@ class RepConv(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.conv is not None:
-            return F.silu(self.conv(x))
+            return swish(self.conv(x))
         side = self.conv2(x)
         if self.alpha is not None:
             side = self.alpha * side
-        return F.silu(self.conv1(x) + side)
+        return swish(self.conv1(x) + side)
 
     @paddle.no_grad()
     def fuse(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.models.blocks import RepConv
+from ppdist.models.blocks import ConvNorm, RepConv
 
 
 class ImageModel(nn.Layer):
@@ -53,11 +53,14 @@ class ImageModel(nn.Layer):
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
         """RGB images 0..255, uint8 or float, to float32 with (value - mean) / std per channel."""
-        images = images_B3HW.astype("float32")
-        if len(set(self.pixel_std)) == 1 and not any(self.pixel_mean):
-            return images * (1.0 / self.pixel_std[0])
+        images = images_B3HW
+        if images.dtype != paddle.float32:
+            images = images.astype("float32")
+        if not any(self.pixel_mean) and len(set(self.pixel_std)) == 1:
+            scale = 1.0 / self.pixel_std[0]
+            return images if scale == 1 else images * scale
         mean, std = self._pixel_statistics(images)
-        return (images - mean) / std
+        return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
 
     def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation [1, 3, 1, 1] beside the images, copied to their device once."""
@@ -94,6 +97,28 @@ class ImageModel(nn.Layer):
             if isinstance(layer, RepConv):
                 layer.fuse()
         self.eval()
+
+    def fold_norms(self) -> None:
+        """Folds every batch norm into its convolution, in place; eval outputs as after `fuse`."""
+        for layer in self.sublayers():
+            if isinstance(layer, ConvNorm):
+                layer.fold_norm()
+
+    @paddle.no_grad()
+    def fold_pixel_scale(self) -> None:
+        """Moves the division by `pixel_std` into the first convolution, in place.
+
+        The mean is still subtracted before it: the convolution pads the borders with zeros, and
+        zero stands for the mean colour only where the mean was subtracted.
+        """
+        first = next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
+        first.weight.set_value(first.weight / _channels(self.pixel_std))
+        self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
+
+    def set_pixel_statistics(self, mean: list[float], std: list[float]) -> None:
+        """What `normalize` does from now on; a mean of 0 and a deviation of 1: nothing."""
+        self.pixel_mean, self.pixel_std = mean, std
+        self._statistics.clear()
 
 
 class Detector(ImageModel):

@@ -333,8 +333,9 @@ def decode_boxes(sides_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Te
 
     side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
     """
-    bins_R = paddle.arange(BINS, dtype=sides_BN4R.dtype)
-    sides_BN4 = F.softmax(sides_BN4R, axis=-1).matmul(bins_R) * stride_N1
+    # A column, not a vector: ONNX Runtime then computes one product instead of N small ones.
+    bins_R1 = paddle.arange(BINS, dtype=sides_BN4R.dtype).unsqueeze(1)
+    sides_BN4 = F.softmax(sides_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 

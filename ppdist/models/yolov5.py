@@ -331,12 +331,14 @@ class YOLOv5(Detector):
             anchors_A12 = self.head.anchors[level].astype("float32").unsqueeze(1) * stride
             s_BXS = F.sigmoid(logits.astype("float32")).flatten(2)
             s_BAKS = s_BXS.reshape([0, ANCHORS_PER_CELL, 5 + self.num_classes, -1])
-            s_BASK = s_BAKS.transpose([0, 1, 3, 2])
-            centre = (2 * s_BASK[:, :, :, 0:2] - 1) * stride + points_S2
-            half = (2 * s_BASK[:, :, :, 2:4]).square() * anchors_A12 * 0.5
+            s_BAS4 = s_BAKS[:, :, 0:4].transpose([0, 1, 3, 2])
+            centre = (2 * s_BAS4[:, :, :, 0:2] - 1) * stride + points_S2
+            half = (2 * s_BAS4[:, :, :, 2:4]).square() * anchors_A12 * 0.5
             boxes.append(paddle.concat([centre - half, centre + half], axis=-1).flatten(1, 2))
-            scores.append((s_BASK[:, :, :, 4:5] * s_BASK[:, :, :, 5:]).flatten(1, 2))
-        return paddle.concat(scores, axis=1), paddle.concat(boxes, axis=1)
+            for s_BKS in s_BAKS.unbind(1):  # of three axes: oneDNN has no fast product of four
+                scores.append(s_BKS[:, 4:5] * s_BKS[:, 5:])
+        scores_BCN = paddle.concat(scores, axis=2)
+        return scores_BCN.transpose([0, 2, 1]), paddle.concat(boxes, axis=1)
 
 
 @paddle.no_grad()

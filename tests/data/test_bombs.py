@@ -78,6 +78,23 @@ def jpeg(side: int) -> bytes:
     return bytes(content[:-2]) + bytes(side * side // 2048) + b"\xff\xd9"
 
 
+@pytest.mark.parametrize("trick", ["no marker", "a stray byte", "a length of nothing"])
+def test_a_frame_that_only_the_decoder_would_find_is_found(trick: str) -> None:
+    """A JPEG of 8x8 pixels for whoever is led past, or away from, the other frame in its header."""
+    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8), np.uint8))
+    small = encoded.tobytes()
+    large = bytearray(small[2:-2])
+    struct.pack_into(">HH", large, large.index(b"\xff\xc0") + 5, SIDE, SIDE)
+    before = {
+        "no marker": b"\xff\0" + struct.pack(">H", len(large) + 2),
+        "a stray byte": b"\xff\xfe\0\2x",
+        "a length of nothing": b"\xff\xfe\0\0",
+    }
+    found = damage(small[:2] + before[trick] + large + small[2:])
+    assert found is not None and f"claims {SIDE}x{SIDE} pixels" in found.text
+    assert damage(small[:2] + b"\xff\xfe\0\2x" + small[2:]) is None
+
+
 @pytest.mark.parametrize(
     ("suffix", "content"),
     [

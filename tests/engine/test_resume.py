@@ -301,3 +301,15 @@ def test_a_configuration_of_another_version_is_shown_and_not_guessed(tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
         require_same(tmp_path, config, by_scores=False, allow=False)
     assert require_same(tmp_path, config, by_scores=False, allow=True).learned
+
+
+def test_auto_means_the_output_dir_once_it_holds_a_checkpoint_whole_or_not(
+    shapes, five_steps, tmp_path
+):
+    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+    (tmp_path / "checkpoints").mkdir()
+    assert module.find_start(module.AUTO, tmp_path, config, False).step is None
+    assert module.find_start(module.AUTO, five_steps, config, False).step == 5
+    (tmp_path / "checkpoints" / "step-00000005").mkdir()  # torn: an error, rather than anew
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        module.find_start(module.AUTO, tmp_path, config, False)

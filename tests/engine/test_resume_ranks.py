@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 
 from ppdist import dist
 from ppdist.engine.experiment import build_training
+from ppdist.engine.resume import AUTO
+from ppdist.errors import UserError
 from tests.distributed import ROOT, run_on_ranks
 from tests.engine.tiny import freeze_statistics, norms_of, tiny_config
 
@@ -118,6 +120,33 @@ def test_ranks_that_share_no_folder_get_the_checkpoint_from_rank_0(shapes, tmp_p
     expected, found = last(whole / "0"), last(parts / "0")
     assert expected.keys() == found.keys()
     assert [key for key in expected if not np.array_equal(expected[key], found[key])] == []
+
+
+def goes_on(argument):
+    """Builds a run with a word after --resume of each rank's own; the end of what is said of it."""
+    dist.init("cpu", dist.DistributedConfig())
+    word = argument["words"][dist.rank()]
+    try:
+        build_training(
+            tiny_config(Path(argument["shapes"]), ["train.batch_size_per_card=2"]),
+            output_dir=Path(argument["output"]),
+            evaluate=False,
+            resume=AUTO if word == AUTO else Path(word),
+            command=["test"],
+        ).log.close()
+    except UserError as error:
+        return f"{error}"
+    return "begun"
+
+
+@pytest.mark.parametrize("words", [("auto", "auto"), ("auto", "elsewhere")])
+def test_a_rank_that_was_not_told_auto_is_refused_and_waits_for_nobody(words, shapes, tmp_path):
+    argument = {"shapes": str(shapes), "output": str(tmp_path / "run"), "words": words}
+    said = run_on_ranks(2, f"{HERE}:goes_on", argument)
+    if words[0] == words[1]:
+        assert said == ["begun", "begun"]
+    else:
+        assert all("--resume: " in each and "auto on rank" in each for each in said), said
 
 
 CONFIG = """

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from ppdist.launch.connection import Connection
 from ppdist.launch.line import Line
 from ppdist.launch.membership import name_of_job, proof
 from ppdist.launch.outcome import Outcome
+from ppdist.launch.plan import Machine
+from ppdist.launch.signals import signals_noted
 from tests.launch.test_plan import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
@@ -39,7 +42,8 @@ def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
         return end
 
     words = ["--max_restart", str(restarts), "t.py"]
-    code = front.fleetrun(words, {}, lambda: machine(), run)
+    with signals_noted() as received:
+        code = front.fleetrun(words, {}, lambda: machine(), run, received)
     return code, len(ends) - len(left)
 
 
@@ -49,6 +53,21 @@ def test_an_attempt_that_cannot_be_started_counts_as_one_and_another_follows() -
     assert attempts(FAILED, missing, missing, restarts=2) == (1, 3)
     with pytest.raises(LaunchError):  # the very first: the command is wrong
         attempts(missing)
+
+
+def test_a_signal_while_the_machine_is_looked_at_ends_with_75(
+    monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """nvidia-smi may take seconds."""
+
+    def look() -> Machine:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return machine()
+
+    monkeypatch.setattr(front, "this_machine", look)
+    monkeypatch.setattr(sys, "argv", ["fleetrun", "t.py"])
+    assert front.main() == 75
+    assert "stopped by SIGUSR1 before any rank of this attempt began" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_said_with_its_folder(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -88,6 +88,19 @@ def test_cards_with_a_cpu_build_are_a_warning() -> None:
     assert doctor.check_cards(machine(), None).level == OK
 
 
+def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+
+    def run(command: list[str], env: dict[str, str], **words) -> subprocess.CompletedProcess:
+        given.update(env)
+        return subprocess.CompletedProcess(command, 0, "ppdist 3.3.1 12.6 2\n", "")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    finding = doctor.check_software("gpu", ["4", "5"])[1]
+    assert finding.found == "3.3.1, CUDA 12.6, computes on 2 cards"
+    assert given["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
 def test_the_tool_ends_with_2_when_something_fails_and_says_what_to_do() -> None:
     command = [sys.executable, "tools/doctor.py", "--ips", "10.254.1.1,10.254.1.2", "-c", "no.yml"]
     ended = subprocess.run(

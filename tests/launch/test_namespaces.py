@@ -229,3 +229,34 @@ def _training(folder: Path, request: pytest.FixtureRequest) -> list[str]:
 def _losses(metrics: Path) -> list[float]:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record]
+
+
+def test_the_doctor_says_on_both_hosts_that_their_packets_differ_in_size(
+    cable: Cable, tmp_path: Path
+) -> None:
+    ip("-n", cable.namespaces[1], "link", "set", "cable1", "mtu", "1400")
+    running = []
+    for host in (A, B):
+        command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--ips", f"{A},{B}"]
+        command += ["--nproc_per_node", "1", "--json", str(tmp_path / f"{host}.json")]
+        environment = {key: value for key, value in os.environ.items() if "PADDLE" not in key}
+        running.append(
+            subprocess.Popen(
+                [*cable.prefix(host), *command],
+                cwd=tmp_path,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for host, process in zip((A, B), running):
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+        findings = json.loads((tmp_path / f"{host}.json").read_text())["findings"]
+        found = {each["subject"]: (each["level"], each["found"]) for each in findings}
+        place = (A, B).index(host)
+        assert found["link"][1].startswith(f"cable{place}: MTU {(1500, 1400)[place]}")
+        level, text = found["hosts differ"]
+        assert level == "WARN" and text.startswith("MTU: 1500 on rank 0 ") and "; 1400 on " in text
+        assert found["clocks"][0] == "OK"  # one machine has one clock

@@ -155,8 +155,9 @@ def test_what_only_boxes_have_is_refused(project: Path, exported: Path, refused,
     message = "--threshold is for boxes, and a classifier has none; leave it out"
     assert message in refused("infer", *eager, *looking)
     assert message in refused("infer", "--model", exported, "--out", tmp_path / "out", *looking)
-    message = "--without-nms: a classifier has no boxes to suppress; leave it out"
+    message = "--without-nms and --accuracy are for boxes, and a classifier has none"
     assert message in refused("export", *eager, "--without-nms")
+    assert message in refused("export", *eager, "--accuracy", 5)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,94 @@
+#include "spec.hpp"
+
+#include <fstream>
+
+#include <nlohmann/json.hpp>
+
+namespace ppdist {
+namespace {
+
+using nlohmann::json;
+
+bool has(const json& section, const char* key) {
+    return section.contains(key) && !section[key].is_null();
+}
+
+Resize resize_of(const std::string& mode) {
+    if (mode == "stretch") return Resize::stretch;
+    if (mode == "letterbox") return Resize::letterbox;
+    if (mode == "centre_crop") return Resize::centre_crop;
+    throw Error("resize.mode is '" + mode + "': expected stretch, letterbox or centre_crop");
+}
+
+void require(const json& section, const char* key, const std::string& expected) {
+    const auto found = section.at(key).get<std::string>();
+    if (found != expected) {
+        throw Error(std::string(key) + " is '" + found + "': this program knows " + expected);
+    }
+}
+
+Nms nms_of(const json& section) {
+    return {section.at("score_threshold"), section.at("iou_threshold"), section.at("candidates"),
+            section.at("keep"), section.at("multi_label")};
+}
+
+Spec spec_of(const json& content, const std::filesystem::path& directory, bool int8) {
+    if (content.at("version") != 1) throw Error("version is not 1: export with this version");
+    const char* form = int8 ? "onnx_int8" : "onnx";
+    if (!has(content, form)) {
+        throw Error(int8 ? "holds no INT8 model; export with --format onnx --int8"
+                         : "holds no ONNX model; export with --format onnx");
+    }
+    const json& file = content.at(form);
+    const json& input = content.at("input");
+    const json& resize = content.at("resize");
+    require(input, "dtype", "float32");
+    require(input, "layout", "BCHW");
+    require(input, "colour", "rgb");
+
+    Spec spec{};
+    spec.classifies = content.at("task") == "classify";
+    spec.model = directory / std::filesystem::u8path(file.at("files").at(0).get<std::string>());
+    spec.nms_in_graph = file.at("nms_in_graph");
+    spec.input = input.at("name");
+    for (const json& output : file.at("outputs")) spec.outputs.push_back(output.at("name"));
+    const size_t expected = spec.classifies ? 1 : 2;
+    if (spec.outputs.size() != expected) {
+        throw Error(std::string(form) + ".outputs names " + std::to_string(spec.outputs.size()) +
+                    " outputs: expected " + std::to_string(expected));
+    }
+    spec.height = input.at("size").at(0);
+    spec.width = input.at("size").at(1);
+    if (has(input, "normalised")) {
+        const json& given = input.at("normalised");
+        spec.normalisation = Normalisation{given.at("mean").get<std::array<float, 3>>(),
+                                           given.at("std").get<std::array<float, 3>>()};
+    }
+    spec.resize = resize_of(resize.at("mode"));
+    spec.cubic = resize.at("interpolation") == "cubic";
+    if (has(resize, "fill")) spec.fill = resize.at("fill").get<std::array<int, 3>>();
+    if (!spec.classifies) spec.nms = nms_of(content.at("nms"));
+    spec.class_names = content.at("class_names").get<std::vector<std::string>>();
+    return spec;
+}
+
+}  // namespace
+
+Spec read_spec(const std::filesystem::path& directory, bool int8) {
+    const auto file = directory / "infer.yml";
+    std::ifstream stream(file);
+    if (!stream) {
+        throw Error(file.string() + ": cannot be read, so " + directory.string() +
+                    " is not an exported model; make one with tools/export.py --format onnx");
+    }
+    try {
+        return spec_of(json::parse(stream), directory, int8);
+    } catch (const json::exception& error) {
+        throw Error(file.string() + ": not as tools/export.py writes it: " + error.what() +
+                    "; export again");
+    } catch (const Error& error) {
+        throw Error(file.string() + ": " + error.what());
+    }
+}
+
+}  // namespace ppdist

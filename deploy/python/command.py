@@ -1,0 +1,139 @@
+"""Finds objects in images and videos with an exported model; ppdist is not needed.
+
+    python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
+
+OUT gets every picture with its boxes drawn, and detections.json: a COCO data set of what was found
+(`annotations` is also a COCO result list).  A classifier draws its five surest classes instead, and
+writes them to classes.json.
+"""
+
+import argparse
+import io
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from pictures import Frame, ahead, find_sources, frames_of
+from predictor import Predictor, PredictorError
+from results import FILES, Results, picture_names
+
+THRESHOLD = 0.5
+# What moves a terminal's cursor, changes its title or turns the direction of what follows.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="predictor.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="an exported model")
+    add("--source", required=True, type=Path, metavar="IMAGE|DIR|VIDEO",
+        help="what to look at; a folder is searched to its depth")  # fmt: skip
+    add("--out", required=True, type=Path, metavar="DIR", help="where to write")
+    add("--threshold", type=float,
+        help=f"lowest score of a box that counts, 0..1 (default: {THRESHOLD})")  # fmt: skip
+    add("--backend", default="auto", choices=("auto", "onnx", "paddle"),
+        help="what runs the model (default: ONNX Runtime where it can, else Paddle)")  # fmt: skip
+    add("--device", default="cpu", choices=("cpu", "gpu"))
+    add("--threads", type=int, default=1, help="CPU threads of one prediction (default: 1)")
+    add("--int8", action="store_true", help="the quantised model of the export")
+    add("--batch", type=int, default=1, help="images at once (default: 1)")
+    add("--csv", action="store_true", help="write what was found as a table, too")
+    add("--no-pictures", action="store_true", help="draw nothing, which is faster")
+    return parser.parse_args()
+
+
+def main() -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may hold bytes of any encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return run(parse())
+    except PredictorError as error:
+        say(f"predictor: error: {error}", sys.stderr)
+        return 2
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """A line to the console; control characters, of names of files, become what JSON calls them."""
+    print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text), file=stream)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out
+    if arguments.batch < 1:
+        raise PredictorError(f"--batch {arguments.batch}: expected 1 or more")
+    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
+        raise PredictorError(f"--threshold {arguments.threshold:g}: expected 0..1")
+    require_own_folder(out, arguments.source)
+    sources = find_sources(arguments.source, leave_out=out)
+    predictor = Predictor(
+        arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8
+    )
+    if arguments.threshold is not None and predictor.spec["task"] == "classify":
+        raise PredictorError("--threshold is for boxes, and a classifier has none; leave it out")
+    threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PredictorError(f"{out}: cannot be made: {error.strerror}") from error
+    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
+    names = [str(file.relative_to(root)) for file in sources]
+    pictures = {} if arguments.no_pictures else picture_names(names)
+    results = Results(out, predictor.spec, threshold, pictures)
+    unreadable: list[str] = []
+
+    def complain(reason: str) -> None:
+        unreadable.append(reason)
+        say(f"predictor: warning: {reason}; skipped", sys.stderr)
+
+    frames = ahead(frames_of(sources, names, complain), 2 * arguments.batch)
+    found_in = predictions(predictor, frames, arguments.batch)
+    for name, pairs in itertools.groupby(found_in, key=lambda pair: pair[0].name):
+        before = len(results.objects)
+        said = [results.add(frame, found) for frame, found in pairs]
+        if len(said) > 1:
+            objects = f"{len(results.objects) - before} objects in " if results.detects else ""
+            said = [f"{objects}{len(said)} frames"]
+        say(f"{name}: {said[0]}")
+    if unreadable:
+        count = f"{len(unreadable)} of {len(sources)} files could not be read"
+        say(f"predictor: warning: {count}", sys.stderr)
+    if not results.images:
+        raise PredictorError(f"{arguments.source}: no image or video there could be read")
+    written = results.write(arguments.csv)
+    say(f"{results.total()}; see {written}")
+    return 0
+
+
+def predictions(
+    predictor: Predictor, frames: Iterator[Frame], batch: int
+) -> Iterator[tuple[Frame, np.ndarray]]:
+    """Each frame with what the predictor finds in it, so many at once, the last ones fewer."""
+    while group := list(itertools.islice(frames, batch)):
+        yield from zip(group, predictor([frame.image_HW3 for frame in group]))
+
+
+def require_own_folder(out: Path, source: Path) -> None:
+    """Raises: PredictorError: pictures written to `out` would replace those of `source`, or those
+    already in it would pass for results and not be looked at."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    above = folder.parents if source.is_dir() else ()
+    if out.resolve() in (folder, *above):
+        raise PredictorError(
+            f"--out {out}: the pictures of --source are there, or below, and could be overwritten; "
+            "choose another folder"
+        )
+    inside = source.is_dir() and source.resolve() in out.resolve().parents
+    ours = any((out / f"{stem}.json").is_file() for stem in FILES.values())
+    if inside and not ours and out.is_dir() and any(out.iterdir()):
+        raise PredictorError(
+            f"--out {out}: lies in --source and holds files that are no results of this program; "
+            "choose another folder, or empty it"
+        )

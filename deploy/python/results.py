@@ -1,0 +1,261 @@
+"""What was found, as files: JSON, CSV, and every picture with it drawn."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from pictures import Frame, is_video, video_path
+from predictor import PredictorError
+
+# Colours that stay apart with any common colour blindness, red, green, blue: Okabe & Ito 2008,
+# "Color Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
+PALETTE = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+    (153, 153, 153),
+)
+FILES = {"detect": "detections", "classify": "classes"}  # stem of the JSON and CSV, by task
+_NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name, to Python's json at least
+_BEST = 5  # classes of an image that are told
+_FONT = cv2.FONT_HERSHEY_SIMPLEX
+_COLUMNS = {
+    "detect": ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2"),
+    "classify": ("file_name", "frame", "class", "score"),
+}
+
+
+class Results:
+    """What was found so far; `add` each picture in order, then `write`.
+
+    Args:
+        out: where all files go.
+        spec: the content of infer.yml.
+        threshold: boxes of a lower score do not count.
+        pictures: by the name of a source: the picture to write for it, below `out`; without
+            it none is drawn.
+
+    Attributes:
+        detects: whether boxes are found, not classes of whole images.
+        images, objects: `images` and `annotations` of the JSON file.
+    """
+
+    def __init__(
+        self, out: Path, spec: dict[str, Any], threshold: float, pictures: dict[str, str]
+    ) -> None:
+        self.out = out
+        self.detects = spec["task"] == "detect"
+        self.images: list[dict[str, Any]] = []
+        self.objects: list[dict[str, Any]] = []
+        self._spec, self._threshold = spec, threshold
+        self._writer = _Pictures(out, pictures)
+
+    def add(self, frame: Frame, found: np.ndarray) -> str:
+        """Notes and draws what the predictor found; returns it in a few words."""
+        height, width = frame.image_HW3.shape[:2]
+        image: dict[str, Any] = {"id": len(self.images) + 1, "file_name": frame.name}
+        if frame.index is not None:
+            image["frame"] = frame.index
+        self.images.append({**image, "width": width, "height": height})
+        if not self.detects:
+            best = self.images[-1]["best"] = self._best_classes(found)
+            self._writer.write(frame, lambda canvas: draw_classes(canvas, best))
+            return ", ".join(f"{kind['name']} {kind['score']:.2f}" for kind in best)
+        rows_R6 = found[found[:, 1] >= self._threshold]
+        self.objects += self._annotations(rows_R6, image["id"])
+        names = self._spec["class_names"]
+        self._writer.write(frame, lambda canvas: draw_boxes(canvas, rows_R6, names))
+        return f"{len(rows_R6)} objects"
+
+    def total(self) -> str:
+        if not self.detects:
+            return f"the class of {len(self.images)} images"
+        return f"{len(self.objects)} objects in {len(self.images)} images"
+
+    def write(self, as_csv: bool) -> Path:
+        """Ends the last video and writes the JSON file, and a CSV file of the same where asked."""
+        self._writer.close()
+        task = self._spec["task"]
+        pairs = zip(self._spec["category_ids"], self._spec["class_names"])
+        categories = [{"id": number, "name": name} for number, name in pairs]
+        content: dict[str, Any] = {"images": self.images, "categories": categories}
+        if self.detects:
+            content["annotations"] = self.objects
+        file = self.out / f"{FILES[task]}.json"
+        with _writing(file):
+            text = json.dumps(content, ensure_ascii=False)
+            file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
+        if as_csv:
+            table = file.with_suffix(".csv")
+            options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
+            with _writing(table), table.open("w", **options) as opened:
+                writer = csv.writer(opened)
+                writer.writerow(_COLUMNS[task])
+                writer.writerows(self._lines())
+        return file
+
+    def _best_classes(self, probabilities_C: np.ndarray) -> list[dict[str, Any]]:
+        names = self._spec["class_names"]
+        best_K = np.argsort(-probabilities_C, kind="stable")[:_BEST]
+        return [
+            {"class": label, "name": names[label], "score": round(float(score), 5)}
+            for label, score in zip(best_K.tolist(), probabilities_C[best_K])
+        ]
+
+    def _annotations(self, rows_R6: np.ndarray, image_id: int) -> Iterator[dict[str, Any]]:
+        """As COCO has them, and with the score of a COCO result."""
+        first = len(self.objects) + 1
+        for number, (label, score, x1, y1, x2, y2) in enumerate(rows_R6.tolist(), first):
+            yield {
+                "id": number,
+                "image_id": image_id,
+                "category_id": self._spec["category_ids"][int(label)],
+                "bbox": [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)],
+                "area": round((x2 - x1) * (y2 - y1), 2),
+                "iscrowd": 0,
+                "score": round(score, 5),
+            }
+
+    def _lines(self) -> Iterator[tuple[Any, ...]]:
+        names = dict(zip(self._spec["category_ids"], self._spec["class_names"]))
+        images = {image["id"]: image for image in self.images}
+        for image in self.images:
+            for kind in image.get("best", ()):
+                yield image["file_name"], image.get("frame", ""), kind["name"], kind["score"]
+        for one in self.objects:
+            image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
+            box = (left, top, round(left + width, 2), round(top + height, 2))
+            name = names[one["category_id"]]
+            yield image["file_name"], image.get("frame", ""), name, one["score"], *box
+
+
+class _Pictures:
+    """The pictures that are written: an image as it is called, all frames of a video as one."""
+
+    def __init__(self, out: Path, names: dict[str, str]) -> None:
+        self._out, self._names = out, names
+        self._video: cv2.VideoWriter | None = None
+        self._film = ""  # the name of the source whose video is open
+
+    def write(self, frame: Frame, draw: Callable[[np.ndarray], None]) -> None:
+        """Args: draw: changes a uint8 RGB picture in place."""
+        if frame.name != self._film:
+            self.close()
+        if frame.name not in self._names:
+            return
+        file = self._out / self._names[frame.name]
+        canvas = frame.image_HW3.copy()
+        draw(canvas)
+        canvas_bgr = cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR)
+        with _writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        if not is_video(frame.name):
+            # cv2.imwrite crashes on a name that is not UTF-8.
+            done, content = cv2.imencode(file.suffix, canvas_bgr)
+            if not done:
+                raise PredictorError(f"{file}: this format cannot hold the image")
+            with _writing(file):
+                file.write_bytes(content)
+            return
+        if self._video is None:
+            self._film, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")
+            size = (canvas.shape[1], canvas.shape[0])
+            self._video = cv2.VideoWriter(video_path(file), codec, frame.rate, size)
+            if not self._video.isOpened():
+                raise PredictorError(f"{file}: this OpenCV cannot write videos")
+        self._video.write(canvas_bgr)
+
+    def close(self) -> None:
+        if self._video is not None:
+            self._video.release()
+        self._video, self._film = None, ""
+
+
+def picture_names(names: list[str]) -> dict[str, str]:
+    """What the picture of each source is called, no two alike: videos become .mp4."""
+    taken = set(names)
+    result = {}
+    for name in names:
+        chosen = name
+        if is_video(name) and not name.endswith(".mp4"):
+            chosen = str(Path(name).with_suffix(".mp4"))
+            while chosen in taken:
+                chosen = f"{chosen}.mp4"
+            taken.add(chosen)
+        result[name] = chosen
+    return result
+
+
+def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[str]) -> None:
+    """Outlines boxes (rows of class, score, x1, y1, x2, y2) in place, the surest on top."""
+    height, width = canvas_HW3.shape[:2]
+    thickness = max(2, round(max(height, width) / 320))
+    limits = np.array([width - 1, height - 1, width - 1, height - 1])
+    for row in rows_R6[::-1]:
+        label = int(row[0])
+        colour = PALETTE[label % len(PALETTE)]
+        x1, y1, x2, y2 = np.clip(np.rint(row[2:]), 0, limits).astype(int).tolist()
+        cv2.rectangle(canvas_HW3, (x1, y1), (x2, y2), colour, thickness)
+        text = f"{_readable(class_names[label], label)} {row[1]:.2f}"
+        wide, tall = _plate_size(canvas_HW3, text)
+        top = y1 - tall if y1 >= tall else y1  # inside, where there is no room above
+        _draw_plate(canvas_HW3, (max(0, min(x1, width - wide)), top), text, colour)
+
+
+def draw_classes(canvas_HW3: np.ndarray, best: list[dict[str, Any]]) -> None:
+    """Writes the surest classes into the upper left corner, in place, as many as have room."""
+    top = 0
+    for kind in best:
+        text = f"{_readable(kind['name'], kind['class'])} {kind['score']:.2f}"
+        tall = _plate_size(canvas_HW3, text)[1]
+        if top and top + tall > canvas_HW3.shape[0]:
+            return
+        _draw_plate(canvas_HW3, (0, top), text, PALETTE[kind["class"] % len(PALETTE)])
+        top += tall
+
+
+def _readable(name: str, label: int) -> str:
+    """OpenCV's letters are those of ASCII."""
+    return name if name.isascii() else f"#{label}"
+
+
+def _scale(canvas_HW3: np.ndarray) -> float:
+    return max(0.4, max(canvas_HW3.shape[:2]) / 1600)
+
+
+def _plate_size(canvas_HW3: np.ndarray, text: str) -> tuple[int, int]:
+    (wide, tall), below = cv2.getTextSize(text, _FONT, _scale(canvas_HW3), 1)
+    return wide + 4, tall + below + 2
+
+
+def _draw_plate(
+    canvas_HW3: np.ndarray, corner: tuple[int, int], text: str, colour: tuple[int, int, int]
+) -> None:
+    """Draws a text on a ground of its colour, whose upper left corner is given."""
+    left, top = corner
+    wide, tall = _plate_size(canvas_HW3, text)
+    scale = _scale(canvas_HW3)
+    below = cv2.getTextSize(text, _FONT, scale, 1)[1]
+    cv2.rectangle(canvas_HW3, corner, (left + wide, top + tall), colour, cv2.FILLED)
+    red, green, blue = colour
+    luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
+    ink = (0, 0, 0) if luminance > 110 else (255, 255, 255)
+    origin = (left + 2, top + tall - below)
+    cv2.putText(canvas_HW3, text, origin, _FONT, scale, ink, 1, cv2.LINE_AA)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PredictorError(f"{file}: cannot be written: {error.strerror}") from error

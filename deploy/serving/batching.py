@@ -1,0 +1,151 @@
+"""One thread that owns the model and answers waiting images in batches."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+_log = logging.getLogger("serving")
+
+
+class Model(Protocol):
+    """What deploy/python/predictor.py makes."""
+
+    spec: dict[str, Any]
+
+    def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Args: uint8 RGB [H, W, 3] each.  Returns: rows_R6 each, or probabilities_C."""
+
+
+class _Job:
+    """An image and where its answer goes."""
+
+    def __init__(self, image_HW3: np.ndarray) -> None:
+        self.image_HW3 = image_HW3
+        self.answer: Future[np.ndarray] = Future()
+
+
+class Batcher:
+    """The model is made, warmed up and called in one thread: runtimes keep threads' settings apart.
+
+    A batch is taken when it is full, when every request that is under way is in it (so one client
+    alone never waits), or `most_delay` seconds after its first image.
+
+    Args:
+        load: makes the model.
+        most_images: of one batch.
+        under_way: how many requests may still send an image, those in the batch included.
+        measured: told the images and the seconds of each batch.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Model],
+        most_images: int,
+        most_delay: float,
+        under_way: Callable[[], int],
+        measured: Callable[[int, float], None],
+    ) -> None:
+        self.model: Model | None = None  # from warm-up to the end
+        self.failure: Exception | None = None  # what ended the thread
+        self._load, self._most_images, self._most_delay = load, most_images, most_delay
+        self._under_way, self._measured = under_way, measured
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._ended: Callable[[], None] = lambda: None
+
+    def start(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Args: ended: called in the thread when it ends, for whatever reason."""
+        self._ended = ended
+        self._thread.start()
+
+    def submit(self, image_HW3: np.ndarray) -> "Future[np.ndarray]":
+        """Its rows_R6 or probabilities_C; cancel it if nobody waits for them any longer."""
+        job = _Job(image_HW3)
+        self._jobs.put(job)
+        return job.answer
+
+    def stop(self, seconds: float) -> None:
+        """Answers what has been submitted, waiting so long for it at most."""
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def busy_seconds(self) -> float:
+        """How long the batch that is being computed has taken by now."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def waiting(self) -> int:
+        return self._jobs.qsize()
+
+    def _work(self) -> None:
+        try:
+            model = self._load()
+            self._warm_up(model)
+            self.model = model
+            while self._answer(model, self._next_batch()):
+                pass  # no name here keeps a batch's images alive while the next is waited for
+        except Exception as error:  # serve() reports it and ends the process
+            self.failure = error
+        finally:
+            self.model = None
+            self._ended()
+
+    def _warm_up(self, model: Model) -> None:
+        """Every size of a batch once: runtimes prepare each when they first see it."""
+        height, width = model.spec["input"]["size"]
+        for images in range(1, self._most_images + 1):
+            model([np.full((height, width, 3), 114, np.uint8)] * images)
+
+    def _next_batch(self) -> list[_Job]:
+        """Waits for images; an empty list is the end."""
+        job = self._jobs.get()
+        if job is None:
+            return []
+        batch, deadline = [job], time.monotonic() + self._most_delay
+        while len(batch) < self._most_images:
+            alone = len(batch) >= self._under_way()
+            try:
+                job = self._jobs.get(timeout=0 if alone else max(0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if job is None:
+                self._jobs.put(None)  # the end comes after this batch
+                break
+            batch.append(job)
+        return batch
+
+    def _answer(self, model: Model, batch: list[_Job]) -> bool:
+        """Returns: False where the batch is the end."""
+        wanted = [job for job in batch if job.answer.set_running_or_notify_cancel()]
+        if wanted:
+            self._busy_since = started = time.monotonic()
+            self._predict(model, wanted)
+            self._busy_since = None
+            self._measured(len(wanted), time.monotonic() - started)
+        return bool(batch)
+
+    def _predict(self, model: Model, batch: list[_Job]) -> None:
+        """An image that the model cannot take fails alone, not its whole batch."""
+        try:
+            results = model([job.image_HW3 for job in batch])
+        except Exception as error:  # whatever a runtime raises goes to whoever waits
+            if len(batch) == 1:
+                batch[0].answer.set_exception(error)
+                return
+            _log.warning("a batch of %d failed (%s): image by image now", len(batch), error)
+            for job in batch:
+                self._predict(model, [job])
+            return
+        for job, result in zip(batch, results, strict=True):
+            job.answer.set_result(result)

@@ -1,0 +1,287 @@
+"""Serves an exported model over HTTP: python deploy/serving/server.py --model DIR
+
+    curl --data-binary @image.jpg http://127.0.0.1:8000/detect
+
+POST /detect gives boxes as JSON, GET / a page to drop an image on; /health, /ready and /metrics are
+for whoever runs it.  README.md beside this file has the whole story.
+"""
+
+import argparse
+import base64
+import hashlib
+import hmac
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+HERE = Path(__file__).resolve().parent
+# An installed copy may keep the two folders elsewhere, but side by side.
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+from batching import Model  # noqa: E402
+from service import Limits, Service  # noqa: E402
+from uploads import Refused  # noqa: E402
+
+TOKEN = "PPDIST_SERVING_TOKEN"
+_RETRY_AFTER = "1"  # second
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def make_app(service: Service, token: str | None = None) -> FastAPI:
+    """The routes.  Nothing in a request names a file or an address that is opened.
+
+    Args: token: what /detect and /metrics ask for; the others show nothing worth hiding.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # those pages load from a CDN
+    page, page_headers = _page()
+
+    def require_token(request: Request) -> None:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        matches = token is None or hmac.compare_digest(
+            given.strip().encode("latin-1"), token.encode()
+        )
+        if token is not None and (kind.lower() != "bearer" or not matches):
+            raise Refused(401, "send the header: Authorization: Bearer TOKEN")
+
+    @app.post("/detect")
+    async def detect(request: Request) -> JSONResponse:
+        started, status = time.perf_counter(), 500
+        try:
+            require_token(request)
+            answer = await service.answer(request, _threshold(request, service.limits.threshold))
+            status = 200
+            return JSONResponse(answer)
+        except Refused as refused:
+            status = refused.status
+            return _refusal(refused)
+        except ClientDisconnect:
+            status = 499  # as nginx calls it; nobody is there to read it
+            return JSONResponse({"error": "the client left"}, status)
+        finally:
+            service.counts.requests.labels(str(status)).inc()
+            service.counts.seconds.observe(time.perf_counter() - started)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        ill = service.ill()
+        return JSONResponse({"alive": ill is None, "reason": ill}, 503 if ill else 200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        is_ready = service.batcher.model is not None
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> PlainTextResponse:
+        require_token(request)
+        return PlainTextResponse(
+            generate_latest(service.counts.registry), media_type="text/plain; version=0.0.4"
+        )
+
+    @app.get("/")
+    async def index() -> HTMLResponse:
+        return HTMLResponse(page, headers=page_headers)
+
+    _describe_errors(app)
+    return app
+
+
+def _threshold(request: Request, usual: float) -> float:
+    """Not a parameter of FastAPI's, which would refuse it uncounted and without a token."""
+    try:
+        threshold = float(request.query_params.get("threshold", usual))
+    except ValueError:
+        threshold = math.nan
+    if not 0 <= threshold <= 1:
+        raise Refused(400, "threshold: expected a number of 0..1")
+    return threshold
+
+
+def _refusal(refused: Refused) -> JSONResponse:
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": _RETRY_AFTER}}
+    return JSONResponse({"error": refused.text}, refused.status, headers.get(refused.status))
+
+
+def _describe_errors(app: FastAPI) -> None:
+    """Every answer that is no success is {"error": "..."}."""
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> JSONResponse:
+        return _refusal(error)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def other(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": "the server failed; its log says more"}, 500)
+
+
+def _page() -> tuple[str, dict[str, str]]:
+    """The page, and headers that let it run its own script and style and nothing else."""
+    text = (HERE / "page.html").read_text(encoding="utf-8")
+
+    def hashes(tag: str) -> str:
+        inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digests = (hashlib.sha256(part.encode()).digest() for part in inside)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
+        "img-src blob: data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return text, {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+def serve(
+    load: Callable[[], Model], limits: Limits, host: str, port: int, token: str | None = None
+) -> int:
+    """Serves until SIGTERM or SIGINT; then takes nothing new and answers what it has accepted.
+
+    Returns: exit status: 0 stopped; 2 the address is not free or the model cannot be loaded, for a
+        reason that a user can mend; 1 anything else.
+    """
+    try:  # uvicorn would end the process over it, amid its threads
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        print(f"serving: error: --host {host} --port {port}: {error}", file=sys.stderr)
+        return 2
+    service = Service(load, limits)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(service, token),
+            access_log=False,  # the metrics count; a line a request would be most of the log
+            server_header=False,
+            headers=[("X-Content-Type-Options", "nosniff")],
+            timeout_graceful_shutdown=int(limits.seconds) + 2,
+        )
+    )
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # Uvicorn has handlers of its own while it runs, and raises the signal again afterwards.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    service.batcher.start(ended=end)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.stop()
+    failure = service.batcher.failure
+    if failure is None:
+        return 0
+    if isinstance(failure, ValueError | OSError):
+        print(f"serving: error: {failure}", file=sys.stderr)
+        return 2
+    traceback.print_exception(failure)
+    return 1
+
+
+def parse() -> argparse.Namespace:
+    usual = Limits()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="what tools/export.py made")
+    add("--backend", choices=("auto", "onnx", "paddle"), default="auto")
+    add("--device", choices=("cpu", "gpu"), default="cpu")
+    add("--int8", action="store_true", help="the quantised ONNX model of the export")
+    add("--threads", type=int, default=1, help="of the model on the CPU (default: 1)")
+    add("--host", default="127.0.0.1", help="0.0.0.0: all interfaces (default: 127.0.0.1)")
+    add("--port", type=int, default=8000)
+    add("--token-file", type=Path, help=f"holds the bearer token; or set {TOKEN} (default: none)")
+    named = {
+        "threshold": "lowest score of a box, 0..1",
+        "most-batch": "images the model gets at once",
+        "most-delay": "seconds that an image waits for others",
+        "most-waiting": "requests under way at once",
+        "most-bytes": "of an image as it is sent",
+        "most-pixels": "of an image",
+        "seconds": "for a request",
+        "decoders": "threads that decode images",
+    }
+    for name, text in named.items():
+        default = getattr(usual, name.replace("-", "_"))
+        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default:g})")
+    return parser.parse_args()
+
+
+def checked_limits(arguments: argparse.Namespace) -> Limits:
+    limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
+    for name, value in vars(limits).items():
+        enough = value >= 0 if name in ("most_delay", "threshold") else value > 0
+        if not enough or not math.isfinite(value) or (name == "threshold" and value > 1):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: out of range")
+    return limits
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token of the file or of the environment; None: everybody may ask."""
+    where, token = (
+        (f"the environment's {TOKEN}", os.environ.get(TOKEN))
+        if file is None
+        else (str(file), file.read_text(encoding="utf-8").strip())
+    )
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"{where}: expected one word of printable ASCII")
+    return token
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        limits, token = checked_limits(arguments), read_token(arguments.token_file)
+    except (ValueError, OSError) as error:
+        print(f"serving: error: {error}", file=sys.stderr)
+        return 2
+    if token is None and arguments.host not in _LOCAL:
+        print(f"serving: warning: no token: whoever reaches {arguments.host} may ask",
+              file=sys.stderr)  # fmt: skip
+
+    def load() -> Model:
+        from predictor import Predictor
+
+        return Predictor(
+            arguments.model,
+            arguments.backend,
+            threads=arguments.threads,
+            device=arguments.device,
+            int8=arguments.int8,
+        )
+
+    return serve(load, limits, arguments.host, arguments.port, token)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process now; Python itself would wait for a busy decoder, however long it takes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,202 @@
+"""What the server does with a request for boxes, from its body to its answer, and counts of it."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from batching import Batcher, Model
+from fastapi import Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from uploads import Refused, decode, file_part
+
+_log = logging.getLogger("serving")
+_FORM_BYTES = 64 * 1024  # of a multipart body besides its file
+_TOP = 5  # classes a classifier names
+_END_SECONDS = 5.0  # for the model's thread to end; nobody waits for its answers by then
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one process takes on.
+
+    Memory on top of the model's is at most most_waiting * most_bytes for images as they were sent,
+    and 2 * most_batch * most_pixels * 3 bytes for decoded ones.
+    """
+
+    most_batch: int = 8
+    most_delay: float = 0.005  # seconds the first image of a batch waits for others
+    most_waiting: int = 64  # requests under way at once; more are told to come back
+    most_bytes: int = 10 * 2**20  # of an image as it is sent
+    most_pixels: int = 25_000_000  # of an image
+    seconds: float = 30.0  # for a request, from its first byte to its answer
+    threshold: float = 0.5  # lowest score of a box where a request names none
+    decoders: int = 2  # threads that decode images
+
+
+class Counts:
+    """Prometheus metrics of one service; no label holds anything that a client chose."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        # Name, help and labels differ; these are alike.
+        given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
+        self.requests = Counter("requests", "Answers of /detect.", ["status"], **given)
+        self.seconds = Histogram(
+            "request_seconds", "From the first byte of a request to its answer.", **given
+        )
+        self.under_way = Gauge("requests_under_way", "Requests not answered yet.", **given)
+        self.waiting = Gauge("images_waiting", "Decoded images in no batch yet.", **given)
+        self.ready = Gauge("ready", "1: the model is warm and answers.", **given)
+        self.images = Histogram(
+            "batch_images", "Images in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), **given
+        )
+        self.batch_seconds = Histogram("batch_seconds", "The model's time for a batch.", **given)
+
+    def batch(self, images: int, seconds: float) -> None:
+        self.images.observe(images)
+        self.batch_seconds.observe(seconds)
+
+
+class Service:
+    """Everything about a request that is not HTTP's headers; made in any thread, used in one."""
+
+    def __init__(self, load: Callable[[], Model], limits: Limits) -> None:
+        """Args: load: called in the thread that will use the model."""
+        self.limits, self.counts = limits, Counts()
+        self.under_way = 0
+        self.batcher = Batcher(
+            load, limits.most_batch, limits.most_delay, lambda: self.under_way, self.counts.batch
+        )
+        self.counts.under_way.set_function(lambda: self.under_way)
+        self.counts.waiting.set_function(self.batcher.waiting)
+        self.counts.ready.set_function(lambda: self.batcher.model is not None)
+        self._decoders = ThreadPoolExecutor(limits.decoders, "decoder")
+        self._decoding: dict[int, float] = {}  # thread -> time.monotonic() when it began
+        self._decoded = asyncio.Semaphore(2 * limits.most_batch)
+
+    def stop(self) -> None:
+        """Ends the threads; a decoder that is busy still is not waited for."""
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+        self.batcher.stop(_END_SECONDS)
+
+    def ill(self) -> str | None:
+        """Why this process had better be started anew; None: it lives."""
+        if not self.batcher.alive():
+            return "the thread of the model has ended"
+        busy = self.batcher.busy_seconds()
+        if busy > self.limits.seconds:
+            return f"the model has been computing one batch for {busy:.0f} s"
+        began = list(self._decoding.values())  # at once: the decoders change it
+        busy = time.monotonic() - min(began) if began else 0.0
+        if busy > self.limits.seconds:
+            return f"one image has been decoded for {busy:.0f} s"
+        return None
+
+    async def answer(self, request: Request, threshold: float) -> dict[str, Any]:
+        """The objects in the image of a request, as JSON takes them.
+
+        Raises: Refused: 400 to 422 about the request; 408 its body, 504 its answer took too long;
+            503 not now.
+        """
+        if self.batcher.model is None:
+            raise Refused(503, "the model is not ready yet")
+        if self.under_way >= self.limits.most_waiting:
+            raise Refused(503, f"{self.under_way} requests are under way already; come back soon")
+        self.under_way += 1
+        deadline = time.monotonic() + self.limits.seconds
+        try:
+            body = await _within(deadline, self._body(request), 408, "sending the image")
+            look = self._look(_content_type(request), body, threshold)
+            return await _within(deadline, look, 504, "the answer")
+        finally:
+            self.under_way -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        """An image, or a form around one; never more of it than is allowed."""
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise Refused(415, "compressed bodies are not read; send the image file as it is")
+        is_form = _is_form(_content_type(request))
+        most = self.limits.most_bytes + (_FORM_BYTES if is_form else 0)
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > most:
+            raise self._too_large()
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"more than the {self.limits.most_bytes} bytes allowed here")
+
+    def _image(self, content_type: str, body: bytes) -> np.ndarray:
+        """The image of a request as uint8 RGB [H, W, 3]; called in a decoder's thread."""
+        thread = threading.get_ident()
+        self._decoding[thread] = time.monotonic()
+        try:
+            content = file_part(content_type, body) if _is_form(content_type) else body
+            if len(content) > self.limits.most_bytes:
+                raise self._too_large()
+            return decode(content, self.limits.most_pixels)
+        finally:
+            del self._decoding[thread]
+
+    async def _look(self, content_type: str, body: bytes, threshold: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        async with self._decoded:
+            image_HW3 = await loop.run_in_executor(self._decoders, self._image, content_type, body)
+            try:
+                result = await asyncio.wrap_future(self.batcher.submit(image_HW3))
+            except ValueError as error:  # the predictor's: what a user can mend
+                _log.warning("an image of shape %s: %s", image_HW3.shape, error)
+                raise Refused(422, "the model cannot take this image") from error
+        model = self.batcher.model
+        if model is None:
+            raise Refused(503, "the service is stopping")
+        height, width = image_HW3.shape[:2]
+        return {"width": width, "height": height, **described(model.spec, result, threshold)}
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "")
+
+
+def _is_form(content_type: str) -> bool:
+    return content_type.lower().startswith("multipart/form-data")
+
+
+async def _within(deadline: float, work: Any, status: int, what: str) -> Any:
+    try:
+        return await asyncio.wait_for(work, deadline - time.monotonic())
+    except asyncio.TimeoutError as error:
+        raise Refused(status, f"{what} took too long") from error
+
+
+def described(spec: dict[str, Any], result: np.ndarray, threshold: float) -> dict[str, Any]:
+    """What a model found, with names: `objects`, or of a classifier the surest `classes`.
+
+    Args: result: rows_R6 (class, score, xyxy pixels of the image), or probabilities_C.
+    """
+    names, ids = spec["class_names"], spec["category_ids"]
+
+    def named(label: int, score: float) -> dict[str, Any]:
+        return {"class": names[label], "category_id": ids[label], "score": round(float(score), 5)}
+
+    if spec["task"] == "classify":
+        best = np.argsort(-result, kind="stable")[:_TOP]
+        return {"classes": [named(int(label), result[label]) for label in best]}
+    return {
+        "objects": [
+            {**named(int(row[0]), row[1]), "box": [round(float(side), 2) for side in row[2:]]}
+            for row in result
+            if row[1] >= threshold
+        ]
+    }

@@ -1,0 +1,245 @@
+"""Asks a running server without a pause: does it answer everything, and does its memory stay?
+
+    python deploy/serving/soak.py --images DIR --clients 4 --minutes 10
+
+Prints JSON and exits with 1 if an answer was wrong, or the memory grew or was never told.  An image
+must get what it got when it was first sent; some of the requests are broken images on purpose,
+which must be refused with a status of 400 to 499.  Only Python's own library is needed.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from urllib.parse import urlsplit
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_REPLY_SECONDS = 120  # a bound against hanging
+_THRESHOLD = 0.5
+# Runtimes add up in another order for each size of a batch, so an image's answers differ a little.
+_SCORE, _PIXELS = 0.002, 0.5
+
+
+@dataclass
+class Seen:
+    """What all clients saw; the lock is for all but `memory`."""
+
+    answered: list[float] = field(default_factory=list)  # milliseconds of answers with boxes
+    refused: int = 0  # broken images, as they should be
+    objects: int = 0
+    first: dict[bytes, list[Any]] = field(default_factory=dict)  # image -> what it got first
+    errors: Counter[str] = field(default_factory=Counter)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds, MB)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Client:
+    """One connection that is kept, and opened anew after an error."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._address = urlsplit(url).netloc
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._connection: http.client.HTTPConnection | None = None
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        try:
+            if self._connection is None:
+                self._connection = http.client.HTTPConnection(self._address, timeout=_REPLY_SECONDS)
+            self._connection.request(method, path, body, self._headers)
+            reply = self._connection.getresponse()
+            content = reply.read()
+        except (OSError, http.client.HTTPException):
+            self.close()
+            raise
+        if reply.will_close:
+            self.close()
+        return reply.status, content
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+def broken(image: bytes, rng: random.Random) -> bytes:
+    """A body that is no image: cut short, noise, text, or a PNG that claims 4 billion pixels."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return image[: rng.randrange(len(image) // 2)]
+    if kind == 1:
+        return rng.randbytes(rng.randrange(1, 5000))
+    if kind == 2:
+        return b"<!DOCTYPE html><p>not an image</p>"
+    return b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\xff\xff\0\0\xff\xff\x08\2\0\0\0" + bytes(50)
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether two answers name the same; what is barely above the threshold may be in one only."""
+
+    def has(answer: list[Any], found: dict[str, Any]) -> bool:
+        return any(
+            found["class"] == candidate["class"]
+            and abs(found["score"] - candidate["score"]) <= _SCORE
+            and all(
+                abs(a - b) <= _PIXELS
+                for a, b in zip(found.get("box", ()), candidate.get("box", ()), strict=True)
+            )
+            for candidate in answer
+        )
+
+    return all(
+        has(there, found)
+        for here, there in ((one, other), (other, one))
+        for found in here
+        if found["score"] > _THRESHOLD + _SCORE
+    )
+
+
+def ask_on(
+    client: Client, images: list[bytes], share: float, seed: int, end: float, seen: Seen
+) -> None:
+    """One client until `end` (time.monotonic)."""
+    rng = random.Random(seed)
+    while time.monotonic() < end:
+        image, is_broken = rng.choice(images), rng.random() < share
+        body = broken(image, rng) if is_broken else image
+        started = time.monotonic()
+        try:
+            status, content = client.ask("POST", f"/detect?threshold={_THRESHOLD}", body)
+        except (OSError, http.client.HTTPException) as error:
+            with seen.lock:
+                seen.errors[f"no answer: {type(error).__name__}"] += 1
+            time.sleep(0.2)
+            continue
+        milliseconds = 1000 * (time.monotonic() - started)
+        with seen.lock:
+            if is_broken and 400 <= status < 500:
+                seen.refused += 1
+            elif not is_broken and status == 200:
+                seen.answered.append(milliseconds)
+                note(image, content, seen)
+            else:
+                seen.errors[f"{'broken image' if is_broken else 'image'}: status {status}"] += 1
+    client.close()
+
+
+def note(image: bytes, content: bytes, seen: Seen) -> None:
+    """Counts what an answer holds, and whether it is that of before."""
+    try:
+        answer = json.loads(content)
+        found = answer["classes"] if "classes" in answer else answer["objects"]
+        if not alike(seen.first.setdefault(image, found), found):
+            seen.errors["image: not the answer it got at first"] += 1
+        seen.objects += len(found)
+    except (ValueError, TypeError, KeyError) as error:
+        seen.errors[f"image: an answer that cannot be read: {type(error).__name__}"] += 1
+
+
+def watch_memory(client: Client, started: float, end: float, seen: Seen) -> None:
+    """The server's resident memory, from its own metrics, every second."""
+    while time.monotonic() < end:
+        try:
+            _, content = client.ask("GET", "/metrics")
+        except (OSError, http.client.HTTPException):
+            content = b""
+        match = re.search(rb"^process_resident_memory_bytes (\S+)$", content, re.MULTILINE)
+        if match:
+            seen.memory.append((time.monotonic() - started, float(match[1]) / 2**20))
+        time.sleep(1)
+
+
+def growth(memory: list[tuple[float, float]]) -> dict[str, float]:
+    """Whether memory grows for good: its median in the last quarter against the second quarter.
+
+    The first quarter is left out: allocators take what they then reuse.
+    """
+    if len(memory) < 8:
+        return {}
+    quarter = len(memory) // 4
+    second, last = memory[quarter : 2 * quarter], memory[-quarter:]
+    level = [median(mb for _, mb in part) for part in (second, last)]
+    minutes = (median(at for at, _ in last) - median(at for at, _ in second)) / 60
+    return {
+        "first_mb": memory[0][1],
+        "second_quarter_mb": level[0],
+        "last_quarter_mb": level[1],
+        "most_mb": max(mb for _, mb in memory),
+        "growth_mb": level[1] - level[0],
+        "growth_mb_per_minute": (level[1] - level[0]) / minutes,
+    }
+
+
+def report(seen: Seen, arguments: argparse.Namespace, seconds: float) -> dict[str, object]:
+    times = sorted(seen.answered)
+    cuts = quantiles(times, n=100) if len(times) > 1 else [0.0] * 99
+    return {
+        "minutes": seconds / 60,
+        "clients": arguments.clients,
+        "answered": len(times),
+        "objects": seen.objects,
+        "broken_refused": seen.refused,
+        "errors": dict(seen.errors),
+        "images_per_second": len(times) / seconds,
+        "median_ms": cuts[49],
+        "p95_ms": cuts[94],
+        "p99_ms": cuts[98],
+        "slowest_ms": times[-1] if times else 0.0,
+        "memory": growth(seen.memory),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    add("--images", required=True, type=Path, metavar="DIR", help="images to send")
+    add("--clients", type=int, default=4, help="that ask at once (default: 4)")
+    add("--minutes", type=float, default=10.0, help="default: 10")
+    add("--broken", type=float, default=0.1, help="share of broken images, 0..1 (default: 0.1)")
+    add("--most-growth", type=float, default=20.0, metavar="MB", help="allowed (default: 20)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    token = os.environ.get("PPDIST_SERVING_TOKEN")
+    files = sorted(arguments.images.iterdir()) if arguments.images.is_dir() else []
+    images = [file.read_bytes() for file in files if file.suffix.lower() in _SUFFIXES]
+    if not images:
+        print(f"soak: error: {arguments.images}: no images there", file=sys.stderr)
+        return 2
+    seen, started = Seen(), time.monotonic()
+    end = started + 60 * arguments.minutes
+    threads = [
+        threading.Thread(
+            target=ask_on,
+            args=(Client(arguments.url, token), images, arguments.broken, seed, end, seen),
+        )
+        for seed in range(arguments.clients)
+    ]
+    watcher = (Client(arguments.url, token), started, end, seen)
+    threads.append(threading.Thread(target=watch_memory, args=watcher))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    result = report(seen, arguments, time.monotonic() - started)
+    print(json.dumps(result, indent=2))
+    grew = growth(seen.memory).get("growth_mb", 0.0) > arguments.most_growth
+    return 1 if seen.errors or not seen.answered or not seen.memory or grew else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The non-maximum suppression of ppdist.postprocess, appended to an ONNX model.
+
+    scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> best `keep` of
+    each image -> rows, count
+
+Written with ONNX's own operators: the converter's translation of Paddle's suppression keeps other
+boxes and does not take more than one image.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppdist.postprocess import NMSConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+ROWS, COUNT = "rows", "count"
+
+
+class _Graph:
+    """An ONNX graph to which nodes are added one after the other."""
+
+    def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
+        """Args: prefix: of all names made here; another one for each graph in the file."""
+        self.graph, self.prefix = graph, prefix
+
+    def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
+        """Appends a node; returns the name of its last output."""
+        return self.add_all(operator, *inputs, outputs=outputs, **attributes)[-1]
+
+    def add_all(self, operator: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
+        """Appends a node; returns the names of its outputs."""
+        from onnx import helper
+
+        names = [f"{self.prefix}_{len(self.graph.node)}_{i}" for i in range(outputs)]
+        self.graph.node.append(helper.make_node(operator, list(inputs), names, **attributes))
+        return names
+
+    def constant(self, value: object, dtype: type = np.int64) -> str:
+        from onnx import numpy_helper
+
+        name = f"{self.prefix}_constant_{len(self.graph.initializer)}"
+        self.graph.initializer.append(numpy_helper.from_array(np.array(value, dtype), name))
+        return name
+
+    def cast(self, name: str, kind: str) -> str:
+        """Args: kind: as onnx.TensorProto names it."""
+        from onnx import TensorProto
+
+        return self.add("Cast", name, to=TensorProto.DataType.Value(kind))
+
+    def returning(self, name: str) -> "onnx.GraphProto":
+        """The graph, with one float32 output."""
+        from onnx import TensorProto, helper
+
+        self.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        return self.graph
+
+    def column(self, name_M3: str, index: int) -> str:
+        """One column of [M, 3] as [M]."""
+        return self.add("Gather", name_M3, self.constant(index), axis=1)
+
+
+def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
+    """Writes a copy of an ONNX model that ends with the suppression.
+
+    Args:
+        raw: the first two outputs are scores_BNC and boxes_BN4.
+        file: gets the outputs `rows` [R, 6] (class, score, xyxy as in boxes_BN4; image after
+            image, best first) and `count` [B] int32, the number of rows of each image.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    model = onnx.load(str(raw))
+    graph = _Graph(model.graph)
+    scores, boxes = (output.name for output in list(model.graph.output)[:2])
+    if not nms.multi_label:
+        scores = _best_class_only(graph, scores)
+    scores_BCN = _best_candidates(graph, scores, nms)
+    # (image, class, prediction) of each box kept, class after class, each by falling score.  No
+    # class can leave more than all of them together may.
+    kept_M3 = graph.add(
+        "NonMaxSuppression", boxes, scores_BCN, graph.constant([nms.keep]),
+        graph.constant([nms.iou_threshold], np.float32),
+        graph.constant([nms.score_threshold], np.float32),
+    )  # fmt: skip
+    score_M = graph.add("GatherND", scores_BCN, kept_M3)
+    image_M, class_M = graph.column(kept_M3, 0), graph.column(kept_M3, 1)
+    place_M2 = graph.add("Gather", kept_M3, graph.constant([0, 2]), axis=1)
+    columns = [
+        graph.add("Unsqueeze", graph.cast(class_M, "FLOAT"), graph.constant([1])),
+        graph.add("Unsqueeze", score_M, graph.constant([1])),
+        graph.add("GatherND", boxes, place_M2),
+    ]
+    rows_M6 = graph.add("Concat", *columns, axis=1)
+    _keep_best(graph, rows_M6, image_M, score_M, scores, nms.keep)
+    del model.graph.output[:]
+    model.graph.output.extend(
+        [
+            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["R", 6]),
+            helper.make_tensor_value_info(COUNT, TensorProto.INT32, ["B"]),
+        ]
+    )
+    onnx.checker.check_model(model)
+    onnx.save(model, str(file))
+
+
+def _best_class_only(graph: _Graph, scores_BNC: str) -> str:
+    """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
+    best_BN1 = graph.add("ArgMax", scores_BNC, axis=2, keepdims=1)
+    size = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
+    classes_C = graph.add("Range", graph.constant(0), size, graph.constant(1))
+    is_best_BNC = graph.add("Equal", classes_C, best_BN1)
+    return graph.add("Where", is_best_BNC, scores_BNC, graph.constant(0, np.float32))
+
+
+def _best_candidates(graph: _Graph, scores_BNC: str, nms: NMSConfig) -> str:
+    """scores_BCN with zero for all but the best `candidates` of each class and image.
+
+    Seldom do so many pass the threshold; only then they are sorted, which takes longer than all
+    else here.
+    """
+    scores_BCN = graph.add("Transpose", scores_BNC, perm=[0, 2, 1])
+    threshold = graph.constant(nms.score_threshold, np.float32)
+    passes_BCN = graph.cast(graph.add("Greater", scores_BCN, threshold), "FLOAT")
+    passing_BC = graph.add("ReduceSum", passes_BCN, graph.constant([2]), keepdims=0)
+    most = graph.add("ReduceMax", passing_BC, keepdims=0)
+    too_many = graph.add("Greater", most, graph.constant(nms.candidates, np.float32))
+    return graph.add(
+        "If", too_many,
+        then_branch=_sorted_candidates(scores_BCN, nms.candidates),
+        else_branch=_all_candidates(scores_BCN),
+    )  # fmt: skip
+
+
+def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
+    import onnx
+    from onnx import numpy_helper
+
+    graph = _Graph(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
+    shape = graph.add("Shape", scores_BCN)
+    size = graph.add("Gather", shape, graph.constant([2]))
+    most = graph.add("Min", size, graph.constant([candidates]))
+    values, places = graph.add_all("TopK", scores_BCN, most, outputs=2, axis=2, sorted=0)
+    zero = numpy_helper.from_array(np.zeros(1, np.float32))
+    nothing = graph.add("ConstantOfShape", shape, value=zero)
+    return graph.returning(graph.add("ScatterElements", nothing, places, values, axis=2))
+
+
+def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
+    import onnx
+
+    graph = _Graph(onnx.GraphProto(name="nms_all"), "nms_all")
+    return graph.returning(graph.add("Identity", scores_BCN))
+
+
+def _keep_best(
+    graph: _Graph, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
+) -> None:
+    """The outputs: of each image the best `keep` rows, by falling score; of equals the first."""
+    from onnx import TensorProto, helper
+
+    # A double holds image and score without rounding the score.
+    two = graph.constant(-2.0, np.float64)
+    first = graph.add("Mul", graph.cast(image_M, "DOUBLE"), two)
+    key_M = graph.add("Add", first, graph.cast(score_M, "DOUBLE"))
+    total = graph.add("Shape", image_M)
+    order_M = graph.add("TopK", key_M, total, outputs=2, axis=0)
+    images = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(0))
+    image_B = graph.add("Range", graph.constant(0), images, graph.constant(1))
+    image_M1 = graph.add("Unsqueeze", image_M, graph.constant([1]))
+    is_of_MB = graph.cast(graph.add("Equal", image_M1, image_B), "INT64")
+    found_B = graph.add("ReduceSum", is_of_MB, graph.constant([0]), keepdims=0)
+    start_B = graph.add("CumSum", found_B, graph.constant(0), exclusive=1)
+    # The rows of an image are neighbours in the order found as well as in the sorted one.
+    start_M = graph.add("Gather", start_B, image_M)
+    number = graph.add("Gather", total, graph.constant(0))
+    place_M = graph.add("Range", graph.constant(0), number, graph.constant(1))
+    rank_M = graph.add("Sub", place_M, start_M)
+    stays_M = graph.add("Less", rank_M, graph.constant(keep))
+    sorted_M6 = graph.add("Gather", rows_M6, order_M, axis=0)
+    count_B = graph.add("Min", found_B, graph.constant(keep))
+    rows = helper.make_node("Compress", [sorted_M6, stays_M], [ROWS], axis=0)
+    count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
+    graph.graph.node.extend([rows, count])

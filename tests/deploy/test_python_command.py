@@ -1,0 +1,235 @@
+"""deploy/python as a command: images and videos in, what tools/infer.py writes out."""
+
+import csv
+import importlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.data.images import read_image
+from ppdist.export import export_classifier, export_detector
+from tests.deploy.test_python_predictor import (
+    FOLDER,
+    PredictorError,
+    picture,
+    pictures,
+    run_tool,
+)
+from tests.test_export import tiny_model, tiny_spec
+from tests.test_export_classifier import classifier_spec, tiny_classifier
+from tests.test_infer import assert_usable_by_pycocotools, write_video
+
+command: Any = importlib.import_module("command")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("detector") / "model"
+    export_detector(tiny_model(), out, tiny_spec(), formats=("paddle",))
+    return out
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("classifier") / "model"
+    export_classifier(tiny_classifier(), out, classifier_spec(), formats=("paddle",))
+    return out
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of every kind, a video, and files that are none."""
+    folder = tmp_path_factory.mktemp("source") / "photos"
+    (folder / "更多").mkdir(parents=True)
+    Image.fromarray(picture(80, 120)).save(folder / "plain.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    Image.fromarray(picture(60, 90, 1)).save(folder / "turned.jpg", exif=exif)
+    cv2.imwrite(str(folder / "grey.png"), picture(50, 60, 2)[:, :, 0])
+    cv2.imwrite(str(folder / "deep.png"), picture(50, 60, 3).astype(np.uint16) * 257)
+    cv2.imwrite(str(folder / "deep.tiff"), picture(50, 60, 4).astype(np.uint16) * 257)
+    alpha_HW4 = np.dstack([picture(70, 64, 5), picture(70, 64, 6)[:, :, 0]])
+    Image.fromarray(alpha_HW4).save(folder / "更多" / "alpha.png")
+    Image.fromarray(picture(64, 64, 8)).save(folder / "更多" / "web.webp", lossless=True)
+    Image.fromarray(picture(64, 64, 9)).convert("CMYK").save(folder / "print.jpg")
+    whole = (folder / "plain.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "broken.jpg").write_bytes(b"no image at all")
+    (folder / "empty.png").touch()
+    (folder / "notes.txt").write_text("not a picture", encoding="utf-8")
+    write_video(folder / "film.avi", 5)
+    return folder
+
+
+def test_every_kind_of_image_is_read_as_in_training(photos: Path) -> None:
+    read = 0
+    for file in photos.rglob("*.*"):
+        if file.suffix in pictures.IMAGE_SUFFIXES and file.name not in (
+            "cut.jpg", "broken.jpg", "empty.png",
+        ):  # fmt: skip
+            np.testing.assert_array_equal(pictures.read_image(file), read_image(file))
+            read += 1
+    assert read == 8
+    assert pictures.read_image(photos / "turned.jpg").shape == (90, 60, 3)
+
+
+def test_files_that_are_cut_short_are_told_from_whole_ones(photos: Path) -> None:
+    for name in ("plain.jpg", "turned.jpg", "grey.png", "更多/alpha.png"):
+        content = (photos / name).read_bytes()
+        assert not pictures.is_cut_short(content)
+        for share in (0, 10, len(content) // 2, len(content) - 5):
+            assert pictures.is_cut_short(content[:share]), (name, share)
+    whole = (photos / "plain.jpg").read_bytes()
+    stray = b"\xff\xfe\0\2x" + b"\xff\xfe\0\4\xff\xd9"  # a byte that decoders skip, and no end
+    assert not pictures.is_cut_short(whole[:2] + stray + whole[2:])
+    assert pictures.is_cut_short(whole[:2] + stray + whole[2 : len(whole) // 2])
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["predictor.py", *map(str, arguments)])
+    return command.main()
+
+
+def test_the_command_writes_what_tools_infer_writes(
+    exported: Path, photos: Path, tmp_path: Path
+) -> None:
+    common = ["--model", exported, "--source", photos, "--threshold", 0.35]
+    ours = run_tool(FOLDER / "predictor.py", *common, "--out", tmp_path / "a", "--batch", 3,
+                    "--backend", "paddle", "--csv", cwd=tmp_path)  # fmt: skip
+    assert ours.returncode == 0, ours.stderr
+    theirs = run_tool("tools/infer.py", *common, "--out", tmp_path / "b")
+    assert theirs.returncode == 0, theirs.stderr
+    for name in ("broken.jpg", "cut.jpg", "empty.png"):
+        assert f"photos/{name}: " in ours.stderr and name not in ours.stdout
+    assert "3 of 12 files could not be read" in ours.stderr
+    assert "film.avi: " in ours.stdout and "objects in 5 frames" in ours.stdout
+    found, expected = (
+        json.loads((tmp_path / out / "detections.json").read_text(encoding="utf-8")) for out in "ab"
+    )
+    assert found["images"] == expected["images"] and len(found["images"]) == 13
+    assert found["categories"] == expected["categories"]
+    assert len(found["annotations"]) == len(expected["annotations"]) > 5
+    for one, other in zip(found["annotations"], expected["annotations"]):
+        assert one.keys() == other.keys()
+        assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.06)
+    assert_usable_by_pycocotools(tmp_path / "a" / "detections.json")
+    with (tmp_path / "a" / "detections.csv").open(encoding="utf-8") as opened:
+        lines = list(csv.DictReader(opened))
+    assert len(lines) == len(found["annotations"]) and lines[0]["class"] in ("red", "green", "blue")
+    written, wanted = (
+        sorted(str(file.relative_to(tmp_path / out)) for file in (tmp_path / out).rglob("*.*"))
+        for out in "ab"
+    )
+    assert [name for name in written if name != "detections.csv"] == wanted
+    assert cv2.VideoCapture(str(tmp_path / "a" / "film.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 5
+    drawn = cv2.imread(str(tmp_path / "a" / "turned.jpg"))
+    assert drawn.shape == (90, 60, 3)
+
+
+def test_classes_of_images_are_written_and_pictures_left_out_on_demand(
+    classifier: Path, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    arguments = ["--model", classifier, "--source", photos, "--out", out]
+    assert call(monkeypatch, *arguments, "--csv", "--no-pictures") == 0
+    assert "the class of 13 images" in capsys.readouterr().out
+    found = json.loads((out / "classes.json").read_text(encoding="utf-8"))
+    assert all(len(image["best"]) == 5 for image in found["images"])
+    assert sorted(file.name for file in out.iterdir()) == ["classes.csv", "classes.json"]
+    assert len((out / "classes.csv").read_text(encoding="utf-8").splitlines()) == 1 + 13 * 5
+    assert call(monkeypatch, *arguments) == 0
+    assert (out / "plain.jpg").is_file() and (out / "film.mp4").is_file()
+    assert call(monkeypatch, *arguments, "--threshold", 0.5) == 2
+    assert "a classifier has none" in capsys.readouterr().err
+
+
+def test_a_name_may_have_any_bytes_and_does_not_reach_the_terminal_as_such(
+    exported: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    names = ["a\x1b[2J\u202e.jpg", os.fsdecode(b"caf\xe9.jpg")]
+    film = source / os.fsdecode(b"film\xe9.avi")
+    try:
+        film.touch()
+    except OSError:
+        pytest.skip("this file system wants UTF-8")
+    for name in names:
+        Image.fromarray(picture(40, 60)).save(os.fsencode(source / name), "JPEG")
+    done = run_tool(FOLDER / "predictor.py", "--model", exported, "--source", source, "--out", out,
+                    "--csv")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert r"a\u001b[2J\u202e.jpg: " in done.stdout and r"caf\udce9.jpg: " in done.stdout
+    assert r"film\udce9.avi: OpenCV wants UTF-8 in a video's path" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    found = json.loads((out / "detections.json").read_text(encoding="utf-8"))
+    assert [image["file_name"] for image in found["images"]] == names
+    assert all(pictures.read_image(out / name).shape == (40, 60, 3) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source", "nowhere", "--out", "o"], "nowhere: no such image, folder or video"),
+        (["--source", ".", "--out", "."], "--out .: the pictures of --source are there"),
+        (["--source", "theirs", "--out", "."], "--out .: the pictures of --source are there, or"),
+        (["--source", ".", "--out", "theirs"], "--out theirs: lies in --source and holds files"),
+        (["--source", "a.txt", "--out", "o"], "a.txt: neither an image nor a video (.avi"),
+        (["--source", "empty", "--out", "o"], "empty: no image or video in this folder"),
+        (["--source", "a.jpg", "--out", "o", "--threshold", "50"], "--threshold 50: expected 0..1"),
+        (["--source", "a.jpg", "--out", "o", "--batch", "0"], "--batch 0: expected 1 or more"),
+        (["--source", "a.jpg", "--out", "o", "--threads", "0"], "threads 0: expected 1 or more"),
+        (["--source", "a.jpg", "--out", "o", "--model", "empty"], "infer.yml: No such file"),
+        (["--source", "a.jpg", "--out", "/dev/null/o"], "/dev/null/o: cannot be made"),
+        (["--source", "a.jpg", "--out", "o", "--int8"], "holds no int8 model; export with"),
+        (["--source", "a.jpg", "--out", "o"], "a.jpg: no image or video there could be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_is_one_message_and_exit_code_2(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture, arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.jpg"):
+        Path(name).touch()
+    Path("empty").mkdir()
+    Path("theirs").mkdir()
+    Path("theirs/b.jpg").touch()
+    assert call(monkeypatch, "--model", exported, *arguments) == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "error:" in text]
+    assert line.startswith("predictor: error: ") and message in line
+
+
+def test_frames_are_read_ahead_and_the_thread_ends_with_its_reader() -> None:
+    made = []
+
+    def numbers() -> Any:
+        for number in range(1, 100):
+            made.append(number)
+            yield number
+
+    before = threading.active_count()
+    reader = pictures.ahead(numbers(), 4)
+    assert [next(reader), next(reader)] == [1, 2]
+    reader.close()
+    assert len(made) <= 8 and threading.active_count() == before
+    assert list(pictures.ahead(iter(range(1, 50)), 4)) == list(range(1, 50))
+
+    def broken() -> Any:
+        yield 1
+        raise PredictorError("the disk is gone")
+
+    with pytest.raises(PredictorError, match="the disk is gone"):
+        list(pictures.ahead(broken(), 4))

@@ -1,0 +1,316 @@
+"""deploy/python alone finds in images and videos what ppdist finds."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.classification import EagerClassifier, prepare_centre
+from ppdist.data.images import read_image
+from ppdist.export import deployment_copy, export_classifier, export_detector
+from ppdist.export_check import unexplained_rows
+from ppdist.infer_spec import resize_section, write_spec
+from ppdist.inference import EagerPredictor, detect, prepare, split_rows
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.postprocess import NMSConfig, multiclass_nms
+from tests.test_export import NMS, SIZE, tiny_model, tiny_spec
+from tests.test_export_classifier import classifier_spec, tiny_classifier
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "deploy" / "python"
+sys.path.insert(0, str(FOLDER))
+predictor, pictures = map(importlib.import_module, ("predictor", "pictures"))
+Predictor, PredictorError = predictor.Predictor, predictor.PredictorError
+
+SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
+HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
+FORMATS: Any = ("paddle", "onnx") if HAS_ONNX else ("paddle",)
+needs_onnx = pytest.mark.skipif(
+    not HAS_ONNX, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
+)
+BACKENDS = ["paddle", pytest.param("onnx", marks=needs_onnx)]
+Exported = Callable[..., Path]
+
+
+def picture(height: int, width: int, seed: int = 7) -> np.ndarray:
+    """uint8 RGB, in coloured blocks."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
+    return np.ascontiguousarray(small.repeat(8, 0).repeat(8, 1)[:height, :width])
+
+
+@pytest.fixture(scope="module")
+def model() -> PPYOLOE:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """The folder of an export of `model` in all formats that can be had; each is made once."""
+    folder = tmp_path_factory.mktemp("exported")
+
+    def make(inside: bool = True) -> Path:
+        out = folder / ("with" if inside else "without")
+        if not out.exists():
+            export_detector(model, out, tiny_spec(), formats=FORMATS, nms_in_graph=inside)
+        return out
+
+    return make
+
+
+def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig = NMS) -> None:
+    assert got_R6.dtype == np.float32 and got_R6.shape[1] == 6
+    assert unexplained_rows(got_R6, expected_R6, nms) == 0
+    assert abs(len(got_R6) - len(expected_R6)) <= 1
+    assert (np.diff(got_R6[:, 1]) <= 0).all()
+
+
+@pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
+@pytest.mark.parametrize("resize", ["stretch", "letterbox"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_images_of_any_shape_in_one_batch_give_the_boxes_of_eager(
+    model: PPYOLOE, exported: Exported, backend: str, resize: Any, nms_in_graph: bool
+) -> None:
+    predict = Predictor(exported(nms_in_graph), backend)
+    predict.spec["resize"] = resize_section(resize).model_dump(mode="json")
+    assert (predict.backend, predict.class_names) == (backend, ("red", "green", "blue"))
+    images = [picture(*shape) for shape in SHAPES]
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    found = predict(images)
+    assert sum(map(len, found)) >= 10
+    for image_HW3, got_R6 in zip(images, found):
+        assert_same_rows(got_R6, detect(eager, image_HW3, SIZE, resize))
+        height, width = image_HW3.shape[:2]
+        assert (got_R6[:, 2:] >= 0).all()
+        assert (got_R6[:, 2:] <= np.array([width, height, width, height])).all()
+    assert predict([]) == []
+
+
+@pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
+def test_a_graph_of_one_image_runs_a_batch_image_by_image(
+    exported: Exported, nms_in_graph: bool
+) -> None:
+    images = [picture(50, 70, seed) for seed in range(3)]
+    predict = Predictor(exported(nms_in_graph), "paddle")
+    expected = predict(images)
+    predict.spec["input"]["dynamic_batch"] = False
+    for one, other in zip(predict(images), expected, strict=True):
+        assert_same_rows(one, other)
+
+
+def test_images_without_objects_give_no_rows(exported: Exported) -> None:
+    for nms_in_graph in (True, False):
+        predict = Predictor(exported(nms_in_graph))
+        no_rows = np.zeros((0, 6), np.float32), np.zeros(2, np.int32)
+        nothing = np.zeros((2, 5, 3), np.float32), np.zeros((2, 5, 4), np.float32)
+        found = predict.finish(no_rows if nms_in_graph else nothing, [(9, 9), (8, 8)])
+        assert [rows_R6.shape for rows_R6 in found] == [(0, 6), (0, 6)]
+
+
+@pytest.mark.parametrize("mode", ["stretch", "letterbox", "centre_crop"])
+def test_every_pixel_of_the_input_is_the_one_that_evaluation_sees(
+    exported: Exported, mode: Any
+) -> None:
+    predict = Predictor(exported(), "paddle")
+    crop = classifier_spec().resize
+    section = crop if mode == "centre_crop" else resize_section(mode)
+    predict.spec["resize"] = section.model_dump(mode="json")
+    for height, width in (*SHAPES, (97, 64), (641, 427)):
+        image_HW3 = picture(height, width)
+        expected_3HW = (
+            prepare_centre(image_HW3, SIZE)
+            if mode == "centre_crop"
+            else prepare(image_HW3, SIZE, mode)
+        )
+        (found_3HW,) = predict.prepare([image_HW3])
+        np.testing.assert_array_equal(found_3HW, expected_3HW)
+
+
+def test_pixels_are_normalised_where_the_graph_wants_it(exported: Exported) -> None:
+    predict = Predictor(exported(), "paddle")
+    plain_B3HW = predict.prepare([picture(30, 40)])
+    mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
+    predict.spec["input"]["normalised"] = {"mean": mean, "std": std}
+    expected = (plain_B3HW / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
+    np.testing.assert_allclose(predict.prepare([picture(30, 40)]), expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("classifier") / "model"
+    export_classifier(tiny_classifier(), out, classifier_spec(), formats=FORMATS)
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_classifier_gives_the_probabilities_of_eager(classifier: Path, backend: Any) -> None:
+    images = [picture(*shape) for shape in SHAPES]
+    found = Predictor(classifier, backend)(images)
+    eager = EagerClassifier(deployment_copy(tiny_classifier()))
+    for image_HW3, got_C in zip(images, found, strict=True):
+        expected_1C = eager(prepare_centre(image_HW3, SIZE)[None])
+        np.testing.assert_allclose(got_C, expected_1C[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("multi_label", [True, False])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"candidates": 20}, {"keep": 7}, {"iou_threshold": 0.0}, {"iou_threshold": 1.0},
+     {"score_threshold": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_the_suppression_keeps_exactly_the_rows_of_paddles(
+    limits: dict[str, Any], multi_label: bool
+) -> None:
+    nms = NMSConfig(**{"score_threshold": 0.25, "multi_label": multi_label, **limits})
+    rng = np.random.default_rng(3)
+    corners = rng.uniform(0, 60, (2, 200, 2))
+    boxes = np.concatenate([corners, corners + rng.uniform(0, 40, (2, 200, 2))], 2)
+    boxes[:, :40] = boxes[:, 40:80]  # the same box twice,
+    boxes[:, 80:90, 2:] = boxes[:, 80:90, :2]  # none at all,
+    scores = (rng.integers(0, 50, (2, 200, 4)) / 50).astype(np.float32)  # and scores that are ties
+    boxes = boxes.astype(np.float32)
+    rows_R6, count_B = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
+    expected = split_rows(rows_R6.numpy(), count_B.numpy())
+    for image in range(2):
+        found_R6 = predictor.suppress(scores[image], boxes[image], nms.model_dump())
+        best_first_R6 = expected[image][np.argsort(-expected[image][:, 1], kind="stable")]
+        np.testing.assert_array_equal(found_R6, best_first_R6)
+
+
+def run_tool(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "infer.yml").write_text("version: 1\n"), "not JSON"),
+        (lambda folder: (folder / "infer.yml").write_text('{"version": 2}'), "knows version 1"),
+        (
+            lambda folder: (folder / "infer.yml").write_text('{"version": 1}'),
+            "resize, task missing",
+        ),
+        (lambda folder: (folder / "model.pdiparams").unlink(), "pdiparams: named by infer.yml but"),
+        (lambda folder: (folder / "model.json").write_text("{}"), "model.json: Paddle cannot load"),
+    ],
+)
+def test_a_damaged_export_is_named(
+    exported: Exported, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in exported().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    damage(folder)
+    with pytest.raises(PredictorError, match=message):
+        Predictor(folder, "paddle")
+
+
+def test_an_export_without_the_model_that_is_asked_for_is_named(tmp_path: Path) -> None:
+    write_spec(tmp_path, tiny_spec())
+    with pytest.raises(PredictorError, match=r"holds no onnx model; export .*onnx$"):
+        Predictor(tmp_path, "onnx")
+    with pytest.raises(PredictorError, match=r"holds no onnx model; .*; holds no paddle model; "):
+        Predictor(tmp_path)
+    with pytest.raises(PredictorError, match=r"holds no int8 model; export with .*; an int8"):
+        Predictor(tmp_path, int8=True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"backend": "tflite"}, "backend 'tflite': expected auto, paddle or onnx"),
+        ({"device": "tpu"}, "device 'tpu': expected cpu or gpu"),
+        ({"backend": "paddle", "int8": True}, "an int8 model runs in ONNX Runtime only"),
+    ],
+)
+def test_a_runtime_that_there_is_not_is_named(
+    exported: Exported, choice: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PredictorError, match=message):
+        Predictor(exported(), **choice)
+
+
+def test_a_package_that_is_not_installed_is_named(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PredictorError, match="needs paddle, which is not installed: pip install p"):
+        Predictor(exported(), "paddle")
+
+
+@pytest.mark.parametrize(
+    ("image", "shown"),
+    [
+        (np.zeros((4, 5), np.uint8), r"uint8 \[4, 5\]"),
+        (np.zeros((4, 5, 4), np.uint8), r"uint8 \[4, 5, 4\]"),
+        (np.zeros((4, 0, 3), np.uint8), r"uint8 \[4, 0, 3\]"),
+        (np.zeros((4, 5, 3), np.float32), r"float32 \[4, 5, 3\]"),
+        ("a.jpg", r"str \[\]"),
+    ],
+)
+def test_what_is_no_image_is_named(exported: Exported, image: Any, shown: str) -> None:
+    predict = Predictor(exported(), "paddle")
+    with pytest.raises(PredictorError, match=f"image 1: {shown}; expected uint8"):
+        predict([picture(8, 8), image])
+
+
+def test_nothing_but_numpy_opencv_and_one_runtime_is_imported() -> None:
+    beside = {file.stem for file in FOLDER.glob("*.py")}
+    allowed = beside | {"cv2", "numpy", "onnxruntime", "paddle"} | sys.stdlib_module_names
+    for file in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            assert {name.split(".")[0] for name in names} <= allowed, file
+    wanted = [line for line in (FOLDER / "requirements.txt").read_text().splitlines() if line]
+    named = {line.lstrip("# ").split(">=")[0] for line in wanted if ">=" in line}
+    assert named == {"numpy", "opencv-python-headless", "onnxruntime", "paddlepaddle"}
+
+
+@needs_onnx
+def test_predictor_py_alone_finds_boxes_where_there_is_neither_paddle_nor_ppdist(
+    exported: Exported, tmp_path: Path
+) -> None:
+    """The one file is copied away, and other packages are made impossible to import."""
+    model = exported()
+    (tmp_path / "predictor.py").write_bytes((FOLDER / "predictor.py").read_bytes())
+    code = (
+        "import sys\n"
+        "for name in ('paddle', 'ppdist', 'yaml', 'pydantic', 'PIL'): sys.modules[name] = None\n"
+        "import numpy as np\n"
+        "from predictor import Predictor\n"
+        "image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)\n"
+        f"print(Predictor({str(model)!r})([image, image])[1].shape[1])\n"
+    )
+    done = run_tool("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+@needs_onnx
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["paddle", "onnx"])
+def test_blood_cells_are_found_as_by_eager(
+    shared_dir: Path, model: PPYOLOE, exported: Exported, backend: str
+) -> None:
+    files = sorted((shared_dir / "data" / "bccd" / "images").rglob("*.jpg"))[:20]
+    if not files:
+        pytest.skip("the BCCD images are not here")
+    for resize in ("stretch", "letterbox"):
+        predict = Predictor(exported(), backend)
+        predict.spec["resize"] = resize_section(resize).model_dump(mode="json")
+        eager = EagerPredictor(deployment_copy(model), NMS)
+        for file in files:
+            expected_R6 = detect(eager, read_image(file), SIZE, resize)
+            assert_same_rows(predict([pictures.read_image(file)])[0], expected_R6)

@@ -1,0 +1,287 @@
+"""The HTTP service of deploy/serving: answers, batches, limits, who may ask."""
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.deploy.fake_model import BOX, FakeModel, encoded, picture
+from tests.deploy.serving_cases import (
+    JPEG,
+    PNG,
+    WAIT,
+    Limits,
+    Service,
+    ask,
+    ask_together,
+    httpx,
+    make_app,
+    served,
+    wait_until,
+)  # fmt: skip
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_the_size_the_classes_and_boxes_in_pixels_of_the_image():
+    with served() as (_, client):
+        answer = ask(client, "POST", "/detect", content=PNG)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "width": 120,
+        "height": 80,
+        "objects": [
+            {"class": "thing", "category_id": 1, "score": 0.9, "box": [float(v) for v in BOX]}
+        ],
+    }
+
+
+def test_a_form_and_plain_bytes_give_the_same_answer_whatever_the_content_type():
+    with served() as (_, client):
+        answers = [
+            ask(client, "POST", "/detect", content=PNG),
+            ask(client, "POST", "/detect", content=PNG,
+                headers={"content-type": "application/x-www-form-urlencoded"}),
+            ask(client, "POST", "/detect", files={"image": ("a.png", PNG, "image/png")}),
+            ask(client, "POST", "/detect", data={"note": "x"}, files={"f": ("../../a", PNG)}),
+        ]  # fmt: skip
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len({answer.text for answer in answers}) == 1
+
+
+def test_an_image_that_lies_on_its_side_is_answered_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it a quarter to the right
+    file = io.BytesIO()
+    Image.fromarray(np.rot90(picture())).save(file, "JPEG", quality=95, exif=exif)
+    with served() as (_, client):
+        answer = ask(client, "POST", "/detect", content=file.getvalue()).json()
+    assert (answer["width"], answer["height"]) == (120, 80)
+    assert answer["objects"][0]["box"] == pytest.approx(BOX, abs=2)
+
+
+def test_the_threshold_of_the_request_counts():
+    with served() as (_, client):
+        counts = {
+            threshold: len(
+                ask(client, "POST", f"/detect?threshold={threshold}", content=PNG).json()["objects"]
+            )
+            for threshold in ("0", "0.3", "0.31", "0.95")
+        }
+        wrong = [
+            ask(client, "POST", f"/detect?threshold={text}", content=PNG)
+            for text in ("2", "-1", "nan", "much", "")
+        ]
+        counted = ask(client, "GET", "/metrics").text
+    # 0.3 as float32 is a little more than 0.3.
+    assert counts == {"0": 2, "0.3": 2, "0.31": 1, "0.95": 0}
+    assert {answer.status_code for answer in wrong} == {400}
+    assert 'requests_total{status="400"} 5.0' in counted
+    assert {answer.json()["error"] for answer in wrong} == {"threshold: expected a number of 0..1"}
+
+
+def test_a_classifier_names_its_surest_classes():
+    with served(FakeModel("classify")) as (_, client):
+        answer = ask(client, "POST", "/detect", content=PNG).json()
+    assert [one["score"] for one in answer["classes"]] == [0.75, 0.25]
+    assert answer["classes"][1] == {"class": "thing", "category_id": 1, "score": 0.25}
+
+
+# --- batches, limits, time ----------------------------------------------------------------------
+
+
+def test_requests_of_one_moment_share_batches():
+    model = FakeModel(seconds=0.05)
+    with served(model, most_batch=4, most_delay=1.0) as (service, client):
+        answers = ask_together(client, [PNG] * 12)
+        images = service.counts.images
+        assert [answer.status_code for answer in answers] == [200] * 12
+        assert images._sum.get() == 12
+    assert sum(model.batches) == 12
+    assert max(model.batches) == 4 and len(model.batches) <= 6
+
+
+def test_a_request_alone_waits_for_no_others():
+    with served(most_delay=WAIT) as (_, client):
+        started = time.monotonic()
+        assert ask(client, "POST", "/detect", content=PNG).status_code == 200
+    assert time.monotonic() - started < WAIT / 2
+
+
+def test_an_image_that_breaks_the_model_fails_alone():
+    broken = encoded(np.zeros((17, 17, 3), np.uint8))
+    unlucky = encoded(np.zeros((13, 13, 3), np.uint8))
+    model = FakeModel()
+    with served(model, most_delay=1.0) as (service, client):
+        answers = ask_together(client, [PNG, broken, JPEG, unlucky])
+        assert service.ill() is None
+    assert [answer.status_code for answer in answers] == [200, 500, 200, 422]
+    assert answers[1].json() == {"error": "the server failed; its log says more"}
+    assert max(model.batches) > 1
+
+
+def test_more_requests_than_it_takes_are_told_to_come_back():
+    model = FakeModel(seconds=0.2)
+    with served(model, most_waiting=3, most_batch=1) as (_, client):
+        answers = ask_together(client, [PNG] * 8)
+        later = ask(client, "POST", "/detect", content=PNG)
+    statuses = [answer.status_code for answer in answers]
+    assert sorted(statuses) == [200] * 3 + [503] * 5
+    refused = answers[statuses.index(503)]
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"] == "3 requests are under way already; come back soon"
+    assert later.status_code == 200
+
+
+def test_a_body_that_does_not_come_ends_in_408():
+    async def slow() -> AsyncIterator[bytes]:
+        yield PNG[:20]
+        await asyncio.sleep(WAIT)
+
+    with served(seconds=0.3) as (service, client):
+        answer = ask(client, "POST", "/detect", content=slow())
+        assert service.under_way == 0
+    assert (answer.status_code, answer.json()) == (
+        408,
+        {"error": "sending the image took too long"},
+    )
+
+
+def test_a_model_that_takes_too_long_ends_in_504_and_nobody_waits_for_the_rest():
+    model = FakeModel(seconds=1.0)
+    with served(model, seconds=0.3, most_batch=1) as (service, client):
+        answers = ask_together(client, [PNG] * 4)
+        assert {answer.status_code for answer in answers} == {504}
+        wait_until(lambda: service.ill() is not None)
+        assert "computing one batch" in ask(client, "GET", "/health").json()["reason"]
+        wait_until(lambda: service.ill() is None)
+        model.seconds = 0.0
+        assert ask(client, "POST", "/detect", content=PNG).status_code == 200
+    assert model.batches == [1, 1]  # what was given up is not computed
+
+
+def test_a_decoder_that_takes_too_long_is_told_of_and_holds_up_no_one_else(monkeypatch):
+    go_on = threading.Event()
+
+    def stuck(content: bytes, most_pixels: int) -> np.ndarray:
+        assert content != PNG or go_on.wait(WAIT)
+        return picture()
+
+    monkeypatch.setattr("service.decode", stuck)
+    try:
+        with served(seconds=0.3) as (service, client):
+            answers = ask_together(client, [PNG, JPEG])
+            assert [answer.status_code for answer in answers] == [504, 200]
+            wait_until(lambda: service.ill() is not None)
+            assert "one image has been decoded for" in (service.ill() or "")
+            go_on.set()
+            wait_until(lambda: service.ill() is None)
+    finally:
+        go_on.set()
+
+
+def test_it_is_alive_while_it_loads_and_ready_when_it_is_warm():
+    go_on = threading.Event()
+    model = FakeModel()
+
+    def load() -> FakeModel:
+        assert go_on.wait(WAIT)
+        return model
+
+    service = Service(load, Limits(most_batch=3))
+    app = make_app(service)
+
+    def client() -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here")
+
+    service.batcher.start()
+    try:
+        assert ask(client, "GET", "/health").status_code == 200
+        assert ask(client, "GET", "/ready").json() == {"ready": False}
+        refused = ask(client, "POST", "/detect", content=PNG)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        go_on.set()
+        wait_until(lambda: ask(client, "GET", "/ready").status_code == 200)
+        assert ask(client, "POST", "/detect", content=PNG).status_code == 200
+    finally:
+        go_on.set()
+        service.stop()
+    assert ask(client, "GET", "/ready").status_code == 503
+    assert ask(client, "GET", "/health").json()["reason"] == "the thread of the model has ended"
+
+
+# --- who may ask, and what is told --------------------------------------------------------------
+
+
+def test_the_token_is_asked_for_where_there_is_one():
+    with served(token="s3cret") as (_, client):
+
+        def status(path: str, method: str = "GET", **headers: str) -> int:
+            content = PNG if method == "POST" else None
+            return ask(client, method, path, headers=headers, content=content).status_code
+
+        wrong = ["", "s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3cretx"]
+        for given in wrong:
+            assert status("/detect", "POST", Authorization=given) == 401
+            assert status("/detect?threshold=x", "POST", Authorization=given) == 401
+            assert status("/metrics", Authorization=given) == 401
+        foreign = ask(
+            client, "POST", "/detect", headers=[(b"authorization", b"Bearer \xff\xe9")], content=PNG
+        )
+        assert foreign.status_code == 401 and foreign.headers["www-authenticate"] == "Bearer"
+        assert status("/detect", "POST", Authorization="Bearer s3cret") == 200
+        assert status("/metrics", Authorization="bearer s3cret") == 200
+        assert [status(path) for path in ("/", "/health", "/ready")] == [200] * 3
+
+
+def test_the_metrics_are_what_prometheus_reads():
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with served() as (_, client):
+        ask(client, "POST", "/detect", content=PNG)
+        ask(client, "POST", "/detect", content=b"text")
+        text = ask(client, "GET", "/metrics").text
+    values = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["ppdist_serving_requests_total", ("200",)] == 1
+    assert values["ppdist_serving_requests_total", ("415",)] == 1
+    assert values["ppdist_serving_ready", ()] == 1
+    assert values["ppdist_serving_requests_under_way", ()] == 0
+    assert values["ppdist_serving_images_waiting", ()] == 0
+    assert values["ppdist_serving_batch_images_count", ()] == 1
+    assert values["ppdist_serving_request_seconds_count", ()] == 2
+    assert values["process_resident_memory_bytes", ()] > 10**7
+
+
+def test_other_paths_and_methods_are_refused_and_other_sites_get_nothing():
+    origin = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
+    with served() as (_, client):
+        answers = [
+            ask(client, "GET", "/detect"),
+            ask(client, "OPTIONS", "/detect", headers=origin),
+            ask(client, "GET", "/docs"),
+            ask(client, "GET", "/openapi.json"),
+            ask(client, "POST", "/detect", content=PNG, headers=origin),
+        ]
+    assert [answer.status_code for answer in answers] == [405, 405, 404, 404, 200]
+    assert all("error" in answer.json() for answer in answers[:-1])
+    for answer in answers:
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_the_page_may_run_its_own_script_only_and_names_no_address():
+    with served() as (_, client):
+        answer = ask(client, "GET", "/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    assert "http://" not in answer.text and "https://" not in answer.text
+    assert "innerHTML" not in answer.text

@@ -1,0 +1,391 @@
+"""The HTTP service of deploy/serving as a process: sockets, signals, the page, the soak script."""
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.deploy.browser import CHROMIUM, Browser
+from tests.deploy.fake_model import EVIL, SERVING, encoded, picture
+
+for package in ("fastapi", "python_multipart", "prometheus_client", "uvicorn"):
+    pytest.importorskip(package)
+
+sys.path.insert(0, str(SERVING))
+import server  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FAKE = Path(__file__).with_name("fake_model.py")
+PNG = encoded(picture())
+WAIT = 120.0  # a bound against hanging, seconds
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(command: list[object], port: int) -> Iterator[subprocess.Popen]:
+    """A server that is ready."""
+    process = subprocess.Popen(
+        [str(part) for part in command], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    try:
+        deadline = time.monotonic() + WAIT
+        while True:
+            try:
+                if ask(port, "GET", "/ready")[0] == 200:
+                    break
+            except OSError:
+                pass
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "never ready"
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def fake(port: int, seconds: float = 0.0, *token: str):
+    return running([sys.executable, FAKE, port, seconds, *token], port)
+
+
+def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    try:
+        connection.request(method, path, body)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    number = free_port()
+    with fake(number):
+        yield number
+
+
+def test_sigterm_lets_accepted_requests_end_and_takes_no_new_ones():
+    number = free_port()
+    answers: list[tuple[int, bytes]] = []
+    with fake(number, 2.0) as process:
+        client = threading.Thread(
+            target=lambda: answers.append(ask(number, "POST", "/detect", PNG))
+        )
+        client.start()
+        while b"requests_under_way 1.0" not in ask(number, "GET", "/metrics")[1]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        refused_at = None
+        while refused_at is None:
+            try:
+                ask(number, "GET", "/health")
+            except OSError:
+                refused_at = time.monotonic()
+        assert not answers, "new connections were taken until the last answer"
+        client.join(WAIT)
+        assert process.wait(WAIT) == 0
+    assert [status for status, _ in answers] == [200]
+
+
+STUCK = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+import server, service
+from tests.deploy.fake_model import FakeModel
+service.decode = lambda *_: time.sleep(600)
+limits = server.Limits(seconds=0.5)
+server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
+    number = free_port()
+    with running([sys.executable, "-c", STUCK, number, SERVING, REPOSITORY], number) as process:
+        assert ask(number, "POST", "/detect", PNG)[0] == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 0
+
+
+def test_a_large_body_that_is_refused_still_gets_its_answer(port):
+    status, content = ask(port, "POST", "/detect", bytes(30 * 2**20))
+    assert status == 413
+    assert json.loads(content) == {"error": "more than the 10485760 bytes allowed here"}
+
+
+def test_broken_http_closes_one_connection_and_no_more(port):
+    for broken in (b"\0\1\2\r\n\r\n", b"POST /detect HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+                   b"GET / HTTP/1.1\r\nHost: " + b"a" * 200_000):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as connection:
+            connection.sendall(broken)
+            assert b" 400 " in connection.recv(1000)
+    with socket.create_connection(("127.0.0.1", port)) as connection:  # leaves amid its body
+        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\nabc")
+    assert ask(port, "POST", "/detect", PNG)[0] == 200
+    deadline = time.monotonic() + WAIT
+    while b'requests_total{status="499"} 1.0' not in ask(port, "GET", "/metrics")[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_model_that_is_not_there_ends_the_server_with_one_line_and_status_2():
+    ended = subprocess.run(
+        [sys.executable, SERVING / "server.py", "--port", str(free_port()), "--model", "nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
+    )
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("serving: error:")]
+    assert ended.returncode == 2, ended.stderr
+    assert len(errors) == 1 and "nowhere/infer.yml: No such file" in errors[0]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "options, token, message",
+    [
+        (["--most-batch", "0"], None, "--most-batch 0: out of range"),
+        (["--threshold", "1.5"], None, "--threshold 1.5: out of range"),
+        (["--seconds", "nan"], None, "--seconds nan: out of range"),
+        (["--seconds", "inf"], None, "--seconds inf: out of range"),
+        (["--port", "99999"], None, "--port 99999: bind(): port must be 0-65535"),
+        (["--token-file", "nowhere"], None, "No such file"),
+        ([], "", "PPDIST_SERVING_TOKEN: expected one word of printable ASCII"),
+        ([], "two words", "PPDIST_SERVING_TOKEN: expected one word of printable ASCII"),
+    ],
+)
+def test_wrong_options_are_named_and_a_token_is_not(options, token, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", ".", *options])
+    monkeypatch.delenv("PPDIST_SERVING_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("PPDIST_SERVING_TOKEN", token)
+    assert server.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("serving: error: ") and message in said
+    assert not token or token not in said
+
+
+def test_a_port_that_is_taken_ends_it_with_one_line_and_status_2(port):
+    command = [sys.executable, FAKE, str(port), "0"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT, check=False, cwd=REPOSITORY
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"serving: error: --host 127.0.0.1 --port {port}: ")
+    assert "in use" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_exported_model_is_served_with_the_boxes_of_the_predictor(tmp_path):
+    from tests.test_export import export_detector, tiny_model, tiny_spec
+
+    sys.path.insert(0, str(SERVING.parent / "python"))
+    from predictor import Predictor
+
+    folder, number = tmp_path / "export", free_port()
+    export_detector(tiny_model(), folder, tiny_spec(), formats=("paddle",))
+    rng = np.random.default_rng(0)
+    image_HW3 = rng.integers(0, 256, (9, 14, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    rows_R6 = Predictor(folder, "paddle")([image_HW3])[0]
+    assert len(rows_R6) > 3
+    command = [sys.executable, SERVING / "server.py", "--model", folder, "--port", number,
+               "--backend", "paddle", "--most-batch", "2"]  # fmt: skip
+    with running(command, number):
+        status, content = ask(number, "POST", "/detect?threshold=0", encoded(image_HW3))
+    answer = json.loads(content)
+    assert (status, answer["width"], answer["height"]) == (200, 112, 72)
+    assert len(answer["objects"]) == len(rows_R6)
+    for one, row in zip(answer["objects"], rows_R6):
+        assert one["class"] == ("red", "green", "blue")[int(row[0])]
+        assert one["category_id"] == int(row[0]) + 1
+        assert one["score"] == pytest.approx(row[1], abs=1e-4)
+        assert one["box"] == pytest.approx(row[2:].tolist(), abs=0.05)
+
+
+def test_the_soak_script_counts_answers_refusals_and_memory(port, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "b.jpg").write_bytes(encoded(picture(seed=1), ".jpg"))
+    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{port}",
+               "--images", tmp_path, "--minutes", "0.05", "--broken", "0.3"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    seen = json.loads(ended.stdout)
+    assert seen["errors"] == {} and seen["objects"] == seen["answered"] > 0
+    assert seen["broken_refused"] > 0
+
+
+def test_the_soak_script_fails_where_nobody_answers(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{free_port()}",
+               "--images", tmp_path, "--minutes", "0.01"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)["errors"]["no answer: ConnectionRefusedError"] > 0
+
+
+def test_the_soak_script_tells_other_boxes_and_answers_that_cannot_be_read():
+    import soak
+
+    thing = {"class": "thing", "score": 0.9, "box": [1.0, 2.0, 30.0, 40.0]}
+    faint = {**thing, "score": 0.501}
+    answers = [[thing], [thing, faint], [{**thing, "score": 0.9004, "box": [1.2, 2, 30, 40]}],
+               [], [{**thing, "class": "other"}], [{**thing, "box": [1, 2, 30, 44]}],
+               [thing, {**thing, "box": [50, 50, 60, 60]}]]  # fmt: skip
+    assert [soak.alike([thing], answer) for answer in answers] == [True] * 3 + [False] * 4
+    seen = soak.Seen()
+    for content in (json.dumps({"objects": [thing]}), json.dumps({"objects": []}), "no JSON", "{}"):
+        soak.note(b"image", content.encode(), seen)
+    assert seen.objects == 1 and seen.errors == {
+        "image: not the answer it got at first": 1,
+        "image: an answer that cannot be read: JSONDecodeError": 1,
+        "image: an answer that cannot be read: KeyError": 1,
+    }
+
+
+def test_what_the_server_needs_is_the_same_in_both_lists():
+    lines = (SERVING / "requirements.txt").read_text().splitlines()
+    needed = {line for line in lines if line and line[0] not in "#-"}
+    extras = re.search(r'"serving": \[(.*?)\]', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
+    assert extras is not None
+    assert set(re.findall(r'"(.+?)"', extras[1])) == needed
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+BOXES = "[...document.querySelectorAll('.box')]"
+
+
+@needs_chromium
+def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser, tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(PNG)
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.choose_file("#file", file)
+    browser.wait_for(f"{BOXES}.length === 1")
+    place = browser.run(
+        f"(() => {{ const of = (e) => e.getBoundingClientRect(); const box = of({BOXES}[0]);"
+        "const image = of(document.getElementById('image')); const scale = image.width / 120;"
+        "return [box.left - image.left, box.top - image.top, box.right - image.left,"
+        "box.bottom - image.top].map((side) => side / scale); })()"
+    )
+    assert place == pytest.approx([30, 20, 70, 50], abs=0.2)
+    assert browser.run("document.querySelector('#rows').innerText").split()[:2] == [
+        "thing",
+        "0.900",
+    ]
+    assert browser.run("document.getElementById('status').textContent").startswith(
+        "a.png: 120 × 80 pixels, answered in "
+    )
+
+
+@needs_chromium
+def test_names_of_classes_stay_text_and_the_slider_shows_more(port, browser, tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(PNG)
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.choose_file("#file", file)
+    browser.wait_for(f"{BOXES}.length === 1")
+    # By keyboard: the slider goes down until the faint box of 0.3 is there, too.
+    browser.run("document.getElementById('threshold').focus()")
+    for _ in range(4):
+        browser.press("ArrowLeft", 37)
+    browser.wait_for(f"{BOXES}.length === 2")
+    assert browser.run("document.getElementById('shown-threshold').textContent") == "0.30"
+    names = browser.run("[...document.querySelectorAll('#rows tr')].map((row) => row.innerText)")
+    assert EVIL in names[1]
+    assert browser.run("document.title") == "Find objects"
+    assert browser.run("document.querySelectorAll('main img').length") == 1
+    # Tab leads to the rows, and the row in focus marks its box.
+    browser.press("Tab", 9)
+    assert browser.run(f"{BOXES}.map((box) => box.classList.contains('chosen'))") == [True, False]
+
+
+@needs_chromium
+def test_an_image_may_be_dropped_and_what_is_none_is_named(port, browser):
+    browser.open(f"http://127.0.0.1:{port}/")
+    drop = (
+        "(async () => { const carried = new DataTransfer();"
+        "carried.items.add(new File([%s], '<b>x</b>'));"
+        "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: carried, bubbles: true,"
+        "cancelable: true})); })()"
+    )
+    browser.run(drop % "'just text'")
+    browser.wait_for("document.getElementById('error').textContent !== ''")
+    assert browser.run("document.getElementById('error').textContent") == (
+        "<b>x</b>: this is no image; send a JPEG, PNG, WebP or BMP image"
+    )
+    assert browser.run("document.getElementById('result').hidden")
+    browser.run(drop % f"new Uint8Array({list(PNG)})")
+    browser.wait_for(f"{BOXES}.length === 1")
+    assert browser.run("document.getElementById('error').textContent") == ""
+
+
+@needs_chromium
+def test_an_answer_that_comes_late_is_not_shown_for_another_file(port, browser, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "b.png").write_bytes(b"just text")
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.run("HTMLImageElement.prototype.decode = () => new Promise((go) => window.go = go)")
+    browser.choose_file("#file", tmp_path / "a.png")
+    browser.wait_for("Boolean(window.go)")
+    browser.choose_file("#file", tmp_path / "b.png")
+    browser.wait_for("document.getElementById('error').textContent.startsWith('b.png')")
+    browser.run("new Promise((done) => { window.go(); setTimeout(done); })")
+    assert browser.run("document.getElementById('result').hidden")
+    assert browser.run("document.getElementById('status').textContent") == ""
+
+
+@needs_chromium
+def test_the_page_asks_for_the_token_and_goes_on(browser, tmp_path):
+    number = free_port()
+    file = tmp_path / "a.png"
+    file.write_bytes(PNG)
+    with fake(number, 0.0, "s3cret"):
+        browser.open(f"http://127.0.0.1:{number}/")
+        browser.choose_file("#file", file)
+        browser.wait_for("document.activeElement.id === 'token'")
+        browser.send("Input.insertText", text="s3cret")
+        browser.run("document.querySelector('#token-row button').click()")
+        browser.wait_for(f"{BOXES}.length === 1")
+        assert browser.run("document.getElementById('token-row').hidden")
+
+
+@needs_chromium
+def test_the_page_is_dark_or_light_as_the_system_or_the_button_says(port, browser):
+    browser.open(f"http://127.0.0.1:{port}/")
+    background = "getComputedStyle(document.body).backgroundColor"
+    colours = {}
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.send("Emulation.setEmulatedMedia", features=[feature])
+        colours[scheme] = browser.run(background)
+    assert colours["light"] != colours["dark"]
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run(background) == colours["light"]
