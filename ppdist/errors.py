@@ -35,7 +35,9 @@ _PADDLE_NOISE = (
 
 # What moves a terminal's cursor, changes its title or turns the direction of what follows; and the
 # bytes of a file name that is not UTF-8, as Python has them, which a stream would refuse.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:

@@ -72,7 +72,7 @@ def _is_video(name: str | Path) -> bool:
 
 
 def _video_path(file: Path) -> str:
-    """A path as OpenCV's videos take it.  Raises: DataError: it is not UTF-8, which crashes them."""
+    """A path as OpenCV takes one of a video.  Raises: DataError: not UTF-8, which crashes it."""
     try:
         return str(file).encode().decode()
     except UnicodeEncodeError as error:
@@ -148,7 +148,7 @@ class PictureWriter:
         if not done:
             raise DataError(f"{self._target}: this format cannot hold the image")
         with writing(self._target):
-            self._target.write_bytes(content)
+            self._target.write_bytes(content.tobytes())
 
     def _open_video(self, first_HW3: np.ndarray) -> cv2.VideoWriter:
         height, width = first_HW3.shape[:2]

@@ -21,7 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def test_a_row_passes_within_the_limits_alone() -> None:
-    good = matrix.Row("m", "paddle", "f", "trained", score=9e-5, box=0.04, boxes=3, mAP_eager=0.5, mAP=0.5)
+    good = matrix.Row(
+        "m", "paddle", "f", "trained", score=9e-5, box=0.04, boxes=3, mAP_eager=0.5, mAP=0.5
+    )
     assert good.passed
     for change in ({"score": 2e-4}, {"box": 0.06}, {"mAP": 0.498}, {"error": "no file"}):
         assert not replace(good, **change).passed

@@ -158,7 +158,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     ("arguments", "kind", "message"),
     [
         (["--source", "nowhere", "--out", "o"], DataError, "nowhere: no such image, folder or"),
-        (["--source", ".", "--out", "."], ConfigError, "would be overwritten"),
+        (["--source", ".", "--out", "."], ConfigError, "could be overwritten"),
         (["--source", "a.txt", "--out", "o"], DataError, "a.txt: neither an image nor a video"),
         (["--source", "empty", "--out", "o"], DataError, "empty: no image or video in this folder"),
         (["--source", "a.jpg", "--out", "o", "--threshold", "50"], ConfigError, "expected 0..1"),
@@ -294,9 +294,9 @@ def test_a_name_that_is_not_utf8_is_read_written_and_said(tmp_path: Path) -> Non
     (frame,) = frames_of(source, source.name, pytest.fail)
     assert np.array_equal(frame.image_HW3, image_HW3)
     assert printable(source.name) == r"caf\udce9.png"
-    reports: list[str] = []
-    assert list(frames_of(source.with_suffix(".mp4"), "film", reports.append)) == []
-    assert reports == [f"{source.with_suffix('.mp4')}: OpenCV wants UTF-8 in a video's path; rename it"]
+    film, reports = source.with_suffix(".mp4"), []
+    assert list(frames_of(film, "film", reports.append)) == []
+    assert reports == [f"{film}: OpenCV wants UTF-8 in a video's path; rename it"]
 
 
 def test_no_two_pictures_have_one_name() -> None:
