@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_REPLY_SECONDS = 120  # a bound against hanging
+_REPLY_SECONDS = 120  # a bound against hanging, and for a server that starts
 _THRESHOLD = 0.5
 # Runtimes add up in another order for each size of a batch, so an image's answers differ a little.
 _SCORE, _PIXELS = 0.002, 0.5
@@ -69,6 +69,17 @@ class Client:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+
+
+def wait_until_ready(client: Client) -> None:
+    """Until a server that answers has its model, which is refused work and no error; or a while."""
+    end = time.monotonic() + _REPLY_SECONDS
+    try:
+        while client.ask("GET", "/ready")[0] == 503 and time.monotonic() < end:
+            time.sleep(0.2)
+    except (OSError, http.client.HTTPException):
+        pass  # nobody there: the clients will count it
+    client.close()
 
 
 def broken(image: bytes, rng: random.Random) -> bytes:
@@ -220,6 +231,7 @@ def main() -> int:
     if not images:
         print(f"soak: error: {arguments.images}: no images there", file=sys.stderr)
         return 2
+    wait_until_ready(Client(arguments.url, token))
     seen, started = Seen(), time.monotonic()
     end = started + 60 * arguments.minutes
     threads = [
