@@ -119,6 +119,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         say(message)
     for stream in (sys.stdout, sys.stderr):
         _finish(stream)
+    if launched:
+        # The code is said.  While Python ends, its handlers are gone, and the SIGTERM with which
+        # the launcher ends the other ranks would put itself in the place of this code.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 

@@ -1,8 +1,12 @@
 """Fixtures every test may use."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ppdist.errors import STOP_SIGNALS
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +16,15 @@ def shared_dir() -> Path:
     if not (folder / "parity").is_dir():
         pytest.skip("the reference values that stand beside the checkout are not here")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """What a test ignores or holds back, the processes of later tests would, too."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)

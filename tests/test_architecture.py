@@ -337,7 +337,7 @@ def test_importing_any_module_has_no_effects(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     if ended.returncode:
         pytest.fail(ended.stderr)

@@ -234,7 +234,7 @@ def test_a_stopped_export_leaves_neither_a_folder_nor_the_converter(
             assert time.monotonic() < until
             time.sleep(0.1)
         export.send_signal(number)
-        _, said = export.communicate(timeout=120)
+        _, said = export.communicate(timeout=600)
     finally:
         export.kill()
     assert export.returncode == 128 + number and "Traceback" not in said, said

@@ -45,7 +45,7 @@ def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -116,7 +116,7 @@ def test_a_browser_shows_the_curves_and_images(address, tmp_path, page, expected
         [browser, *options, profile, budget, "--dump-dom", f"{address}/{page}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     for text in expected:  # titles of single charts are drawn inside their canvas

@@ -64,7 +64,7 @@ def test_it_runs_as_a_program(made):
         [sys.executable, TOOL, "check", "-c", made / "cfg.yml", "--fast"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -359,7 +359,7 @@ def test_another_process_with_other_hashes_and_threads_makes_the_very_same_bytes
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[-1] == digest(reference(folder, "all"))

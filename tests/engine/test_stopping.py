@@ -64,17 +64,13 @@ def test_signals_amid_meetings_do_not_break_them():
 
 
 @pytest.fixture
-def handlers_back():
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def no_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under it
 
 
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
 def test_repeats_are_the_same_request_and_a_later_signal_ends_the_process(
-    second, code, handlers_back, monkeypatch, capfd
+    second, code, no_nohup, monkeypatch, capfd
 ) -> None:
     asked, codes, now = [], [], 100.0
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
@@ -91,14 +87,14 @@ def test_repeats_are_the_same_request_and_a_later_signal_ends_the_process(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_each_of_the_signals_of_schedulers_asks(number, handlers_back) -> None:
+def test_each_of_the_signals_of_schedulers_asks(number, no_nohup) -> None:
     asked = []
     stopping.listen(lambda: asked.append(number))
     os.kill(os.getpid(), number)
     assert asked == [number]
 
 
-def test_a_hangup_that_is_ignored_stays_so(handlers_back) -> None:
+def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup, and the ranks of fleetrun
     stopping.until_first_step()
     stopping.listen(lambda: None)
@@ -106,7 +102,7 @@ def test_a_hangup_that_is_ignored_stays_so(handlers_back) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, handlers_back) -> None:
+def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_nohup) -> None:
     code = (
         "import os\nfrom ppdist import errors\nerrors.hold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
@@ -115,11 +111,26 @@ def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, hand
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
     assert (ended.returncode, ended.stdout) == (75, ""), ended.stderr
     assert f"stopped by {number.name} before the first step: nothing is lost" in ended.stderr
     assert "Aborted" not in ended.stderr and "FatalError" not in ended.stderr
+
+
+def test_what_a_rank_has_reported_is_its_exit_code_whatever_comes_while_it_ends(tmp_path) -> None:
+    code = (
+        "import os, signal\nfrom ppdist import errors\n"
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+        "class Late:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "late = Late()\n"  # goes when Python takes its modules, and its handlers, away
+        "errors.run(lambda: 75)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PPDIST_EXIT_DIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=600)
+    assert ended.returncode == 75
 
 
 @pytest.mark.slow
@@ -128,7 +139,7 @@ def test_a_stop_amid_an_evaluation_does_not_wait_for_it_and_a_resumed_run_makes_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     drawn = [sys.executable, str(ROOT / "tools/data.py"), "synthetic", "--out", "data"]
-    command = [*drawn, "--train", "16", "--val", "400"]
+    command = [*drawn, "--train", "16", "--val", "1200"]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     words = ["--nproc_per_node", "2", str(ROOT / "tools/train.py"), "--eval"]
     words += ["-c", str(ROOT / "configs/examples/demo.yml"), "-o", "data.root=data"]

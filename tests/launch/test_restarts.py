@@ -93,13 +93,10 @@ def test_ctrl_c_again_and_again_is_heard(monkeypatch) -> None:
 
 
 def test_a_hangup_ignored_by_nohup_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_noted() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert received == []
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals_noted() as received:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert received == []
 
 
 def test_the_process_that_has_a_port_is_found() -> None:

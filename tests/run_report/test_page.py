@@ -330,7 +330,7 @@ def seen_by_browser(file: Path) -> str:
         CHROMIUM, "--no-sandbox", "--headless=new", "--disable-gpu", "--dump-dom",
         "--enable-logging=stderr", f"--user-data-dir={file.parent / 'browser'}", file.as_uri(),
     ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     assert "CONSOLE" not in ended.stderr, ended.stderr
     return ended.stdout
@@ -378,7 +378,7 @@ def test_the_tool_writes_the_page_into_the_folder_of_a_single_run(tmp_path: Path
         command = [sys.executable, str(REPOSITORY / "tools/report.py"), *map(str, arguments)]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
 
     ended = report(runs[0])

@@ -106,7 +106,7 @@ def test_fleetrun_prints_one_message_for_all_ranks_and_exits_2(shapes, tmp_path)
     done = subprocess.run(
         [*fleetrun, "--log_dir", str(tmp_path / "log"), str(ROOT / "tools" / "train.py"),
          "-c", str(CONFIG), "-o", f"data.root={shapes}", "model.num_classes=7"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     both = done.stdout + done.stderr
