@@ -65,7 +65,9 @@ def test_signals_amid_meetings_do_not_break_them():
 
 @pytest.fixture
 def no_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under it
+    """The tests themselves may run under it, or in the background of a shell."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
