@@ -130,22 +130,23 @@ class Batcher:
         wanted = [job for job in batch if job.answer.set_running_or_notify_cancel()]
         if wanted:
             self._busy_since = started = time.monotonic()
-            self._predict(model, wanted)
+            results = self._predict(model, wanted)
             self._busy_since = None
+            # First: whoever has an answer finds it counted.
             self._measured(len(wanted), time.monotonic() - started)
+            for job, result in zip(wanted, results, strict=True):
+                if isinstance(result, Exception):
+                    job.answer.set_exception(result)
+                else:
+                    job.answer.set_result(result)
         return bool(batch)
 
-    def _predict(self, model: Model, batch: list[_Job]) -> None:
-        """An image that the model cannot take fails alone, not its whole batch."""
+    def _predict(self, model: Model, batch: list[_Job]) -> list[Any]:
+        """What each image gets; one that the model cannot take fails alone, not its whole batch."""
         try:
-            results = model([job.image_HW3 for job in batch])
+            return list(model([job.image_HW3 for job in batch]))
         except Exception as error:  # whatever a runtime raises goes to whoever waits
             if len(batch) == 1:
-                batch[0].answer.set_exception(error)
-                return
+                return [error]
             _log.warning("a batch of %d failed (%s): image by image now", len(batch), error)
-            for job in batch:
-                self._predict(model, [job])
-            return
-        for job, result in zip(batch, results, strict=True):
-            job.answer.set_result(result)
+            return [result for job in batch for result in self._predict(model, [job])]

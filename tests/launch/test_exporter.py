@@ -230,7 +230,7 @@ def test_it_lives_over_a_restart_and_counts_it(
     with hosts_of_a_test() as start:
         words = ("--nproc_per_node", "2", "--max_restart", "1", "--metrics_port", str(port))
         host = start("a", *words, script)
-        wait_for(lambda: "ppdist_rank_step{" in asked(port) and asked(port).count("_up{") == 2)
+        wait_for(lambda: "ppdist_run_loss{" in asked(port) and asked(port).count("_up{") == 2)
         first = asked(port)
         assert 'ppdist_run_loss{host="' in first and 'run="demo"} 1.5' in first
         assert re.search(r"ppdist_host_restarts_total\{.*\} 0.0", first)
