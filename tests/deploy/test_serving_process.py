@@ -282,13 +282,18 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 BOXES = "[...document.querySelectorAll('.box')]"
 
 
-@needs_chromium
-def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser, tmp_path):
-    file = tmp_path / "a.png"
+def choose_image(port, browser, folder):
+    """Opens the page and gives it an image; returns when its box is there."""
+    file = folder / "a.png"
     file.write_bytes(PNG)
     browser.open(f"http://127.0.0.1:{port}/")
     browser.choose_file("#file", file)
     browser.wait_for(f"{BOXES}.length === 1")
+
+
+@needs_chromium
+def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser, tmp_path):
+    choose_image(port, browser, tmp_path)
     place = browser.run(
         f"(() => {{ const of = (e) => e.getBoundingClientRect(); const box = of({BOXES}[0]);"
         "const image = of(document.getElementById('image')); const scale = image.width / 120;"
@@ -307,11 +312,7 @@ def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser
 
 @needs_chromium
 def test_names_of_classes_stay_text_and_the_slider_shows_more(port, browser, tmp_path):
-    file = tmp_path / "a.png"
-    file.write_bytes(PNG)
-    browser.open(f"http://127.0.0.1:{port}/")
-    browser.choose_file("#file", file)
-    browser.wait_for(f"{BOXES}.length === 1")
+    choose_image(port, browser, tmp_path)
     # By keyboard: the slider goes down until the faint box of 0.3 is there, too.
     browser.run("document.getElementById('threshold').focus()")
     for _ in range(4):
