@@ -3,9 +3,9 @@
     base files (`_BASE_`) <- file <- -o overrides        mappings merge, everything else replaces
     -> checked as one tree against a Section             every problem is reported, each on a line
 
-A `Section` stands beside the part that it configures; `ppdist.engine.experiment.ExperimentConfig`
-is the tree of all of them.  docs/config.md and configs/schema.json are generated from the same
-classes (config_schema.py).
+A `Section` stands beside the part that it configures; the tree of all of them is
+`ppdist.engine.experiment_config.ExperimentConfig`.  docs/config.md and configs/schema.json are
+generated from the same classes (config_schema.py).
 """
 
 import json
@@ -20,7 +20,7 @@ from ppdist.config_messages import numbers_for_text, problems_of
 from ppdist.config_yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
 
 class Section(BaseModel):
@@ -59,7 +59,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> "ExperimentC
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
     # The one import that points up: the tree of all sections has to be known by whoever reads it.
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
     defaults = {"output_dir": f"output/{Path(path).stem}"}
     return parse_config(path, overrides, ExperimentConfig, defaults)

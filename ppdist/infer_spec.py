@@ -22,7 +22,7 @@ from ppdist.errors import ConfigError, ExportError, UserError
 from ppdist.postprocess import NMSConfig
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
 SPEC_FILE = "infer.yml"
 

@@ -30,7 +30,7 @@ from ppdist.engine.preflight import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
 Report = dict[str, Any]
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes, 1 KiB to 64 MiB

@@ -407,7 +407,7 @@ def test_the_json_schema_accepts_a_file_that_leaves_keys_to_its_base() -> None:
 
 
 def test_every_key_of_an_experiment_is_described() -> None:
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
     rows = [line for line in markdown(ExperimentConfig).splitlines() if line.startswith("| `")]
     assert len(rows) > 40
@@ -415,7 +415,7 @@ def test_every_key_of_an_experiment_is_described() -> None:
 
 
 def test_generated_docs_are_up_to_date() -> None:
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
     remedy = "run `python tools/config.py docs && python tools/config.py schema`"
     docs = (REPOSITORY / "docs/config.md").read_text(encoding="utf-8")

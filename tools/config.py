@@ -32,7 +32,7 @@ def main() -> None:
     if args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
         return
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
     if args.command == "docs":
         text = markdown(ExperimentConfig)

@@ -27,7 +27,7 @@ from ppdist import errors
 if TYPE_CHECKING:
     from ppdist.data.check.audit import Report
     from ppdist.data.dataset import DataConfig
-    from ppdist.engine.experiment import ExperimentConfig
+    from ppdist.engine.experiment_config import ExperimentConfig
 
 _MOST_CLASSES = 100  # that a table lists
 

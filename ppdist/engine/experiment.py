@@ -1,19 +1,14 @@
-"""The config tree and the build: the one place where data, models, losses and optim meet."""
+"""The build: the one place where data, models, losses and optim meet."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import paddle
-from pydantic import Field, model_validator
 
 from ppdist import dist, models, run_lock
-from ppdist.checkpoint import CheckpointConfig
-from ppdist.config import Section, dump_yaml
-from ppdist.config_yaml import Node, merge
-from ppdist.data.dataset import DataConfig
+from ppdist.config import dump_yaml
 from ppdist.data.loader import EvalLoader
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.advice import advice
@@ -21,26 +16,22 @@ from ppdist.engine.anchors import better_anchors
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.compatible import misfits, surprises
+from ppdist.engine.compatible import surprises
 from ppdist.engine.derived import Derived, derive
-from ppdist.engine.early_stopping import EarlyStoppingConfig
 from ppdist.engine.environment import describe_run
-from ppdist.engine.evaluator import EvaluateConfig, Evaluator
+from ppdist.engine.evaluator import Evaluator
+from ppdist.engine.experiment_config import LOSSES, ExperimentConfig
 from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
 from ppdist.engine.hyper_parameters import hyper_parameters, settings
 from ppdist.engine.preflight import preflight
 from ppdist.engine.resume import AUTO, find_start, own_folder, settle_run, tell
 from ppdist.engine.step import TrainStep
-from ppdist.engine.train_config import TrainConfig
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.validation_loss import ValidationLoss
 from ppdist.errors import ConfigError
-from ppdist.log import LogConfig, RunLog
+from ppdist.log import RunLog
 from ppdist.losses import Loss
-from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
-from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
-from ppdist.models import ModelConfig
+from ppdist.losses.yolov5 import YOLOv5LossConfig
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.detector import ImageModel
 from ppdist.models.pretrained import LoadReport, load_weights
@@ -48,68 +39,7 @@ from ppdist.models.sync_bn import synchronize_batch_norm
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
 from ppdist.optim.build import build_averaging, build_sharding, last_step
 from ppdist.optim.ema import EMA
-from ppdist.optim.optimizer import OptimizerConfig, build_optimizer
-from ppdist.optim.schedule import ScheduleConfig
-from ppdist.postprocess import NMSConfig
-
-# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
-LOSSES: dict[str, type[Loss]] = {
-    "ppyoloe": PPYOLOELoss,
-    "yolov5": YOLOv5Loss,
-    "yolov5_cls": ClassificationLoss,
-}
-LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
-
-
-class ExperimentConfig(Section):
-    """One experiment: what a YAML file of configs/ describes."""
-
-    output_dir: str | None = Field(
-        default=None, description="Where the run writes; null: output/<name of the config file>."
-    )
-    seed: int = Field(
-        default=0, ge=0, description="Fixes initial weights, sample order and augmentation."
-    )
-    device: Literal["auto", "gpu", "cpu"] = Field(
-        default="auto", description="auto: a GPU when the installed Paddle can use one."
-    )
-    data: DataConfig
-    model: Annotated[ModelConfig, Field(discriminator="name")] = Field(
-        description="The model; its `name` says which of the tables below holds."
-    )
-    loss: Annotated[LossConfig, Field(discriminator="name")] = Field(
-        default=PPYOLOELossConfig(), description="Training loss, that of the model."
-    )
-    train: TrainConfig = Field(default=TrainConfig(), description="Length, batch, numerics.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
-    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate.")
-    distributed: dist.DistributedConfig = Field(
-        default=dist.DistributedConfig(), description="Ranks."
-    )
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
-    evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="Evaluation.")
-    early_stopping: EarlyStoppingConfig | None = Field(
-        default=None, description="Ends training that gets no better; null: it runs to its end."
-    )
-    nms: NMSConfig = Field(default=NMSConfig(), description="Non-maximum suppression.")
-    log: LogConfig = Field(default=LogConfig(), description="Progress, curves, images.")
-
-    @classmethod
-    def completed(cls, tree: Node) -> Node:
-        """`loss.name` need not be written: it is the model's."""
-        model = tree.child("model")
-        name = model.child("name") if model is not None else None
-        if name is None or name.value not in LOSSES:
-            return tree
-        implied = Node({"name": name}, name.place, name.key_place)
-        return merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "ExperimentConfig":
-        problems = "; ".join(misfits(self))
-        if problems:
-            raise ValueError(problems)
-        return self
+from ppdist.optim.optimizer import build_optimizer
 
 
 @dataclass

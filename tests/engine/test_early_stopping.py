@@ -19,7 +19,8 @@ from ppdist.engine.early_stopping import (
     LossCurves,
     Standing,
 )
-from ppdist.engine.experiment import ExperimentConfig, build_training
+from ppdist.engine.experiment import build_training
+from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config

@@ -7,7 +7,8 @@ import pytest
 from ppdist import dist
 from ppdist.config import parse_config
 from ppdist.data.synthetic import make_shapes
-from ppdist.engine.experiment import ExperimentConfig, build_training
+from ppdist.engine.experiment import build_training
+from ppdist.engine.experiment_config import ExperimentConfig
 
 # 8 images a step; 20 and 25 s of one CPU core.
 CONFIG = """

@@ -6,7 +6,8 @@ import pytest
 
 from ppdist import dist
 from ppdist.config import parse_config
-from ppdist.engine.experiment import ExperimentConfig, build_training
+from ppdist.engine.experiment import build_training
+from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError
 from tests.data.classified import CONFIG, write_patterns
 

@@ -11,12 +11,7 @@ from ppdist import dist
 from ppdist.data.dataset import read_split
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.evaluator import in_eval_mode
-from ppdist.engine.experiment import (
-    build_evaluator,
-    build_model,
-    build_train_step,
-    derive_run,
-)
+from ppdist.engine.experiment import build_evaluator, build_model, build_train_step, derive_run
 from tests.data.classified import write_patterns
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config

@@ -12,12 +12,8 @@ from ppdist.config import parse_config
 from ppdist.data.sample import EMPTY, Batch
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.samples import Arrays
-from ppdist.engine.experiment import (
-    ExperimentConfig,
-    build_model,
-    build_train_step,
-    derive_run,
-)
+from ppdist.engine.experiment import build_model, build_train_step, derive_run
+from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.step import TrainStep
 from ppdist.models.detector import ImageModel
 from ppdist.optim.schedule import Rates
