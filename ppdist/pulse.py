@@ -16,6 +16,7 @@ import os
 import signal
 import struct
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,9 @@ STACKS_SIGNAL = signal.SIGUSR2
 _LAYOUT = struct.Struct("=IHHQQQdd40sQQd")
 _PLACE_BYTES = 40
 _WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
-_READS = 5  # at most, until two agree
+_SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
+_BEAT_BYTES, _WORK_BYTES = _LAYOUT.size + _SEAL.size, _WORK.size + _SEAL.size
+_READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
 _pulse: mmap.mmap | None = None
 # As in `Reading`, but for times in ns.
 _NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
@@ -91,9 +94,9 @@ def begin(patience_seconds: float, limit_seconds: float | None) -> None:
     stacks = stacks_of(Path(folder), rank).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     path = file_of(Path(folder), rank)
-    path.write_bytes(bytes(_LAYOUT.size + _WORK.size))
+    path.write_bytes(bytes(_BEAT_BYTES + _WORK_BYTES))
     with path.open("r+b") as file:
-        _pulse = mmap.mmap(file.fileno(), _LAYOUT.size + _WORK.size)
+        _pulse = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
     _state[_PID], _state[_PATIENCE] = os.getpid(), patience_seconds
     _state[_LIMIT] = math.inf if limit_seconds is None else limit_seconds
     beat("start", 0)
@@ -272,7 +275,7 @@ def read(path: Path) -> Reading | None:
 
 def read_work(path: Path) -> Work | None:
     """None: this rank has nothing to say of steps yet, or it cannot be read."""
-    found = _read(path, _WORK, _LAYOUT.size)
+    found = _read(path, _WORK, _BEAT_BYTES)
     if found is None:
         return None
     steps, planned, bad, images, wall, own, waited, loss = found
@@ -283,27 +286,34 @@ def read_work(path: Path) -> Work | None:
 def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
     """What stands there; None where nothing does.
 
-    The rank may write at this very moment, so it is read until it is twice the same.  A rank that
-    writes faster than that is believed: it writes all at once.
+    The rank may be writing at this very moment, or lose its core amid that, so what does not fit
+    its checksum is read again.  What never does is believed: it is newer than nothing.
     """
-    before = b""
+    data = b""
     try:
         with path.open("rb", buffering=0) as file:
-            for _ in range(_READS):
-                data = os.pread(file.fileno(), layout.size, offset)
-                if data == before:
+            for attempt in range(_READS):
+                if attempt:
+                    time.sleep(_PAUSE_SECONDS)
+                whole = os.pread(file.fileno(), layout.size + _SEAL.size, offset)
+                data, seal = whole[: layout.size], whole[layout.size :]
+                if not any(whole) or seal == _SEAL.pack(zlib.crc32(data)):
                     break
-                before = data
     except OSError:
         return None
     return layout.unpack(data) if len(data) == layout.size else None
 
 
+def _sealed(layout: struct.Struct, *values: object) -> bytes:
+    data = layout.pack(*values)
+    return data + _SEAL.pack(zlib.crc32(data))
+
+
 # Each block is written at once: packed into the file it would be empty for a moment, then half.
 def _write_work(loss: float) -> None:
     if _pulse is not None:
-        _pulse[_LAYOUT.size :] = _WORK.pack(
-            _steps, _planned_steps, _bad_steps, _images,
+        _pulse[_BEAT_BYTES:] = _sealed(
+            _WORK, _steps, _planned_steps, _bad_steps, _images,
             _step_seconds, _own_seconds, _data_seconds, loss,
         )  # fmt: skip
 
@@ -311,4 +321,4 @@ def _write_work(loss: float) -> None:
 def _write() -> None:
     if _pulse is not None:
         _state[_TIME] = time.monotonic_ns()
-        _pulse[: _LAYOUT.size] = _LAYOUT.pack(*_state)
+        _pulse[:_BEAT_BYTES] = _sealed(_LAYOUT, *_state)

@@ -29,10 +29,22 @@ class Ranks:
         """A rank, of this very process, and its last sign of life."""
         worker.begin_report(self.attempt, rank, rank, os.getpid())
         beat = time.monotonic_ns() - round(silent * 1e9)
-        packed = pulse._LAYOUT.pack(
-            os.getpid(), pulse.PHASES.index(phase), inside, step, 9, beat, 9.0, 9.0, b"", 1, 1, 1.0
+        packed = pulse._sealed(
+            pulse._LAYOUT,
+            os.getpid(),
+            pulse.PHASES.index(phase),
+            inside,
+            step,
+            9,
+            beat,
+            9.0,
+            9.0,
+            b"",
+            1,
+            1,
+            1.0,
         )
-        work = pulse._WORK.pack(step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.25)
+        work = pulse._sealed(pulse._WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.25)
         pulse.file_of(self.attempt, rank).write_bytes(packed + work)
 
     def tell_run(self, output_dir: Path) -> None:

@@ -77,7 +77,7 @@ def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
 def say(folder: Path, rank: int, phase: str, steps: int) -> None:
     """The last sign of life of a rank."""
     number = pulse.PHASES.index(phase)
-    packed = pulse._LAYOUT.pack(1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0)
+    packed = pulse._sealed(pulse._LAYOUT, 1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0)
     pulse.file_of(folder, rank).write_bytes(packed)
 
 

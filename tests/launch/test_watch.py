@@ -70,8 +70,9 @@ class Ranks:
         since the start or an evaluation; measured: of them in all, else as many as were made;
         seconds: of the last."""
         measured = step if measured is None else measured
-        packed = pulse._LAYOUT.pack(
-            self.processes[rank].pid, pulse.PHASES.index(phase), bool(place), step, collectives,
+        packed = pulse._sealed(
+            pulse._LAYOUT, self.processes[rank].pid, pulse.PHASES.index(phase), bool(place), step,
+            collectives,
             time.monotonic_ns(), PATIENCE, LIMIT, place.encode(), steps, measured, seconds,
         )  # fmt: skip
         pulse.file_of(self.folder, rank).write_bytes(packed)
