@@ -46,6 +46,7 @@ setup(
         "onnx": ONNX,
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
             "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "prometheus-client>=0.20",
         ],
@@ -53,6 +54,7 @@ setup(
             "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5", "prometheus-client>=0.20",
             "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4", *ONNX,
             "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "httpx>=0.27",
+            "optuna>=4.4",
         ],
     },
     entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ppdist.engine.experiment_config import ExperimentConfig
 
 Report = dict[str, Any]
-PARTS = ("data", "forward", "loss", "backward", "optimizer", "communication")
+PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
 
 
 def machine() -> Report:
@@ -230,7 +230,7 @@ def measure_loading(
         dataset,
         config.data,
         image_size=config.model.image_size,
-        batch_size=config.train.batch_size_per_card,
+        batch_size=config.train.images_per_card,
         seconds=seconds,
         epochs=epochs,
     )

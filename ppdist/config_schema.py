@@ -52,6 +52,12 @@ def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _limits_in_words(metadata: Sequence[Any]) -> str:
+    # Inside of a list or tuple the limits still stand in the Field that states them.
+    metadata = [
+        limit
+        for item in metadata
+        for limit in (item.metadata if isinstance(item, FieldInfo) else (item,))
+    ]
     words = [
         f"{sign} {getattr(item, name):g}"
         for item in metadata

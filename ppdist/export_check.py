@@ -248,7 +248,7 @@ def unexplained_rows(
     pairs_P2 = _partners(got_R6, true_R6)
     lone = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
     explained = [_at_threshold(lone[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
-    overlap_GT = _iou(*lone) >= nms.iou_threshold - _IOU_TIE
+    overlap_GT = _iou(*lone) >= _limit(nms) - _IOU_TIE
     better_GT = lone[0][:, None, 1] - lone[1][None, :, 1]  # the scores of got above those of true
     if raw is not None:
         alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
@@ -262,10 +262,15 @@ def unexplained_rows(
     return sum(int((~part).sum()) for part in explained)
 
 
+def _limit(nms: NMSConfig) -> float:
+    """The IoU above which one of two boxes goes; out of reach where nothing is suppressed."""
+    return np.inf if nms.iou_threshold is None else nms.iou_threshold
+
+
 def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
     """Which rows [R] score like the last of the best `candidates` of their class and the next."""
     count, classes = scores_NC.shape
-    if count <= nms.candidates:
+    if count <= nms.candidates or nms.iou_threshold is None:
         return np.zeros(len(rows_R6), bool)
     if not nms.multi_label:
         best_N1 = scores_NC.argmax(1)[:, None]
@@ -321,7 +326,7 @@ def _at_threshold(
     tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
     everything = np.concatenate([own_R6, other_R6])
     better = everything[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
-    at_overlap = np.abs(_iou(rows_R6, everything) - nms.iou_threshold) <= _IOU_TIE
+    at_overlap = np.abs(_iou(rows_R6, everything) - _limit(nms)) <= _IOU_TIE
     tied_R |= (better & at_overlap).any(1)
     if not nms.multi_label:
         alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE

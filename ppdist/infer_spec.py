@@ -150,7 +150,9 @@ class InferenceSpec(Section):
     input: InputSection = Field(description="The input.")
     resize: ResizeSection = Field(default=_STRETCH, description="Image to input.")
     nms: NMSConfig | None = Field(
-        default=None, description="Thresholds of the non-maximum suppression; classify: none."
+        default=None,
+        description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
+        "there is none: the best `keep` boxes of an image stay.  classify: none.",
     )
     class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
@@ -207,7 +209,7 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
         model=", ".join(f"{key}: {value}" for key, value in shown.items()),
         input=InputSection(size=config.model.image_size),
         resize=_CENTRE_CROP if classifies else resize_section(config.data.resize),
-        nms=None if classifies else config.nms,
+        nms=None if classifies else config.suppression,
         class_names=dataset.class_names if dataset else names,
         category_ids=dataset.category_ids if dataset else tuple(range(first, count + first)),
     )

@@ -18,9 +18,15 @@ from ppdist.runtime import DEFAULT, Graph, OnnxGraph, PaddleGraph, RuntimeOption
 def load_all_weights(model: ImageModel, path: Path) -> None:
     """As `load_weights`, for a model that is used as it is and not trained any further.
 
-    Raises: WeightsError: also where a layer would keep its random initial values.
+    Raises: WeightsError: also where a layer would keep its random initial values, or start as a
+        copy of another.
     """
     report = load_weights(model, path)
+    if report.copied:
+        raise WeightsError(
+            f"{path}: {report.copied[0]}: that starts a training, it has not learned "
+            f"to predict without suppression; give the config these weights were trained with"
+        )
     fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
     if fresh:
         raise WeightsError(

@@ -2,6 +2,7 @@
 
     scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> best `keep` of
     each image -> rows, count
+    scores, boxes -> best `keep` of each image -> rows, count         (without an iou_threshold)
 
 Written with ONNX's own operators: the converter's translation of Paddle's suppression keeps other
 boxes and does not take more than one image.
@@ -65,7 +66,7 @@ class _Graph:
 
 
 def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
-    """Writes a copy of an ONNX model that ends with the suppression.
+    """Writes a copy of an ONNX model that ends with the suppression, or the choice of the best.
 
     Args:
         raw: the first two outputs are scores_BNC and boxes_BN4.
@@ -80,12 +81,57 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     scores, boxes = (output.name for output in list(model.graph.output)[:2])
     if not nms.multi_label:
         scores = _best_class_only(graph, scores)
+    if nms.iou_threshold is None:
+        _append_best(graph, scores, boxes, nms)
+    else:
+        _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)
+    del model.graph.output[:]
+    model.graph.output.extend(
+        [
+            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["R", 6]),
+            helper.make_tensor_value_info(COUNT, TensorProto.INT32, ["B"]),
+        ]
+    )
+    onnx.checker.check_model(model)
+    onnx.save(model, str(file))
+
+
+def _append_best(graph: _Graph, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
+    """The outputs: of each image the best `keep` pairs of prediction and class."""
+    from onnx import TensorProto, helper
+
+    flat_BX = graph.add("Flatten", scores_BNC, axis=1)
+    size = graph.add("Gather", graph.add("Shape", flat_BX), graph.constant([1]))
+    most = graph.add("Min", size, graph.constant([nms.keep]))
+    score_BK, index_BK = graph.add_all("TopK", flat_BX, most, outputs=2, axis=1)
+    classes = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
+    place_BK = graph.add("Div", index_BK, classes)
+    label_BK = graph.cast(graph.add("Mod", index_BK, classes), "FLOAT")
+    last = graph.constant([2])
+    place_BK1 = graph.add("Unsqueeze", place_BK, last)
+    box_BK4 = graph.add("GatherND", boxes_BN4, place_BK1, batch_dims=1)
+    columns = [graph.add("Unsqueeze", each, last) for each in (label_BK, score_BK)]
+    rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
+    passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
+    rows_M6 = graph.add("Reshape", rows_BK6, graph.constant([-1, 6]))
+    passes_M = graph.add("Reshape", passes_BK, graph.constant([-1]))
+    one = graph.constant([1])
+    count_B = graph.add("ReduceSum", graph.cast(passes_BK, "INT32"), one, keepdims=0)
+    rows = helper.make_node("Compress", [rows_M6, passes_M], [ROWS], axis=0)
+    count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
+    graph.graph.node.extend([rows, count])
+
+
+def _append_suppression(
+    graph: _Graph, scores: str, boxes: str, nms: NMSConfig, iou_threshold: float
+) -> None:
+    """The outputs, of what ONNX's own suppression leaves."""
     scores_BCN = _best_candidates(graph, scores, nms)
     # (image, class, prediction) of each box kept, class after class, each by falling score.  No
     # class can leave more than all of them together may.
     kept_M3 = graph.add(
         "NonMaxSuppression", boxes, scores_BCN, graph.constant([nms.keep]),
-        graph.constant([nms.iou_threshold], np.float32),
+        graph.constant([iou_threshold], np.float32),
         graph.constant([nms.score_threshold], np.float32),
     )  # fmt: skip
     score_M = graph.add("GatherND", scores_BCN, kept_M3)
@@ -98,15 +144,6 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     ]
     rows_M6 = graph.add("Concat", *columns, axis=1)
     _keep_best(graph, rows_M6, image_M, score_M, scores, nms.keep)
-    del model.graph.output[:]
-    model.graph.output.extend(
-        [
-            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["R", 6]),
-            helper.make_tensor_value_info(COUNT, TensorProto.INT32, ["B"]),
-        ]
-    )
-    onnx.checker.check_model(model)
-    onnx.save(model, str(file))
 
 
 def _best_class_only(graph: _Graph, scores_BNC: str) -> str:

@@ -8,21 +8,22 @@ from ppdist.config import Section
 
 
 class NMSConfig(Section):
-    """Class-wise non-maximum suppression."""
+    """Which predictions stay: class-wise non-maximum suppression, or simply the best."""
 
     score_threshold: float = Field(
         default=0.01, ge=0, le=1, description="predictions below this score are dropped"
     )
-    iou_threshold: float = Field(
+    iou_threshold: float | None = Field(
         default=0.7,
         ge=0,
         le=1,
-        description="of two boxes of one class that overlap more than this, the better stays",
+        description="of two boxes of one class that overlap more than this, the better stays; "
+        "null: no suppression, the best boxes stay (model.one_to_one: true has it so)",
     )
     candidates: int = Field(
         default=1000, ge=1, description="best boxes per class and image that enter the suppression"
     )
-    keep: int = Field(default=300, ge=1, description="best boxes per image that leave it")
+    keep: int = Field(default=300, ge=1, description="best boxes per image that stay")
     multi_label: bool = Field(
         default=True,
         description="true: a prediction counts for every class that scores; false: for its best "
@@ -31,7 +32,8 @@ class NMSConfig(Section):
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
-    """Non-maximum suppression within each class, eager and in a static graph.
+    """Non-maximum suppression within each class, eager and in a static graph; without an
+    iou_threshold the best of all pairs of prediction and class.
 
     Args:
         scores_BNC: 0..1, float32.
@@ -39,11 +41,14 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
 
     Returns:
         rows_R6: float32 [class, score, x1, y1, x2, y2] of all images one after the other; within
-            an image class by class, each by falling score.  R = 0 when nothing passes.
+            an image class by class, each by falling score; without suppression by falling score
+            alone.  R = 0 when nothing passes.
         count_B: int32, how many of the rows belong to each image; at most nms.keep.
     """
     if not nms.multi_label:
         scores_BNC = _best_class_only(scores_BNC)
+    if nms.iou_threshold is None:
+        return _best(scores_BNC, boxes_BN4, nms.score_threshold, nms.keep)
     rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
         boxes_BN4,
         scores_BNC.transpose([0, 2, 1]),
@@ -57,6 +62,27 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
         -1,  # no class is background
     )
     return rows_R6, count_B
+
+
+def _best(
+    scores_BNC: Tensor, boxes_BN4: Tensor, score_threshold: float, keep: int
+) -> tuple[Tensor, Tensor]:
+    """The `keep` best above the threshold of each image, by falling score: rows_R6, count_B."""
+    classes = scores_BNC.shape[2]
+    # Of a small image there are fewer than `keep`, and how many a static graph does not know:
+    # zeros, which pass no threshold, make them enough.
+    nothing_BK = paddle.zeros_like(scores_BNC[:, 0, 0:1]).tile([1, keep])
+    flat_BX = paddle.concat([scores_BNC.flatten(1), nothing_BK], axis=1)
+    score_BK, index_BK = paddle.topk(flat_BX, keep, axis=1)
+    passes_BK = score_BK > score_threshold
+    index_BK = paddle.where(passes_BK, index_BK, paddle.zeros_like(index_BK))
+    place_BK4 = (index_BK // classes).unsqueeze(2).tile([1, 1, 4])
+    box_BK4 = paddle.take_along_axis(boxes_BN4, place_BK4, axis=1, broadcast=False)
+    label_BK = (index_BK % classes).astype(scores_BNC.dtype)
+    rows_BK6 = paddle.concat([label_BK.unsqueeze(2), score_BK.unsqueeze(2), box_BK4], axis=2)
+    place_R = paddle.nonzero(passes_BK.flatten()).flatten()
+    rows_R6 = paddle.gather(rows_BK6.reshape([-1, 6]), place_R)
+    return rows_R6, passes_BK.astype("int32").sum(1).astype("int32")
 
 
 def _best_class_only(scores_BNC: Tensor) -> Tensor:

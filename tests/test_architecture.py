@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "runtime_speed",
         "saving_speed",
         "scaling_speed",
+        "tune",
         "turns",
         "search",
     ),

@@ -85,8 +85,20 @@ def predictions(batch: int, count: int, classes: int, steps: int = 0) -> np.ndar
         NMSConfig(score_threshold=1.0),
         NMSConfig(score_threshold=0.2, iou_threshold=0.0, keep=1),
         NMSConfig(score_threshold=0.2, iou_threshold=1.0),
+        NMSConfig(score_threshold=0.2, iou_threshold=None, keep=1000),  # more than there are
+        NMSConfig(score_threshold=0.05, iou_threshold=None, keep=30, multi_label=False),
     ],
-    ids=["usual", "one label", "few candidates", "full", "nothing", "best one", "no overlap"],
+    ids=[
+        "usual",
+        "one label",
+        "few candidates",
+        "full",
+        "nothing",
+        "best one",
+        "no overlap",
+        "no suppression",
+        "no suppression, one label",
+    ],
 )
 def test_the_suppression_in_onnx_keeps_the_rows_of_paddle(
     tmp_path: Path, nms: NMSConfig, batch: int

@@ -34,7 +34,9 @@ def nms_of_one_image(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: NMSConfig
         while len(order):
             best, rest = order[0], order[1:]
             rows.append([label, scores_NC[best, label], *boxes_N4[best]])
-            order = rest[overlap(boxes_N4[best], boxes_N4[rest]) <= nms.iou_threshold]
+            if nms.iou_threshold is not None:
+                rest = rest[overlap(boxes_N4[best], boxes_N4[rest]) <= nms.iou_threshold]
+            order = rest
     best_first = sorted(rows, key=lambda row: -row[1])[: nms.keep]
     return np.array(sorted(best_first, key=lambda row: (row[0], -row[1])), "float32").reshape(-1, 6)
 
@@ -51,6 +53,19 @@ def test_rows_equal_a_plain_loop_per_class_and_image() -> None:
         want = [nms_of_one_image(s, b, nms) for s, b in zip(scores, boxes)]
         assert count.tolist() == [len(w) for w in want]
         np.testing.assert_allclose(rows.numpy(), np.concatenate(want), atol=1e-6)
+
+
+@pytest.mark.parametrize("multi_label", [True, False])
+@pytest.mark.parametrize("keep", [7, 300, 1000])  # fewer, more than pass, more than there are
+def test_without_an_overlap_the_best_stay(keep: int, multi_label: bool) -> None:
+    scores, boxes = random_predictions()
+    keys = {"score_threshold": 0.35, "keep": keep, "multi_label": multi_label}
+    nms = NMSConfig(iou_threshold=None, **keys)
+    rows, count = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
+    want = [nms_of_one_image(s, b, nms) for s, b in zip(scores, boxes)]
+    assert count.tolist() == [len(w) for w in want] and count.dtype == paddle.int32
+    best_first = [w[np.argsort(-w[:, 1], kind="stable")] for w in want]
+    np.testing.assert_allclose(rows.numpy(), np.concatenate(best_first), atol=1e-6)
 
 
 def test_without_multi_label_a_prediction_appears_once_and_as_its_best_class() -> None:
@@ -74,9 +89,12 @@ def test_nothing_above_the_threshold_is_an_empty_result() -> None:
     assert rows.shape == [0, 6] and count.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("overlap", [0.7, None])
 @pytest.mark.parametrize("multi_label", [True, False])
-def test_a_saved_graph_suppresses_like_eager(tmp_path: Path, multi_label: bool) -> None:
-    nms = NMSConfig(score_threshold=0.3, multi_label=multi_label)
+def test_a_saved_graph_suppresses_like_eager(
+    tmp_path: Path, multi_label: bool, overlap: float | None
+) -> None:
+    nms = NMSConfig(score_threshold=0.3, multi_label=multi_label, iou_threshold=overlap)
 
     class Suppress(paddle.nn.Layer):
         def forward(self, scores: paddle.Tensor, boxes: paddle.Tensor) -> tuple:

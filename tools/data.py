@@ -210,7 +210,7 @@ def stats(arguments: argparse.Namespace) -> None:
         split: summary(dataset, objects[split], boxes=boxes) for split, dataset in sets.items()
     }
     for split, dataset in sets.items():
-        print(f"{split}: {dataset.source}")
+        print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
     both = zip(*(overview(counts) for counts in report.values()))
     table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
     columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
@@ -234,6 +234,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     config = load(arguments)
     epochs = math.ceil(config.train.epochs)
+    augment = config.data.augment.stretched(config.train.phases_factor)
     if arguments.epoch >= epochs:
         raise errors.ConfigError(
             f"--epoch {arguments.epoch}: the run has {epochs} (train.epochs), counted from 0; "
@@ -260,9 +261,9 @@ def show(arguments: argparse.Namespace) -> None:
     else:
         pictures = training_pictures(
             dataset,
-            config.data,
+            config.data.model_copy(update={"augment": augment}),
             sizes=config.train.multi_scale or (config.model.image_size,),
-            batch_size=config.train.batch_size_per_card,
+            batch_size=config.train.images_per_card,
             seed=config.seed,
             epochs=epochs,
             epoch=arguments.epoch,
@@ -289,7 +290,7 @@ def split(arguments: argparse.Namespace) -> None:
 
     shares = shares_of(arguments.parts)
     config = source_of(arguments)
-    dataset = read_split(config, "train")
+    dataset = read_split(config, "train", whole=True)
     group_N = groups_of_one_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)

@@ -26,7 +26,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics here")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the metrics here, and of how many images")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
                         help="write COCO results here; of a classifier: the best five classes "
                         "of each image")  # fmt: skip
@@ -68,7 +69,10 @@ def main() -> int:
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
-    evaluator = build_evaluator(config, dist.together(load), model, pictures)
+    dataset = dist.together(load)
+    if dataset.limited and dist.is_main():
+        print(f"ppdist: {dataset.limited}", file=sys.stderr)
+    evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
     if slow and dist.is_main():
         print(f"ppdist: {slow}", file=sys.stderr)
@@ -82,7 +86,8 @@ def main() -> int:
         analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
         print(json.dumps(metrics, indent=1))
         if arguments.json:
-            write_json(arguments.json, metrics)
+            on = {"images": len(dataset.records), "limit": config.data.val.limit}
+            write_json(arguments.json, {**metrics, **on})
         if arguments.save_detections:
             evaluator.save(arguments.save_detections, found)
         if arguments.out:

@@ -148,6 +148,8 @@ def calibration_of(
     from ppdist.samples import Pictures, readable, spread
 
     dataset = read_split(config.data, "train", config.model.num_classes)
+    if dataset.limited:
+        print(f"ppdist: calibration: {dataset.limited}", file=sys.stderr)
     records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, warn)
     if not records:
         raise errors.DataError(

@@ -94,7 +94,7 @@ def of_config(arguments: argparse.Namespace) -> "Report":
     spec = describe(config, validation_set(config, warn))
     if spec.task == "classify":
         return Classes(arguments.out, spec, EagerClassifier(model), warn)
-    return Objects(arguments.out, spec, EagerPredictor(model, config.nms), threshold, warn)
+    return Objects(arguments.out, spec, EagerPredictor(model, config.suppression), threshold, warn)
 
 
 def of_export(arguments: argparse.Namespace) -> "Report":

@@ -44,12 +44,16 @@ std::vector<Box> suppress(const float* scores, const float* boxes, size_t predic
                           size_t classes, const Nms& nms) {
     std::vector<Box> kept;
     for (auto& found : by_class(scores, boxes, predictions, classes, nms)) {
+        if (!nms.iou_threshold) {
+            kept.insert(kept.end(), found.begin(), found.end());
+            continue;
+        }
         std::stable_sort(found.begin(), found.end(), better);
         if (found.size() > nms.candidates) found.resize(nms.candidates);
         const auto first = static_cast<std::ptrdiff_t>(kept.size());
         for (const Box& box : found) {
             const bool stays = std::all_of(kept.begin() + first, kept.end(), [&](const Box& other) {
-                return overlap(box, other) <= nms.iou_threshold;  // false where not a number
+                return overlap(box, other) <= *nms.iou_threshold;  // false where not a number
             });
             if (stays) kept.push_back(box);
         }

@@ -14,7 +14,7 @@ struct Box {
     float x1, y1, x2, y2;  // pixels: of the input, or of the image
 };
 
-// Non-maximum suppression within each class, of one image.
+// Non-maximum suppression within each class, of one image; or without a threshold the best of all.
 //
 // scores: [predictions, classes], 0..1; boxes: [predictions, 4], x1 y1 x2 y2.
 // Returns: best first; of equal scores those of a smaller class.

@@ -28,8 +28,10 @@ void require(const json& section, const char* key, const std::string& expected) 
 }
 
 Nms nms_of(const json& section) {
-    return {section.at("score_threshold"), section.at("iou_threshold"), section.at("candidates"),
-            section.at("keep"), section.at("multi_label")};
+    std::optional<float> overlap;
+    if (has(section, "iou_threshold")) overlap = section.at("iou_threshold").get<float>();
+    return {section.at("score_threshold"), overlap, section.at("candidates"), section.at("keep"),
+            section.at("multi_label")};
 }
 
 Spec spec_of(const json& content, const std::filesystem::path& directory, bool int8) {

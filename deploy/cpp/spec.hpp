@@ -25,7 +25,8 @@ struct Normalisation {
 // Non-maximum suppression within each class.
 struct Nms {
     float score_threshold;  // predictions must score more
-    float iou_threshold;    // of two boxes that overlap more, the better stays
+    std::optional<float> iou_threshold;  // of two boxes that overlap more, the better stays;
+                                         // none: nothing is suppressed, the best stay
     size_t candidates;      // best boxes of a class that enter
     size_t keep;            // best boxes of the image that leave
     bool multi_label;       // false: a prediction counts for its best class only

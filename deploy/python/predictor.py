@@ -202,7 +202,8 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
 
     A prediction counts for every class whose score is above `score_threshold` (with `multi_label`
     off: for its best only); of each class the best `candidates` compete; one whose IoU with a
-    better kept one of its class is above `iou_threshold` goes; the best `keep` of all stay.
+    better kept one of its class is above `iou_threshold` goes; the best `keep` of all stay.  With
+    null for `iou_threshold` none goes for another, and `candidates` means nothing.
 
     Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, of equals the lower class.
     """
@@ -212,6 +213,10 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
         scores_NC = np.where(np.arange(scores_NC.shape[1]) == best_N[:, None], only_N1, 0)
     index_P, labels_P = np.nonzero(scores_NC > nms["score_threshold"])
     scores_P = scores_NC[index_P, labels_P]
+    if nms["iou_threshold"] is None:
+        best = np.lexsort((index_P, labels_P, -scores_P))[: nms["keep"]]
+        columns = [labels_P[best], scores_P[best], boxes_N4[index_P[best]]]
+        return np.column_stack(columns).astype(np.float32)
     order_P = np.lexsort((index_P, -scores_P, labels_P))  # class after class, each best first
     place_P = np.arange(len(order_P)) - np.searchsorted(labels_P[order_P], labels_P[order_P])
     order_P = order_P[place_P < nms["candidates"]]

@@ -15,6 +15,7 @@ from ppdist.data.formats.folder import read_csv, read_folder
 from ppdist.data.formats.raw import Complain, RawImage, RawObject, RawSet
 from ppdist.data.formats.voc import read_voc
 from ppdist.data.formats.yolo import read_yolo
+from ppdist.data.limit import limited
 from ppdist.data.sample import DetectionSet
 from ppdist.data.sampling import SamplingConfig
 from ppdist.errors import DataError
@@ -37,6 +38,14 @@ class SplitConfig(Section):
         "`IMAGE XML`). yolo: the folder of label files, or a list of image paths whose labels "
         "are in labels/ in place of images/. csv: a file of lines `path,label`, paths relative "
         "to images. folder: not used.",
+    )
+    limit: int | None = Field(
+        default=None,
+        gt=0,
+        description="Use so many of the images instead of all (checking, converting and splitting "
+        "the files still see all): the same ones whatever `seed` is, those of a smaller limit "
+        "among those of a larger one, and with an object of every class where so few suffice for "
+        "that. null: all.",
     )
 
 
@@ -128,16 +137,19 @@ def read_split(
     num_classes: int | None = None,
     *,
     masks: bool = False,
+    whole: bool = False,
 ) -> DetectionSet:
     """Reads one split; every rank reads the same files and gets the same set.
 
     Args:
         num_classes: what the model has; the data must have as many.  None: any.
         masks: keep the outlines of objects.
+        whole: all images, whatever the split's `limit`.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
     _check_folder(config, split)
-    dataset = _settled(config, split, masks)
+    limit = None if whole else (config.train if split == "train" else config.val).limit
+    dataset = limited(_settled(config, split, masks), limit, f"data.{split}.limit")
     check_files(dataset)
     if num_classes is not None:
         check_classes(dataset, num_classes)

@@ -34,8 +34,9 @@ class DetectionSet:
 
     category_ids: what a COCO result file calls each class; source: the file or folder that a
     message about this set names; notes: one line for each kind of defect that was put right;
-    unreadable: position in records -> why that image is never to be opened (a check found it),
-    without its path, which may be another on another host.
+    limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
+    -> why that image is never to be opened (a check found it), without its path, which may be
+    another on another host.
     """
 
     records: Sequence[ImageRecord]
@@ -43,6 +44,7 @@ class DetectionSet:
     category_ids: tuple[int, ...]
     source: str
     notes: tuple[str, ...] = ()
+    limited: str = ""
     unreadable: Mapping[int, str] = field(default_factory=dict)
 
 

@@ -112,6 +112,7 @@ def summary(dataset: DetectionSet, objects: Objects, *, boxes: bool = True) -> d
         "images": len(dataset.records),
         "classes": _classes(dataset, objects, boxes),
         "notes": [note.removeprefix(f"{dataset.source}: ") for note in dataset.notes],
+        "limited": dataset.limited or None,
     }
     return {**found, **_of_images(objects), **_of_boxes(objects)} if boxes else found
 

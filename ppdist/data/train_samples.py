@@ -17,7 +17,7 @@ from ppdist.data.augment.canvas import Canvas
 from ppdist.data.augment.combine import Donor, behind, copy_paste, cutmix, donor_of, mixup
 from ppdist.data.augment.config import AugmentConfig
 from ppdist.data.augment.effects import blurred, erased, without_colours
-from ppdist.data.augment.mosaic import Slot, canvas_of, cell_of, random_slots, tile
+from ppdist.data.augment.mosaic import Slot, random_layout, tile
 from ppdist.data.augment.original import Original, original_of, random_turn, turned_sides
 from ppdist.data.augment.transforms import (
     Placement,
@@ -93,7 +93,7 @@ class TrainSamples(Samples):
         """
         Args:
             largest: (height, width) of the largest input of the run.
-            epochs: of the whole run; only needed where the last ones are augmented less.
+            epochs: of the whole run; needed where augmentation goes by its end or its length.
             cache: of the images as `reductions` says.
         Raises: ValueError: it is needed and was not given.
         """
@@ -103,8 +103,11 @@ class TrainSamples(Samples):
             reductions_N=reductions(dataset, augment, largest, resize),
             cache=cache,
         )
-        if augment.counts_back and epochs is None:
-            raise ValueError("close_mosaic_epochs, plain_epochs: the length of the run is needed")
+        if augment.needs_length and epochs is None:
+            raise ValueError(
+                "close_mosaic_epochs, plain_epochs: the length of the run is needed, and for "
+                "shares of it in combine_epochs"
+            )
         self._augment = augment
         self._epochs = epochs
         self._by_epoch: dict[int, AugmentConfig] = {}
@@ -222,19 +225,20 @@ class TrainSamples(Samples):
         images = augment.mosaic_images
         others = rng.integers(len(self._dataset.records), size=images - 1)
         order = rng.permutation(images)
-        slots = random_slots(images, size, rng)
+        layout = random_layout(images, augment.mosaic_whole, size, rng)
         mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
-        view = random_view(canvas_of(size), size, augment.affine, (mirror_x, mirror_y), rng)
-        canvas, used, cell = Canvas(size), [], cell_of(images, size)
+        view = random_view(layout.canvas, size, augment.affine, (mirror_x, mirror_y), rng)
+        canvas, used, cell = Canvas(size), [], layout.cell
         for place, wanted in zip(order, [index, *others.tolist()]):
+            slot = layout.slots[place]
             turn = random_turn(augment.rotate90, rng)
             width, height = turned_sides(self._dataset.records[wanted], turn)
-            matrix_33 = view.matrix_33 @ self._tile(slots[place], width, height, cell)
+            matrix_33 = view.matrix_33 @ self._tile(slot, width, height, cell)
             if not canvas.shows(width, height, matrix_33):
                 used.append(wanted)  # and spare the time of decoding it
                 continue
             one = self._open(wanted, turn)
-            matrix_33 = view.matrix_33 @ self._tile(slots[place], one.width, one.height, cell)
+            matrix_33 = view.matrix_33 @ self._tile(slot, one.width, one.height, cell)
             everything = (0, 0, one.width, one.height)
             matrix_33 = canvas.draw(one.image_HW3, everything, matrix_33, one.reduced)
             canvas.note(one.boxes_M4, one.labels_M, matrix_33)

@@ -38,6 +38,7 @@ def misfits(config: Any) -> Iterator[str]:
                 f"{', '.join(measured)}"
             )
     yield from _between_ranks(config)
+    yield from _of_teacher(config)
     yield from _ignored(config)
 
 
@@ -73,11 +74,30 @@ def _between_ranks(config: Any) -> Iterator[str]:
             )
 
 
+def _of_teacher(config: Any) -> Iterator[str]:
+    distill, name = config.distill, config.model.name
+    if distill is None:
+        return
+    if config.data.classifies:
+        yield "distill: teaches detectors, not classifiers; leave it out"
+    if name == "yolov5" and distill.boxes and distill.boxes.temperature is not None:
+        yield (
+            f"distill.boxes.temperature: {distill.boxes.temperature:g} softens distributions of "
+            f"sides, and model.name: {name} has none; leave it out"
+        )
+
+
 def _ignored(config: Any) -> Iterator[str]:
-    augment = config.data.augment
+    augment, train = config.data.augment, config.train
+    if train.total_batch is not None and train.accumulate_steps > 1:
+        yield (
+            f"train.accumulate_steps: {train.accumulate_steps} follows from train.total_batch: "
+            f"{train.total_batch}; leave one of them out"
+        )
     if config.data.classifies:
         of_boxes = {
             "data.augment.mosaic": augment.mosaic,
+            "data.augment.mosaic_whole": augment.mosaic_whole,
             "data.augment.mixup": augment.mixup,
             "data.augment.cutmix": augment.cutmix,
             "data.augment.copy_paste": augment.copy_paste,
@@ -95,6 +115,8 @@ def _ignored(config: Any) -> Iterator[str]:
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     yield from _of_scaling(config)
+    if config.loss.name == "ppyoloe":
+        yield from _of_ppyoloe(config)
     if config.optimizer.name == "adamw":
         of_momentum = {
             "optimizer.nesterov": config.optimizer.nesterov,
@@ -103,6 +125,32 @@ def _ignored(config: Any) -> Iterator[str]:
         for key, given in of_momentum.items():
             if given:
                 yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"
+
+
+def _of_ppyoloe(config: Any) -> Iterator[str]:
+    loss = config.loss
+    if loss.one_to_many_weight is not None and not getattr(config.model, "one_to_one", False):
+        yield (
+            "loss.one_to_many_weight: means nothing without model.one_to_one: true; set that too"
+        )
+    for key in ("iou_threshold", "candidates"):
+        default = type(config.nms).model_fields[key].default
+        if getattr(config.nms, key) not in (default, None) and config.suppression != config.nms:
+            yield (
+                f"nms.{key}: means nothing to model.one_to_one: true, which needs no suppression; "
+                f"leave it out"
+            )
+    if loss.class_loss != "mal" and loss.mal_gamma != type(loss)().mal_gamma:
+        yield (
+            f"loss.mal_gamma: {loss.mal_gamma:g} means nothing to loss.class_loss: "
+            f"{loss.class_loss}; set loss.class_loss: mal too"
+        )
+    if loss.tal_radius is not None and loss.small_object_floor is not None:
+        yield (
+            f"loss.tal_radius: {loss.tal_radius:g} and loss.small_object_floor: "
+            f"{loss.small_object_floor:g} are two ways to say which cells an object may name; "
+            f"choose one"
+        )
 
 
 def _of_scaling(config: Any) -> Iterator[str]:
@@ -140,9 +188,37 @@ def _of_scaling(config: Any) -> Iterator[str]:
             )
 
 
-def surprises(config: Any) -> Iterator[str]:
-    """What a configuration does that its author may not expect; the run goes on all the same."""
-    augment, epochs = config.data.augment, math.ceil(config.train.epochs)
+def surprises(config: Any, begins: bool) -> Iterator[str]:
+    """What a configuration does that its author may not expect; the run goes on all the same.
+
+    Args: begins: the weights are fresh or those of model.pretrained, not of a checkpoint.
+    """
+    if begins and not config.model.pretrained:
+        remedy = "set model.pretrained to a weight file or the output_dir of a run"
+        if config.train.freeze is not None:
+            yield f"train.freeze holds on to weights that nobody has trained; {remedy}"
+        if config.optimizer.layer_decay is not None:
+            yield (
+                f"optimizer.layer_decay: {config.optimizer.layer_decay:g} slows down the layers "
+                f"near the image, whose weights nobody has trained; {remedy}"
+            )
+    yield from _of_augmentation(config)
+
+
+def _of_augmentation(config: Any) -> Iterator[str]:
+    epochs, written = math.ceil(config.train.epochs), config.data.augment
+    if written.mosaic_whole and not written.mosaic:
+        yield (
+            "data.augment.mosaic_whole: true means nothing without data.augment.mosaic, the chance "
+            "of a mosaic"
+        )
+    window = written.combine_epochs
+    if window == (0, 1) and isinstance(window[1], int) and epochs > 1:
+        yield (
+            "data.augment.combine_epochs: [0, 1] is the first epoch alone; the whole run is "
+            "[0.0, 1.0] or null"
+        )
+    augment = written.stretched(config.train.phases_factor)
     by_epoch = [augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
     for name in COMBINES:
         chance = getattr(augment, name)

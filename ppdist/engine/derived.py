@@ -43,6 +43,7 @@ class Derived:
     reference_batch: int
     epochs: float  # as the configuration writes them
     stretch: float  # epochs of this run / epochs as written
+    phases_stretch: float  # stretch x train.phases_factor: of phases in epochs / as written
     ema_decay: Decay
     schedule: Schedule
     compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
@@ -62,8 +63,9 @@ class Derived:
     @property
     def steps_per_written_epoch(self) -> float:
         """Optimizer steps for what the configuration counts in epochs of its own length: phases of
-        the loss, drops of the rate.  More than `steps_per_epoch` where the run was lengthened."""
-        return self.steps_per_epoch * self.stretch
+        the loss, drops of the rate.  More than `steps_per_epoch` where the run was lengthened,
+        other than that too where they were written for a run of another length."""
+        return self.steps_per_epoch * self.phases_stretch
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, why) for the table."""
@@ -125,12 +127,13 @@ class Derived:
     def _of_length(self) -> Iterator[Fact]:
         schedule, ramp = self.schedule.config, self.ema_decay.ramp_steps
         warm = self.schedule.warmup_steps
+        written = self.phases_stretch / self.stretch
         yield Fact(
             "warmup_steps",
             warm,
             "warm-up",
             f"{warm} steps",
-            f"{schedule.warmup_epochs:g} epochs at the reference batch, compensation "
+            f"{schedule.warmup_epochs * written:g} epochs at the reference batch, compensation "
             f"{schedule.warmup_compensation}{self._warmup_bounds()}: {self._images(warm)} "
             f"images ({warm / self.steps_per_epoch:.2f} epochs)",
         )
@@ -155,6 +158,11 @@ class Derived:
             why += (
                 f", {self.stretch:.4g} x the {self.epochs:g} epochs written, and so for all phases "
                 f"in epochs (train.epochs_compensation)"
+            )
+        if written != 1:
+            why += (
+                f"; phases in epochs are {self.phases_stretch:.4g} x as long as written "
+                f"(train.phases_for_epochs)"
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
 
@@ -183,26 +191,27 @@ def derive(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     ema: EMAConfig,
+    phases_factor: float = 1.0,
 ) -> Derived:
     """Turns epochs and reference values into steps and rates; the only place that does.
 
+    Args: phases_factor: `epochs` / those that warm-up and other phases were written for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
     total_batch = world * batch_size_per_card * accumulate_steps
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
-    noise_scale = optimizer.noise_scale if epochs_compensation == "auto" else None
-    stretch = _stretch(epochs, total_batch, reference, noise_scale)
+    lengthens = epochs_compensation == "auto"
+    stretch = _stretch(epochs, total_batch, reference, optimizer.noise_scale if lengthens else None)
     schedule_steps = round(epochs * stretch * steps_per_epoch)
     if schedule_steps < 1:
         raise ConfigError(f"train.epochs: {epochs:g} epochs of {steps_per_epoch} steps are no step")
     scaled = _scaled(optimizer, total_batch, reference)
+    warmup = schedule.warmup_epochs * phases_factor
 
     def warmup_steps(compensation: str) -> int:
-        warm = _warmup_epochs(schedule, compensation, scaled, dataset_size, total_batch, reference)
-        # Counted in steps of this run's epochs, whose last step may be smaller than the others.
-        steps = max(round(warm * steps_per_epoch), schedule.warmup_least_steps)
-        return min(steps, schedule_steps // 2)
+        steps = _warmup_steps(warmup, compensation, scaled, dataset_size, total_batch, reference)
+        return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
 
     return Derived(
         world=world,
@@ -215,6 +224,7 @@ def derive(
         reference_batch=reference,
         epochs=epochs,
         stretch=stretch,
+        phases_stretch=stretch * phases_factor,
         ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
         schedule=Schedule(
             config=schedule,
@@ -223,7 +233,7 @@ def derive(
             bias_start_lr=(schedule.warmup_bias_lr or 0.0) * scaled.lr / optimizer.lr,
             warmup_steps=warmup_steps(schedule.warmup_compensation),
             total_steps=schedule_steps,
-            steps_per_epoch=steps_per_epoch * stretch,
+            steps_per_epoch=steps_per_epoch * stretch * phases_factor,
         ),
         compensated_warmup=warmup_steps("auto"),
         optimizer=optimizer,
@@ -241,19 +251,18 @@ def _stretch(epochs: float, total: int, reference: int, noise_scale: float | Non
     return math.ceil(epochs * factor - 1e-9) / epochs
 
 
-def _warmup_epochs(
-    schedule: ScheduleConfig,
+def _warmup_steps(
+    epochs: float,
     compensation: str,
     scaled: OptimizerConfig,
     dataset_size: int,
     total: int,
     reference: int,
-) -> float:
+) -> int:
     beta2 = scaled.betas[1] if scaled.name == "adamw" else None
-    images = warmup_images(
-        schedule.warmup_epochs, dataset_size, total, reference, compensation, beta2
-    )
-    return images / dataset_size
+    images = warmup_images(epochs, dataset_size, total, reference, compensation, beta2)
+    # Counted in steps of this run's epochs, whose last step may be smaller than the others.
+    return round(images / dataset_size * math.ceil(dataset_size / total))
 
 
 def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> OptimizerConfig:

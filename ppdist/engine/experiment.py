@@ -9,21 +9,25 @@ import paddle
 
 from ppdist import dist, models, run_lock
 from ppdist.config import dump_yaml
+from ppdist.data.limit import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.advice import advice
 from ppdist.engine.anchors import better_anchors
+from ppdist.engine.auto_batch import settle_batch
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.compatible import surprises
 from ppdist.engine.derived import Derived, derive
+from ppdist.engine.distillation import build_distillation
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.experiment_config import LOSSES, ExperimentConfig
 from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
 from ppdist.engine.hyper_parameters import hyper_parameters, settings
-from ppdist.engine.preflight import preflight
+from ppdist.engine.memory_estimate import Estimate, estimate, tell_memory
+from ppdist.engine.preflight import keep_sources, preflight
 from ppdist.engine.resume import AUTO, find_start, own_folder, settle_run, tell
 from ppdist.engine.step import TrainStep
 from ppdist.engine.trainer import Trainer
@@ -34,11 +38,13 @@ from ppdist.losses import Loss
 from ppdist.losses.yolov5 import YOLOv5LossConfig
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.detector import ImageModel
+from ppdist.models.freeze import freeze, freezing, frozen_keys
 from ppdist.models.pretrained import LoadReport, load_weights
 from ppdist.models.sync_bn import synchronize_batch_norm
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
 from ppdist.optim.build import build_averaging, build_sharding, last_step
 from ppdist.optim.ema import EMA
+from ppdist.optim.layer_decay import layer_rates
 from ppdist.optim.optimizer import build_optimizer
 
 
@@ -92,7 +98,7 @@ def build_evaluator(
     measured = None if loss is None else ValidationLoss(loss, loader)
     if config.data.classifies:
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
-    return Evaluator(dataset, loader, config.nms, max_pictures=max_pictures, loss=measured)
+    return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
 
 
 def build_training(
@@ -124,11 +130,14 @@ def build_training(
     # Where there is nothing yet, nothing is made before this run is known to begin.
     noticed += dist.on_main(lambda: run_lock.hold(output_dir) if output_dir.exists() else [])
     start = find_start(resume, output_dir, config, resume_changed)
+    begins = start.snapshot is None
     train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
     bad_images = BadImages(train_set, config.data.bad_images_limit)
+    images = images_of_epoch(train_set, config.data.sampling)
+    config, said = settle_batch(config, train_set.records, images, start.snapshot)
     model = build_model(config)
-    loaded = _load_pretrained(config, model) if start.snapshot is None else None
-    derived = derive_run(config, images_of_epoch(train_set, config.data.sampling))
+    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, begins)]
+    derived = derive_run(config, images)
     mark = fingerprint(train_set, config.data.root)
     run = settle_run(start, derived, len(train_set.records), mark, resume_changed)
     bad_images.known |= run.bad_images
@@ -138,11 +147,8 @@ def build_training(
     log = dist.together(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in (*noticed, *start.warnings, *found, *surprises(config)):
-            log.warning(warning)
-        if loaded:
-            log.info(f"{loaded}")
-        if start.snapshot is None:
+        _say_found([*noticed, *start.warnings, *found, *surprises(config, begins)], said, log)
+        if begins:
             _settle_anchors(config, model, train_set, log)
         trainer = _build_trainer(
             config, derived, model, train_set, val_set, bad_images, log, output_dir
@@ -168,11 +174,14 @@ def _build_trainer(
     output_dir: Path,
 ) -> Trainer:
     """The loop around a model that has its weights; every rank builds one."""
+    tell_memory(lambda: _expected(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
         log.warning(slow)
     train_step, evaluator = build_train_step(config, derived, model), None
+    if train_step.distillation is not None:
+        log.info(f"{train_step.distillation}")
     if val_set is not None:
         pictures = config.log.images if dist.is_main() else 0  # nobody else shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
@@ -209,11 +218,47 @@ def _say_derived(
         log.warning(warning)
 
 
+def _expected(config: ExperimentConfig, derived: Derived, model: ImageModel) -> Estimate:
+    """Of a model as built, for this rank."""
+    return estimate(
+        model,
+        images=derived.batch_size_per_card,
+        sizes=config.train.multi_scale or (config.model.image_size,),
+        moments=1 if config.optimizer.name == "momentum" else 2,
+        averaged=config.train.ema.enabled,
+        amp=config.train.amp,
+        frozen=frozen_keys(model, config.train.freeze),
+    )
+
+
 def _open_log(
     config: ExperimentConfig, output_dir: Path, derived: Derived, start: int | None
 ) -> RunLog:
     total, per_epoch = derived.total_steps, derived.steps_per_epoch
     return RunLog(output_dir, dist.is_main(), total, per_epoch, config.log, start)
+
+
+def _prepare(
+    config: ExperimentConfig, model: ImageModel, output_dir: Path, begins: bool
+) -> list[str]:
+    """What is done to a fresh model; every rank calls it.
+
+    Args: begins: the run has no checkpoint to go on from.
+    Returns: lines for the log.
+    """
+    if begins:
+        dist.together(lambda: keep_sources(config, output_dir))
+    tuned = freezing(model, config.train.freeze)
+    tuned = [*tuned, *layer_rates(model, config.optimizer.layer_decay)]
+    loaded = _load_pretrained(config, model) if begins else None
+    return [*([f"{loaded}"] if loaded else []), *tuned]
+
+
+def _say_found(warnings: list[str], lines: list[str], log: RunLog) -> None:
+    for warning in warnings:
+        log.warning(warning)
+    for line in lines:
+        log.info(line)
 
 
 def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
@@ -230,13 +275,19 @@ def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport 
 def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageModel) -> TrainStep:
     """Model, loss, optimizer and average as one optimizer step; every rank builds one."""
     train = config.train
+    frozen = freeze(model, train.freeze)
+    distillation = build_distillation(config.distill, config.model, model, config.seed)
     if train.sync_bn:
         model = synchronize_batch_norm(model)
     low_precision = train.amp.enabled and train.amp.level == "O2"
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = LOSSES[config.model.name].build(
-        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
+        config.loss,
+        model,
+        derived.steps_per_written_epoch,
+        derived.reference_batch,
+        derived.schedule.total_steps,
     )
     optimizer = build_optimizer(
         model, derived.scaled, derived.schedule.peak_lr, master_weights=low_precision
@@ -246,13 +297,14 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
         model=model,
         loss=loss,
         optimizer=optimizer,
-        ema=EMA(model, derived.ema_decay) if train.ema.enabled else None,
+        ema=EMA(model, derived.ema_decay, frozen) if train.ema.enabled else None,
         amp=train.amp,
         clip_norm=train.clip_norm,
         averaging=build_averaging(config.distributed, trained, optimizer, derived.total_steps),
         sharding=build_sharding(config.distributed, trained),
-        loss_divisor=float(train.batch_size_per_card),
+        loss_divisor=float(train.images_per_card),
         average_statistics=not train.sync_bn or dist.world_size() == 1,
+        distillation=distillation,
     )
 
 
@@ -263,7 +315,7 @@ def build_feed(
 
     Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
     """
-    augment = config.data.augment.stretched(derived.stretch)
+    augment = config.data.augment.stretched(derived.phases_stretch)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and dist.is_main() and config.log.images:
         pictures = BatchPictures(plots, train_set.class_names, data, derived)
@@ -275,9 +327,10 @@ def derive_run(config: ExperimentConfig, dataset_size: int) -> Derived:
     return derive(
         world=dist.world_size(),
         dataset_size=dataset_size,
-        batch_size_per_card=config.train.batch_size_per_card,
-        accumulate_steps=config.train.accumulate_steps,
+        batch_size_per_card=config.train.images_per_card,
+        accumulate_steps=config.train.micro_steps(dist.world_size()),
         epochs=config.train.epochs,
+        phases_factor=config.train.phases_factor,
         epochs_compensation=config.train.epochs_compensation,
         max_steps=last_step(config.train.max_steps, config.distributed),
         optimizer=config.optimizer,

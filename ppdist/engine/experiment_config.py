@@ -10,6 +10,7 @@ from ppdist.config import Section
 from ppdist.config_yaml import Node, merge
 from ppdist.data.dataset import DataConfig
 from ppdist.engine.compatible import misfits
+from ppdist.engine.distillation import DistillConfig
 from ppdist.engine.early_stopping import EarlyStoppingConfig
 from ppdist.engine.evaluator import EvaluateConfig
 from ppdist.engine.train_config import TrainConfig
@@ -19,6 +20,7 @@ from ppdist.losses.classification import ClassificationLoss, ClassificationLossC
 from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
 from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
 from ppdist.models import ModelConfig
+from ppdist.models.ppyoloe import PPYOLOEConfig
 from ppdist.optim.optimizer import OptimizerConfig
 from ppdist.optim.schedule import ScheduleConfig
 from ppdist.postprocess import NMSConfig
@@ -51,6 +53,9 @@ class ExperimentConfig(Section):
     loss: Annotated[LossConfig, Field(discriminator="name")] = Field(
         default=PPYOLOELossConfig(), description="Training loss, that of the model."
     )
+    distill: DistillConfig | None = Field(
+        default=None, description="A teacher to learn from besides the ground truth; null: none."
+    )
     train: TrainConfig = Field(default=TrainConfig(), description="Length, batch, numerics.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate.")
@@ -64,6 +69,14 @@ class ExperimentConfig(Section):
     )
     nms: NMSConfig = Field(default=NMSConfig(), description="Non-maximum suppression.")
     log: LogConfig = Field(default=LogConfig(), description="Progress, curves, images.")
+
+    @property
+    def suppression(self) -> NMSConfig:
+        """What leaves the predictions of this model that count, wherever it predicts: `nms`, for a
+        one-to-one head without any suppression."""
+        if isinstance(self.model, PPYOLOEConfig) and self.model.one_to_one:
+            return self.nms.model_copy(update={"iou_threshold": None})
+        return self.nms
 
     @classmethod
     def completed(cls, tree: Node) -> Node:

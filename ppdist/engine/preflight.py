@@ -30,6 +30,7 @@ from ppdist.data.cores import available_memory
 from ppdist.errors import ConfigError, LaunchError
 from ppdist.files import digest_of_file
 from ppdist.joining import interfaces
+from ppdist.models.weight_files import checkpoint_of
 from ppdist.own_keys import HOSTS_OWN_KEYS
 
 Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
@@ -89,6 +90,23 @@ def preflight(
     first_of_host = hosts_W.index(hosts_W[dist.rank()]) == dist.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []
     return [warning for host in dist.exchange(mine) for warning in host]
+
+
+def keep_sources(config: Any, output_dir: Path) -> None:
+    """For a run that begins anew, and sets aside the checkpoints it finds in its output_dir.
+
+    Raises: ConfigError: what it learns from is one of them.
+    """
+    own = (output_dir / "checkpoints").resolve()
+    sources = {"model.pretrained": config.model.pretrained}
+    if config.distill is not None:
+        sources["distill.teacher"] = config.distill.teacher
+    for key, source in sources.items():
+        if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
+            raise ConfigError(
+                f"{key}: {source} is in {output_dir}, where this run would write; give the new run "
+                f"a folder of its own: -o output_dir=PATH (to go on with the run there: --resume)"
+            )
 
 
 def check_precision(config: Any) -> None:
@@ -189,9 +207,15 @@ def flat_config(config: Any) -> Facts:
     """Key path -> JSON of its value, of the keys that every rank must have alike."""
     flat = dict(flattened("", config.model_dump(mode="json")))
     facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
-    weights = config.model.pretrained
-    if weights:
-        facts["model.pretrained (its content)"] = digest_of_file(Path(weights))
+    files = {"model.pretrained": config.model.pretrained}
+    if config.distill is not None:
+        files["distill.teacher"] = config.distill.teacher
+    for key, path in files.items():
+        if path:
+            weights = checkpoint_of(Path(path))
+            # The manifest holds checksums.
+            content = weights / "manifest.json" if weights.is_dir() else weights
+            facts[f"{key} (its content)"] = digest_of_file(content)
     return facts
 
 

@@ -11,11 +11,12 @@ import paddle
 from ppdist import dist
 from ppdist.checkpoint import Snapshot
 from ppdist.engine.derived import Derived
+from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import LossCurves, Standing
 from ppdist.engine.feed import ClassScores
 from ppdist.engine.step import TrainStep
 from ppdist.errors import CheckpointError
-from ppdist.optim.optimizer import load_optimizer_arrays, optimizer_arrays
+from ppdist.optim.optimizer import load_optimizer_arrays, of_trained, optimizer_arrays
 
 
 @dataclass
@@ -79,6 +80,7 @@ def take(step: TrainStep, progress: Progress, derived: Derived) -> Snapshot:
         "step": progress.step,
         "epoch": progress.step / derived.steps_per_epoch,
         "total_batch": derived.total_batch,
+        "batch_size_per_card": derived.batch_size_per_card,
         "world": derived.world,
         "bucket_mb": dist.bucket_mb(),
         "best": progress.best if math.isfinite(progress.best) else None,
@@ -94,17 +96,18 @@ def take(step: TrainStep, progress: Progress, derived: Derived) -> Snapshot:
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
     }
-    return Snapshot(progress.step, groups, state)
+    return Snapshot(progress.step, _apart(groups), state)
 
 
 def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
     """Gives a run what was taken from one with as many images in a step; every rank calls it.
 
-    Returns: where the run is now; a warning, if something was lost on the way.
+    Returns: where the run is now; a warning, if something was lost or begun on the way.
     Raises: CheckpointError: it belongs to a model of another shape, or is not whole.
     """
     state = saved.state
-    arrays = saved.arrays("model") or {}
+    groups = _together(saved, step.distillation)
+    arrays = groups["model"] or {}
     live = {key: list(value.shape) for key, value in step.model.state_dict().items()}
     there = {key: list(value.shape) for key, value in arrays.items()}
     if live != there:
@@ -114,7 +117,7 @@ def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
             f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here; "
             f"resume with the configuration the run was started with"
         )
-    optimizer_state = saved.arrays("optimizer")
+    optimizer_state = groups["optimizer"]
     if optimizer_state is None:
         raise CheckpointError(
             f"the checkpoint of step {state['step']} has no optimizer.safetensors, without which "
@@ -122,12 +125,13 @@ def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
             f"model.pretrained=PATH"
         )
     copy_into(step.model.state_dict(), arrays)
+    optimizer_state, begun = of_trained(step.optimizer, step.model, optimizer_state)
     if step.sharding is not None:
         optimizer_state = step.sharding.mine(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
     lost = step.averaging.load(saved.arrays("averaging") or {})
     if step.ema is not None:  # without an average in it, a new one starts at its weights
-        step.ema.load(saved.arrays("ema") or arrays, state["ema_updates"])
+        step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     progress = Progress(
@@ -144,7 +148,50 @@ def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
         standing=Standing(**state["standing"]) if state.get("standing") else None,
         losses=LossCurves(**state.get("losses", {})),
     )
-    return progress, lost
+    return progress, "; ".join(filter(None, [begun, lost]))
+
+
+_Groups = dict[str, dict[str, np.ndarray]]
+_OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
+
+
+def _apart(groups: _Groups) -> _Groups:
+    """What only distillation needs in a group of its own, `<group>/<key>`, so that weights and
+    average are those of a model that was never taught, and its optimizer's state, too."""
+    own: dict[str, np.ndarray] = {}
+    kept: _Groups = {}
+    for name in ("model", "optimizer", "ema"):
+        for key, array in groups.get(name, {}).items():
+            if key.startswith(_OWN):
+                own[f"{name}/{key}"] = array
+            else:
+                kept.setdefault(name, {})[key] = array
+    return groups | kept | ({"distillation": own} if own else {})
+
+
+def _together(
+    saved: Snapshot, distillation: Distillation | None
+) -> dict[str, dict[str, np.ndarray] | None]:
+    """The groups as they were before `_apart`; without a teacher, without what it needs.
+
+    Raises: CheckpointError: there is a teacher now whose adapters the checkpoint lacks.
+    """
+    groups = {name: saved.arrays(name) for name in ("model", "optimizer", "ema")}
+    if distillation is None or not distillation.adapts:
+        return groups
+    own = saved.arrays("distillation")
+    if own is None:
+        raise CheckpointError(
+            f"the checkpoint of step {saved.state['step']} has no distillation.safetensors, which "
+            f"distill.features needs: it was trained without; set distill.features: null, or begin "
+            f"a new run with its weights: model.pretrained=PATH"
+        )
+    for entry, array in own.items():
+        name, _, key = entry.partition("/")
+        there = groups[name]
+        if there is not None:  # there may be no average
+            groups[name] = there | {key: array}
+    return groups
 
 
 def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> None:

@@ -11,8 +11,11 @@ from paddle import nn
 
 from ppdist import dist, pulse
 from ppdist.data.sample import Batch
+from ppdist.engine import terms
+from ppdist.engine.distillation import Distillation
 from ppdist.engine.out_of_memory import is_out_of_memory
 from ppdist.engine.precision import AmpConfig, loss_scale, lower_scale, make_float32
+from ppdist.engine.terms import Divided
 from ppdist.losses import Loss, LossOutput
 from ppdist.models.detector import ImageModel
 from ppdist.optim.averaging import Averaging
@@ -68,7 +71,8 @@ class TrainStep:
         g = sum over ranks and micro-batches of grad(total) / max(1, sum of normalizers)
 
     which is the gradient of one rank with one large batch, however the images were dealt out.
-    A loss that knows its divisors from the targets alone gets them summed beforehand instead.
+    A loss that knows its divisors from the targets alone gets them summed beforehand instead, and
+    parameters that a term with a normalizer of its own trains, and nothing else, have that divisor.
     Every rank calls the step with the same number of micro-batches and reaches the same
     collectives: one gradient all-reduce (inside the last backward, or after it) and one or two
     small ones.
@@ -87,6 +91,7 @@ class TrainStep:
         sharding: Sharding | None,
         loss_divisor: float,
         average_statistics: bool,
+        distillation: Distillation | None = None,
     ) -> None:
         """
         Args:
@@ -95,6 +100,7 @@ class TrainStep:
             loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
             average_statistics: average running statistics of batch norm over ranks with the
                 weights, so that ranks without SyncBN stay identical.  Nothing to do on one rank.
+            distillation: a teacher; None: the ground truth alone teaches.
         """
         self.model = model
         self.wrapped = dist.wrap(model)
@@ -107,11 +113,14 @@ class TrainStep:
         self.sharding = sharding
         self._updates = 0  # since the ranks held the same weights
         self.loss_divisor = loss_divisor
+        self.distillation = distillation
         self.scaler = paddle.amp.GradScaler(
             enable=amp.enabled and amp.dtype == "float16", init_loss_scaling=1024.0
         )
         self._biases = biases(model)
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
+        named = model.named_parameters()
+        self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
         self._all_statistics = _running_statistics(model)
         self._statistics = self._all_statistics if average_statistics else []
         self._norms_meet = bool(self._all_statistics) and not average_statistics
@@ -150,19 +159,18 @@ class TrainStep:
         facts = [paddle.to_tensor(own), 1.0 - finite, *sums.values()]
         tally = dist.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
-        total_images, stops, bad, short, broken, normalizer, *values = map(float, tally)
-        divisor = max(1.0, normalizer)
+        total_images, stops, bad, short, broken, *values = map(float, tally)
+        result = terms.divided(dict(zip(sums, values, strict=True)))
         norm, applied = math.nan, False
         if not short:
-            norm, applied = self._update(rates, divisor, broken == 0)
+            norm, applied = self._update(rates, result, broken == 0)
         if not applied:
             self._undo(before)
         if not short:
             self._synchronise(step, applied)
         clock.lap("optimizer")
-        names = [name for name in sums if name != "normalizer"]
         return StepResult(
-            losses={name: value / divisor for name, value in zip(names, values)},
+            losses=result.losses,
             images=round(total_images),
             gradient_norm=norm,
             applied=applied,
@@ -206,9 +214,7 @@ class TrainStep:
                 if not fitted:
                     output = self._forward_backward(_blank(batch), step, totals, clock)
             assert output is not None
-            terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
-            for name, value in terms.items():
-                sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
+            terms.add_up(sums, output)
         return sums, fitted
 
     def _if_it_fits(
@@ -267,32 +273,37 @@ class TrainStep:
         # while any rank has images their collectives need all, so there it counts as one more.
         needed = batch.real_somewhere and not self._statistics
         self.model.train() if batch.real or needed else self.model.eval()
+        taught = None
         with paddle.amp.auto_cast(
             enable=self.amp.enabled, dtype=self.amp.dtype, level=self.amp.level
         ):
+            if self.distillation is not None:  # first: it keeps little, the student much
+                taught = self.distillation.ask(batch.images_B3HW)
+                clock.lap("teacher")
             outputs = self.wrapped(self.model.normalize(batch.images_B3HW))
         clock.lap("forward")
         output = self.loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, totals)
+        if self.distillation is not None:
+            output = self.distillation.teach(self.loss, output, outputs, taught, step, totals)
         if not batch.real:  # a rank past the end of an epoch: same graph, same collectives, no say
-            output = LossOutput(
-                total=output.total * 0.0,
-                normalizer=output.normalizer * 0.0,
-                parts={name: part * 0.0 for name, part in output.parts.items()},
-            )
+            output = terms.blank(output)
         clock.lap("loss")
         self._in_backward = True
-        self.scaler.scale(output.total / self.loss_divisor).backward()
+        self.scaler.scale(terms.whole(output) / self.loss_divisor).backward()
         clock.lap("backward")
         return output
 
     @paddle.no_grad()
-    def _update(self, rates: Rates, divisor: float, finite: bool) -> tuple[float, bool]:
+    def _update(self, rates: Rates, result: Divided, finite: bool) -> tuple[float, bool]:
         """Divides, checks, clips and applies the gradients; the same decision on every rank,
         because all ranks hold the same norm and the same tally."""
         make_float32(self._parameters)
+        for parameter in self._apart:
+            if parameter.grad is not None:
+                parameter.grad.scale_(result.apart)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         # Gradients will be the mean over ranks of grad(total / loss_divisor).
-        factor = self.loss_divisor * dist.world_size() / divisor
+        factor = self.loss_divisor * dist.world_size() / result.divisor
         scaled = factor / (loss_scale(self.scaler) or 1.0)
         self.averaging.gradients(gradients, scaled if finite else math.nan)
         self.scaler.unscale_(self.optimizer)
@@ -353,4 +364,5 @@ def _norm(gradients: list[paddle.Tensor]) -> float:
 def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
     norms = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
+    layers = [layer for layer in layers if not layer._use_global_stats]  # they never move
     return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]

@@ -1,11 +1,12 @@
 """The `train` section: length, batch and numerics of a run."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ppdist.config import Section
 from ppdist.engine.precision import AmpConfig
+from ppdist.errors import ConfigError
 from ppdist.optim.ema import EMAConfig
 
 
@@ -18,20 +19,56 @@ class TrainConfig(Section):
         gt=0,
         description="Stop after this many optimizer steps; the schedule still spans epochs.",
     )
+    phases_for_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Length of the run that everything counted in epochs was written for: warm-up, "
+        "phases of loss and augmentation, drops of the rate. In a run of other train.epochs each "
+        "keeps its share of the run. null: epochs as written.",
+    )
     epochs_compensation: Literal["auto", "none"] = Field(
         default="none",
         description="auto: a total batch above the reference trains for more epochs, by "
         "optimizer.noise_scale, and all phases counted in epochs grow alike; none: epochs as "
         "written.",
     )
-    batch_size_per_card: int = Field(default=8, gt=0, description="Images per rank and micro-step.")
+    batch_size_per_card: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+        default=8,
+        description="Images per rank and micro-step. auto: as many as every rank has memory for, "
+        "tried out where a run begins; one that goes on takes those of its checkpoint.",
+    )
     accumulate_steps: int = Field(
         default=1, gt=0, description="Micro-steps whose gradients make one optimizer step."
+    )
+    total_batch: int | None = Field(
+        default=None,
+        gt=0,
+        description="Images of an optimizer step over all ranks; accumulate_steps follows from it "
+        "and is left out. null: ranks x batch_size_per_card x accumulate_steps.",
+    )
+    auto_batch_memory: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="With batch_size_per_card: auto, the share of the free memory that training "
+        "may take; loaders and evaluation take of the rest.",
+    )
+    auto_batch_most: int = Field(
+        default=64,
+        gt=0,
+        description="The most that batch_size_per_card: auto takes, however much would fit.",
     )
     multi_scale: tuple[tuple[int, int], ...] = Field(
         default=(),
         description="Training sizes [[H, W], ...] in pixels, multiples of the largest stride; one "
         "is drawn per step for all ranks. Empty: model.image_size.",
+    )
+    freeze: Annotated[int, Field(gt=0)] | tuple[str, ...] | None = Field(
+        default=None,
+        description="What of the model stays as it is, for fine-tuning: so many stages of the "
+        "backbone, counted from the image (the stem is the first), or the beginnings of state-dict "
+        "keys, such as [backbone, neck]. Frozen weights get no gradient and no decay, frozen batch "
+        "norms use their running statistics and leave them alone. null: all is trained.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
     sync_bn: bool = Field(
@@ -53,3 +90,51 @@ class TrainConfig(Section):
         description="On CPU only. auto: oneDNN convolutions when they pass a self-check against "
         "eager at start-up; plain: Paddle's eager ones.",
     )
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _some_part(cls, what: object) -> object:
+        if what in (0, [], ()) and what is not False:
+            raise ValueError(f"{what} freezes nothing; for that write null, or leave it out")
+        if isinstance(what, bool):
+            raise ValueError(
+                f"{str(what).lower()} does not say which part; write a number of stages of the "
+                f"backbone, such as 2, or a list such as [backbone]; null freezes nothing"
+            )
+        if isinstance(what, str):
+            raise ValueError(f"{what!r} is no list; write [{what}]")
+        return tuple(what) if isinstance(what, list) else what  # strict: no list
+
+    @property
+    def phases_factor(self) -> float:
+        """Epochs of the run / epochs that its phases were written for."""
+        return self.epochs / (self.phases_for_epochs or self.epochs)
+
+    @property
+    def images_per_card(self) -> int:
+        """Images per rank and micro-step.
+
+        Raises: ConfigError: nobody has found out how many, which only a training run does.
+        """
+        if self.batch_size_per_card == "auto":
+            raise ConfigError(
+                "train.batch_size_per_card: auto is found out by a training run alone; here give a "
+                "number: -o train.batch_size_per_card=8"
+            )
+        return self.batch_size_per_card
+
+    def micro_steps(self, world: int) -> int:
+        """Micro-steps of an optimizer step of so many ranks.
+
+        Raises: ConfigError: `total_batch` is not to be had.
+        """
+        if self.total_batch is None:
+            return self.accumulate_steps
+        batch = self.images_per_card
+        if self.total_batch % (world * batch):
+            raise ConfigError(
+                f"train.total_batch: {self.total_batch} is no multiple of {world} rank"
+                f"{'s' * (world > 1)} x {batch} images (train.batch_size_per_card); take such a "
+                f"multiple, another batch_size_per_card, or auto"
+            )
+        return self.total_batch // (world * batch)

@@ -57,6 +57,8 @@ __all__ += ["verify_ranks"]
 def require_comparable(config: "ExperimentConfig") -> None:
     """Raises: ConfigError: many ranks differ from one by design; names the keys to change."""
     reasons = []
+    if config.train.batch_size_per_card == "auto":
+        reasons.append("train.batch_size_per_card=8 (one rank has memory for another batch)")
     if getattr(config.model, "dropout", 0) > 0:
         reasons.append("model.dropout=0 (every rank drops other values)")
     if config.data.sampling.name == "difficulty":
@@ -79,7 +81,9 @@ def alone_overrides(config: "ExperimentConfig", world: int) -> list[str]:
     """What makes one rank train as `world` ranks would."""
     train = config.train
     if train.sync_bn:
-        return [f"train.batch_size_per_card={world * train.batch_size_per_card}"]
+        return [f"train.batch_size_per_card={world * train.images_per_card}"]
+    if train.total_batch is not None:  # the steps of one rank follow from it
+        return [f"train.total_batch={train.total_batch}"]
     return [f"train.accumulate_steps={world * train.accumulate_steps}"]
 
 
@@ -142,8 +146,8 @@ def judge(config: "ExperimentConfig", folder: Path) -> None:
     report = {
         **job,
         "one_rank": {
-            "batch_size_per_card": train.batch_size_per_card,
-            "accumulate_steps": train.accumulate_steps,
+            "batch_size_per_card": train.images_per_card,
+            "accumulate_steps": train.micro_steps(1),
         },
         "sync_bn": train.sync_bn,
     }

@@ -1,6 +1,6 @@
 """The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ppdist.boxes import aligned_giou
 from ppdist.config import Section
-from ppdist.losses import Loss, LossOutput
+from ppdist.losses import Loss, LossOutput, with_terms
 from ppdist.losses.assign import (
     Assignment,
     atss_slots,
@@ -19,9 +19,19 @@ from ppdist.losses.assign import (
     task_aligned_slots,
 )
 from ppdist.losses.dfl import distribution_focal_loss
+from ppdist.losses.distill import (
+    Teaching,
+    features_distillation,
+    localisation_distillation,
+    quality_distillation,
+    where_sure,
+)
+from ppdist.losses.matchability import matchability_loss, stretched
 from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.detector import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
+
+_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class PPYOLOELossConfig(Section):
@@ -33,7 +43,16 @@ class PPYOLOELossConfig(Section):
         ge=0,
         description="epochs with ATSS before TAL takes over (published: 30 of 80, 100 of 300)",
     )
-    class_gain: float = Field(default=1.0, ge=0, description="weight of the varifocal loss")
+    class_loss: Literal["varifocal", "mal"] = Field(
+        default="varifocal",
+        description="varifocal: as published; mal: matchability-aware loss (DEIM), which also "
+        "tells confident predictions with poor boxes to be less sure; all is divided by the number "
+        "of positives then, not by the sum of their soft labels",
+    )
+    mal_gamma: float = Field(
+        default=1.5, gt=0, description="mal: exponent of the soft label and of a negative's weight"
+    )
+    class_gain: float = Field(default=1.0, ge=0, description="weight of the class loss")
     box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
     dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
     atss_topk: int = Field(default=9, ge=1, description="ATSS: cells named per object and level")
@@ -45,6 +64,18 @@ class PPYOLOELossConfig(Section):
         gt=0,
         description="TAL: an object names cells nearer to its centre than this many of their "
         "strides (published for t: 2); null: cells inside it",
+    )
+    small_object_floor: float | None = Field(
+        default=None,
+        gt=0,
+        description="pixels; an object with a shorter side names cells as if that side were this "
+        "long, so one smaller than a cell is not passed over (YOLO26 has 16); null: as it is",
+    )
+    one_to_many_weight: tuple[_Share, _Share] | None = Field(
+        default=None,
+        description="model.one_to_one: weight of the usual loss at the first and at the last step, "
+        "linear between; the one-to-one head's has what is missing from 1 (YOLO26 has [0.8, 0.1]); "
+        "null: both count fully throughout (YOLOv10)",
     )
     auxiliary_attached_epochs: float = Field(
         default=5.0,
@@ -86,6 +117,8 @@ class PPYOLOELoss(Loss):
         static_steps: int,
         attached_steps: int = 0,
         strides: tuple[int, ...] = (32, 16, 8),
+        one_to_one: bool = False,
+        run_steps: int = 1,
     ) -> None:
         """
         Args:
@@ -93,6 +126,8 @@ class PPYOLOELoss(Loss):
             static_steps: optimizer steps with ATSS; from this step on TAL assigns.
             attached_steps: optimizer steps before the auxiliary head is detached; see `prepare`.
             strides: pixels per cell of each output level, in the order of the outputs.
+            one_to_one: the model has such a head.
+            run_steps: optimizer steps of the run; see `one_to_many_weight`.
         """
         super().__init__()
         self.config = config
@@ -100,6 +135,8 @@ class PPYOLOELoss(Loss):
         self.static_steps = static_steps
         self.attached_steps = attached_steps
         self.strides = strides
+        self.run_steps = run_steps
+        self.apart = ("one_to_one_head.",) if one_to_one else ()
 
     @classmethod
     def build(
@@ -108,6 +145,7 @@ class PPYOLOELoss(Loss):
         model: PPYOLOE,
         steps_per_epoch: float,
         reference_batch: int = 64,
+        run_steps: int = 1,
     ) -> "PPYOLOELoss":
         return cls(
             config,
@@ -115,6 +153,8 @@ class PPYOLOELoss(Loss):
             static_steps=round(config.static_assigner_epochs * steps_per_epoch),
             attached_steps=round(config.auxiliary_attached_epochs * steps_per_epoch),
             strides=model.strides,
+            one_to_one=model.one_to_one_head is not None,
+            run_steps=run_steps,
         )
 
     def prepare(self, model: PPYOLOE, step: int) -> None:
@@ -136,25 +176,98 @@ class PPYOLOELoss(Loss):
             total = class_gain * VFL + sum of q * (box_gain * (1 - GIoU) + dfl_gain * DFL)
 
         q is the soft label of a prediction that learns an object, GIoU is of boxes, DFL the mean
-        over four sides.  An auxiliary head is scored with the same assignment, so the same q, and
-        added: one normalizer serves both.
+        over four sides.  With MAL in the place of VFL the q there is `stretched`.  An auxiliary
+        head is scored with the same assignment, so the same q, and added: one normalizer serves
+        both.  A one-to-one head is scored alike, by TAL from the first step on and with one
+        prediction for each object, so its q and its normalizer are others.
 
         Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`, of the detector, and where there is an
-            auxiliary head `loss_aux`, its total; the normalizer is the sum of q.
+            auxiliary head `loss_aux`, its total; the normalizer is the sum of q there.  With a
+            one-to-one head `apart` is its loss, its part `loss_one_to_one` the total; of outputs
+            without gradient, which that head alone has made, its loss is all.
         """
         with paddle.amp.auto_cast(enable=False):
-            predictions, guide = _side_by_side(outputs, self.strides)
             truth = _prepared(boxes_BM4, labels_BM, mask_BM)
-            slots = self._assign(predictions, guide, truth, step)
-            result = self._score(predictions, truth, slots)
-            if guide is predictions:
+            if self.apart and not outputs.one_class_logits:
+                return self._one_to_one(outputs.class_logits, outputs.side_logits, truth)
+            result = self._one_to_many(outputs, truth, step)
+            if not self.apart:
                 return result
-            auxiliary = self._score(guide, truth, slots).total
-            return LossOutput(
-                total=result.total + auxiliary,
-                normalizer=result.normalizer,
-                parts={**result.parts, "loss_aux": auxiliary.detach()},
+            one = self._one_to_one(outputs.one_class_logits, outputs.one_side_logits, truth)
+            parts = {"loss_one_to_one": one.total.detach()}
+            if self.config.one_to_many_weight is None:
+                return result._replace(apart=one._replace(parts=parts))
+            weight = self._usual_weight(step)
+            return result._replace(
+                total=weight * result.total,
+                apart=one._replace(total=(1.0 - weight) * one.total, parts=parts),
             )
+
+    def _usual_weight(self, step: int) -> float:
+        """Of all but the one-to-one head's loss."""
+        if self.config.one_to_many_weight is None:
+            return 1.0
+        first, last = self.config.one_to_many_weight
+        return first + (last - first) * min(1.0, step / max(1, self.run_steps - 1))
+
+    def _one_to_many(self, outputs: PPYOLOEOutputs, truth: Truth, step: int) -> LossOutput:
+        predictions, guide = _side_by_side(outputs, self.strides)
+        slots = self._assign(predictions, guide, truth, step)
+        result = self._score(predictions, truth, slots)
+        if guide is predictions:
+            return result
+        auxiliary = self._score(guide, truth, slots).total
+        return result._replace(
+            total=result.total + auxiliary,
+            parts={**result.parts, "loss_aux": auxiliary.detach()},
+        )
+
+    def _one_to_one(
+        self, class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...], truth: Truth
+    ) -> LossOutput:
+        """Predictions are ranked by the alignment that the other head goes by under TAL without an
+        auxiliary head, so the one chosen is its best, too, as far as the two say the same: the
+        consistent metric of YOLOv10 (arXiv:2405.14458, section 3.1)."""
+        outputs = PPYOLOEOutputs(class_logits, side_logits)
+        predictions, _ = _side_by_side(outputs, self.strides)
+        return self._score(predictions, truth, self._aligned(predictions, truth, topk=1))
+
+    def distil(
+        self,
+        output: LossOutput,
+        outputs: PPYOLOEOutputs,
+        taught: PPYOLOEOutputs,
+        teaching: Teaching,
+        step: int,
+        totals: Tensor | None,
+    ) -> LossOutput:
+        """See `Loss.distil`; class scores and distributions of all cells, those of boxes by the
+        teacher's best score there.  An auxiliary head is not taught.
+
+        Of the features an image counts by what it has of the normalizer, by which the step divides:
+        a weighted mean over all images of the step, known to nobody before the backward passes.
+        """
+        assert output.normalizer_B is not None, "as `forward` gives it"
+        gains, terms = self.config, {}
+        with paddle.amp.auto_cast(enable=False):
+            ours = _side_by_side(outputs, self.strides)[0]
+            theirs = _side_by_side(taught, self.strides)[0]
+            if term := teaching.logits:
+                loss = quality_distillation(ours.logits_BCN, theirs.logits_BCN, term.temperature)
+                terms["logits"] = term.weight * gains.class_gain * loss
+            if term := teaching.features:
+                loss = features_distillation(outputs.features, taught.features, term.temperature)
+                loss = (loss * output.normalizer_B).sum()
+                terms["features"] = term.weight * gains.box_gain * loss
+            if term := teaching.boxes:
+                batch, count, _ = ours.sides_BNX.shape
+                sides, target = (
+                    each.sides_BNX.reshape([batch, count, 4, BINS]) for each in (ours, theirs)
+                )
+                score_BN = where_sure(F.sigmoid(theirs.logits_BCN).max(1))
+                loss = localisation_distillation(sides, target, score_BN, term.temperature)
+                terms["boxes"] = term.weight * gains.dfl_gain * loss
+            return with_terms(output, terms, self._usual_weight(step))
 
     @paddle.no_grad()
     def assign(
@@ -175,8 +288,8 @@ class PPYOLOELoss(Loss):
     ) -> Assignment:
         """ATSS knows no predictions and takes its soft labels from the detector's boxes; TAL goes
         by the guide's predictions (both are the reference's choice)."""
-        logits_BCN, sides_BNX, points_N2, stride_N1, sizes = guide
         if step < self.static_steps:
+            _, _, points_N2, stride_N1, sizes = guide
             slots = atss_slots(
                 truth.boxes_BM4,
                 truth.mask_BM,
@@ -185,9 +298,15 @@ class PPYOLOELoss(Loss):
                 points_N2,
                 stride_N1,
                 topk=self.config.atss_topk,
+                floor=self.config.small_object_floor,
             )
             _, _, _, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
             return score_by_iou(slots, take_boxes(truth.boxes_BM4, slots.box_BS), pred_BS4)
+        return self._aligned(guide, truth, self.config.tal_topk)
+
+    @paddle.no_grad()
+    def _aligned(self, guide: Predictions, truth: Truth, topk: int) -> Assignment:
+        logits_BCN, sides_BNX, points_N2, stride_N1, _ = guide
         batch, count, _ = sides_BNX.shape
         sides_BN4R = sides_BNX.reshape([batch, count, 4, BINS])
         return task_aligned_slots(
@@ -195,35 +314,44 @@ class PPYOLOELoss(Loss):
             decode_boxes(sides_BN4R, points_N2, stride_N1),
             points_N2,
             *truth,
-            topk=self.config.tal_topk,
+            topk=topk,
             alpha=self.config.tal_alpha,
             beta=self.config.tal_beta,
             reach_N1=None if self.config.tal_radius is None else stride_N1 * self.config.tal_radius,
+            floor=self.config.small_object_floor,
         )
+
+    def _class_loss(self, logits_BCN: Tensor, positive_BS: Tensor, slots: Assignment) -> Tensor:
+        found = positive_BS, slots.score_BS, slots.taken_BS
+        if self.config.class_loss == "mal":
+            return matchability_loss(logits_BCN, *found, self.config.mal_gamma)
+        return varifocal_loss(logits_BCN, *found)
 
     def _score(self, predictions: Predictions, truth: Truth, slots: Assignment) -> LossOutput:
         label_BS = paddle.take_along_axis(truth.labels_BM, slots.box_BS, axis=1)
         positive_BS = flat_index(label_BS, slots.anchor_BS, predictions.logits_BCN.shape)
-        loss_cls = varifocal_loss(
-            predictions.logits_BCN, positive_BS, slots.score_BS, slots.taken_BS
-        )
+        loss_cls = self._class_loss(predictions.logits_BCN, positive_BS, slots)
         points_BS2, stride_BS1, sides_BS4R, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
         target_BS4 = take_boxes(truth.boxes_BM4, slots.box_BS)
         giou_BS = aligned_giou(pred_BS4 / stride_BS1, target_BS4 / stride_BS1)
-        loss_iou = ((1.0 - giou_BS) * slots.score_BS).sum()
+        weight_BS = slots.score_BS
+        if self.config.class_loss == "mal":
+            weight_BS = stretched(slots.score_BS, slots.taken_BS)
+        loss_iou = ((1.0 - giou_BS) * weight_BS).sum()
         outward_BS4 = paddle.concat(
             [points_BS2 - target_BS4[..., :2], target_BS4[..., 2:] - points_BS2], axis=-1
         )
         dfl_BS = distribution_focal_loss(sides_BS4R, outward_BS4 / stride_BS1)
-        loss_dfl = (dfl_BS * slots.score_BS).sum()
+        loss_dfl = (dfl_BS * weight_BS).sum()
         gains = self.config
         parts = {"loss_cls": loss_cls, "loss_iou": loss_iou, "loss_dfl": loss_dfl}
         return LossOutput(
             total=gains.class_gain * loss_cls
             + gains.box_gain * loss_iou
             + gains.dfl_gain * loss_dfl,
-            normalizer=slots.score_BS.sum(),
+            normalizer=weight_BS.sum(),
             parts={name: part.detach() for name, part in parts.items()},
+            normalizer_B=weight_BS.sum(1),
         )
 
 

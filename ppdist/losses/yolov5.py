@@ -7,10 +7,17 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from pydantic import Field
 
-from ppdist.boxes import aligned_ciou, cxcywh_to_xyxy
+from ppdist.boxes import aligned_ciou, aligned_giou, cxcywh_to_xyxy
 from ppdist.config import Section
-from ppdist.losses import Loss, LossOutput
+from ppdist.losses import Loss, LossOutput, with_terms
 from ppdist.losses.anchor_match import Matches, match_anchors
+from ppdist.losses.distill import (
+    Teaching,
+    Term,
+    features_distillation,
+    where_sure,
+    yes_or_no_distillation,
+)
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
 
 NOMINAL_BATCH = 64  # images that the recipe's learning rate is for
@@ -91,6 +98,7 @@ class YOLOv5Loss(Loss):
         model: YOLOv5,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
+        run_steps: int = 1,
     ) -> "YOLOv5Loss":
         """Gains as the original scales them: an even share of each level, objectness by area."""
         share = 3 / len(model.strides)
@@ -188,6 +196,87 @@ class YOLOv5Loss(Loss):
                 normalizer=paddle.zeros([]),
                 parts={name: part.detach() for name, part in parts.items()},
             )
+
+    def misfit(self, teacher: YOLOv5) -> str:
+        """See `Loss.misfit`: anchors say what a logit of a size means."""
+        ours, theirs = (each.astype("float32") for each in (self.anchors_LA2, teacher.head.anchors))
+        if bool(paddle.allclose(ours, theirs, rtol=1e-3)):
+            return ""
+        pixels = [(x * stride).numpy().tolist() for x, stride in zip(theirs, self.strides)]
+        shown = [[[round(side, 2) for side in anchor] for anchor in level] for level in pixels]
+        return (
+            f"its anchors are others than the student's, so its outputs mean other boxes; give "
+            f"both the same: model.anchors={shown}"
+        )
+
+    def distil(
+        self,
+        output: LossOutput,
+        outputs: YOLOv5Outputs,
+        taught: YOLOv5Outputs,
+        teaching: Teaching,
+        step: int,
+        totals: Tensor | None,
+    ) -> LossOutput:
+        """See `Loss.distil`; with the divisors of `forward`.
+
+            logits   = gain_object * level weight * mean over all predictions of KL(objectness)
+                       + gain_class * sum(o * KL(classes)) / (matches of a level * C)
+            boxes    = gain_box * sum(o * (1 - GIoU)) / matches of a level
+            features = gain_box * mean over images
+
+        o is the teacher's objectness where it is sure, else 0; matches are those of the ground
+        truth, mean over levels.
+        Source: Mehta and Ozturk 2018, arXiv:1805.06361, section 3.3 (scaled by objectness).
+        """
+        assert totals is not None, "the step counts"
+        terms: dict[str, Tensor] = {}
+        with paddle.amp.auto_cast(enable=False):
+            images = totals[0].clip(min=1.0)
+            matches = totals[1:].mean().clip(min=1.0)
+            logits, boxes = [], []
+            for level in range(len(self.strides)):
+                ours, theirs = (self._predictions(each.logits[level]) for each in (outputs, taught))
+                sure_BAN = where_sure(F.sigmoid(theirs[:, :, 4]))
+                if term := teaching.logits:
+                    logits.append(
+                        self._taught_logits(ours, theirs, sure_BAN, term, level)
+                        / paddle.stack([images, matches])
+                    )
+                if teaching.boxes:
+                    anchors_A2 = self.anchors_LA2[level].astype("float32")
+                    pair = (_decode(each[:, :, :4], anchors_A2) for each in (ours, theirs))
+                    pred_BAN4, target_BAN4 = pair
+                    giou_BAN = aligned_giou(pred_BAN4, target_BAN4.detach())
+                    boxes.append(((1.0 - giou_BAN) * sure_BAN).sum())
+            if term := teaching.logits:
+                terms["logits"] = term.weight * paddle.add_n(logits).sum()
+            if term := teaching.features:
+                loss = features_distillation(outputs.features, taught.features, term.temperature)
+                terms["features"] = term.weight * self.gains.box * loss.sum() / images
+            if term := teaching.boxes:
+                terms["boxes"] = term.weight * self.gains.box * paddle.add_n(boxes) / matches
+            return with_terms(output, terms, self.reference_batch)
+
+    def _predictions(self, logits: Tensor) -> Tensor:
+        """Of one level: [B, A, 5 + C, N] float32."""
+        shape = [logits.shape[0], self.anchors_LA2.shape[1], 5 + self.num_classes, -1]
+        return logits.astype("float32").reshape(shape)
+
+    def _taught_logits(
+        self, ours_BAKN: Tensor, theirs_BAKN: Tensor, sure_BAN: Tensor, term: Term, level: int
+    ) -> Tensor:
+        """Sums of a level, gains included: of the objectness, to be divided by the images, and of
+        the classes, to be divided by the matches; [2]."""
+        kl_BAKN = yes_or_no_distillation(
+            ours_BAKN[:, :, 4:], theirs_BAKN[:, :, 4:], term.temperature
+        )
+        found_BAN = kl_BAKN[:, :, 0]
+        balance = LEVEL_WEIGHTS[len(self.strides)][level]
+        cells = found_BAN.shape[1] * found_BAN.shape[2]
+        found = found_BAN.sum() * (self.gains.object * balance / cells)
+        classes = (kl_BAKN[:, :, 1:].sum(2) * sure_BAN).sum()
+        return paddle.stack([found, classes * (self.gains.classes / self.num_classes)])
 
     def _score(
         self, logits: Tensor, matches: Matches, anchors_A2: Tensor

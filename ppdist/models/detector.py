@@ -25,10 +25,13 @@ class ImageModel(nn.Layer):
         class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
             another class count leave exactly these fresh.
         training_only: state-dict key prefixes of what only training uses; weights may lack it.
+        twins: pairs of state-dict key prefixes: of a part, and of the one that it starts as a copy
+            of where weights lack it.  Training goes on from that; nothing is predicted with it.
     """
 
     class_layers: tuple[str, ...] = ()
     training_only: tuple[str, ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,
@@ -128,6 +131,8 @@ class Detector(ImageModel):
 
     Attributes:
         strides: pixels per cell of each output level, in the order of the outputs.
+        distillation: takes the neck's features, level by level in the order of the outputs, and
+            its tuple becomes `outputs.features`; None: nobody compares them with a teacher's.
     """
 
     def __init__(
@@ -139,10 +144,15 @@ class Detector(ImageModel):
     ) -> None:
         super().__init__(num_classes, max(strides), pixel_mean, pixel_std)
         self.strides = strides
+        self.distillation: nn.Layer | None = None
 
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
         """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped."""
         raise NotImplementedError
+
+    def become_teacher(self) -> None:
+        """In place, with its weights loaded: from now on its raw outputs are those that a student
+        is to learn from."""
 
 
 def _channels(values: list[float]) -> Tensor:

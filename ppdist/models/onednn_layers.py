@@ -74,9 +74,11 @@ def _by_batch(norm: nn.Layer) -> bool:
     return type(norm) is nn.BatchNorm2D and norm.training and not norm._use_global_stats
 
 
-def _by_constants(norm: nn.Layer) -> bool:
-    """Whether it is batch norm with its running statistics, and no gradient is wanted."""
-    return isinstance(norm, nn.BatchNorm2D) and not norm.training and not paddle.is_grad_enabled()
+def _by_constants(norm: nn.BatchNorm2D, inputs: Sequence[Tensor]) -> bool:
+    """Whether it normalises by its running statistics, and no gradient is wanted of what it and its
+    convolution take in: in evaluation, and in training where all up to it is frozen."""
+    wanted = paddle.is_grad_enabled() and any(_needs(*inputs))
+    return bool(not norm.training or norm._use_global_stats) and not wanted
 
 
 def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
@@ -185,14 +187,16 @@ class OneDNNConvNorm(ConvNorm):
     """ConvNorm on oneDNN.  Synchronised or frozen batch norm runs as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        constants = _by_constants(self.bn)
+        if not isinstance(self.bn, nn.BatchNorm2D):  # folded
+            return super().forward(x)
+        inputs = (x, self.conv.weight, self.bn.weight, self.bn.bias)
+        constants = _by_constants(self.bn, inputs)
         unit = _unit(self.conv, x) if constants or _by_batch(self.bn) else None
         if unit is None:
             return super().forward(x)
         if constants:
             y = _Branch(unit, self.bn).infer(unit.conv.x_in(_contiguous(x)), self.conv.weight)
             return unit.conv.y_out.to_tensor(unit.swish().forward(y) if self.activate else y)
-        inputs = (x, self.conv.weight, self.bn.weight, self.bn.bias)
         return _ConvolveNormalize.apply(
             *inputs, _Branch(unit, self.bn), self.activate, _needs(*inputs)
         )
@@ -232,23 +236,25 @@ class OneDNNRepConv(RepConv):
     """RepConv on oneDNN; fused for deployment it is one nn.Conv2D."""
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = None if self.conv is not None else self._branches(x)
-        if branches is None:
+        if self.conv is not None:
             return super().forward(x)
-        if _by_constants(self.conv1.bn):
-            return self._infer(x, *branches)
         parameters = [
             p
             for layer in (self.conv1, self.conv2)
             for p in (layer.conv.weight, layer.bn.weight, layer.bn.bias)
         ]
         inputs = (x, *parameters, self.alpha)
+        constants = all(_by_constants(layer.bn, inputs) for layer in (self.conv1, self.conv2))
+        branches = self._branches(x, constants)
+        if branches is None:
+            return super().forward(x)
+        if constants:
+            return self._infer(x, *branches)
         return _TwoBranches.apply(*inputs, *branches, _needs(*inputs))
 
-    def _branches(self, x: Tensor) -> list[_Branch] | None:
+    def _branches(self, x: Tensor, constants: bool) -> list[_Branch] | None:
         layers = (self.conv1, self.conv2)
-        norms = [layer.bn for layer in layers]
-        if not (all(map(_by_batch, norms)) or all(map(_by_constants, norms))):
+        if not constants and not all(_by_batch(layer.bn) for layer in layers):
             return None
         units = [_unit(layer.conv, x) for layer in layers]
         if units[0] is None or units[1] is None or not _same_layouts(units[0], units[1]):

@@ -2,7 +2,8 @@
 
     images -> Backbone -> strides 8, 16, 32 -> Neck -> strides 32, 16, 8 -> Head -> PPYOLOEOutputs
 
-`levels` adds stride 4 (P2) or 64 (P6); `auxiliary` a second neck and head for training.
+`levels` adds stride 4 (P2) or 64 (P6); `auxiliary` a second neck and head for training; `body`
+YOLOv5's backbone and neck; `one_to_one` a head that needs no suppression (arXiv:2405.14458).
 
 Attribute names are the official state-dict keys, so published weights load unchanged.
 """
@@ -13,19 +14,15 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from ppdist.config import Section
-from ppdist.models.blocks import (
-    ChannelAttention,
-    ConvNorm,
-    RepBlock,
-    RepConv,
-    SpatialPyramid,
-    upsample2x,
-)
+from ppdist.models.blocks import ConvNorm, RepBlock, RepConv, SpatialPyramid, upsample2x
+from ppdist.models.csprepresnet import Backbone, scaled_width
 from ppdist.models.detector import Detector, anchor_points
 from ppdist.models.ppyoloe_aux import AuxiliaryHead
+from ppdist.models.ppyoloe_body import LEVELS as YOLOV5_LEVELS
+from ppdist.models.ppyoloe_body import yolov5_body
 
 DEPTH_WIDTH = {
     "t": (0.33, 0.375),
@@ -34,11 +31,8 @@ DEPTH_WIDTH = {
     "l": (1.0, 1.0),
     "x": (1.33, 1.25),
 }
-# At width 1 and depth 1, by the last level (stride 2^level).  With 6 the original has nothing: the
-# widest stage moves up, as in other detectors of large images, and the neck keeps its 3/4 of it.
-STAGE_CHANNELS = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}  # stem, P2 ...
-STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6
-NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}  # coarse to fine, to P2
+# Coarse to fine, to P2, at width 1, by the last level (stride 2^level).
+NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}
 EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them all
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
 
@@ -71,83 +65,63 @@ class PPYOLOEConfig(Section):
         description="the published design of PP-YOLOE+ t: equal neck channels, heads with RepVGG "
         "branches, and a second neck and head that assign objects in training and vanish after it",
     )
+    body: Literal["csprepresnet", "yolov5"] = Field(
+        default="csprepresnet",
+        description="backbone and neck; yolov5: those of YOLOv5 at the same depth and width under "
+        "PP-YOLOE's head (levels P3-P5 and P3-P6)",
+    )
+    one_to_one: bool = Field(
+        default=False,
+        description="a second head learns one prediction for each object, from features that it "
+        "does not change; it alone predicts after training, without suppression: of `nms` only "
+        "score_threshold, keep and multi_label count (YOLOv10)",
+    )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None,
-        description="weight file (.pdparams, .pt, .safetensors, .npz) or checkpoint folder",
+        description="weight file (.pdparams, .pt, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
     image_size: tuple[int, int] = Field(
         default=(640, 640),
         description="input [height, width] in pixels, multiples of the largest stride",
     )
 
+    @field_validator("body")
+    @classmethod
+    def _body_has_parts(cls, body: str, info: ValidationInfo) -> str:
+        if body == "yolov5" and info.data.get("levels", "P3-P5") not in YOLOV5_LEVELS:
+            raise ValueError(
+                f"yolov5 has the levels {' or '.join(YOLOV5_LEVELS)}, levels is "
+                f"{info.data['levels']}; choose other levels or the other body"
+            )
+        if body == "yolov5" and info.data.get("auxiliary"):
+            raise ValueError(
+                "yolov5 has no neck of equal channels, which auxiliary: true needs; "
+                "set auxiliary: false or take the other body"
+            )
+        return body
+
 
 class PPYOLOEOutputs(NamedTuple):
-    """Raw outputs per level, strides falling (32, 16, 8).
+    """Raw outputs per level, strides falling (32, 16, 8).  With a one-to-one head the first two are
+    its outputs wherever no gradient can come back.
 
     class_logits: [B, C, H, W] each; side_logits: [B, 4 * BINS, H, W] each, channel
     side * BINS + bin, sides left, top, right, bottom.
     aux_class_logits, aux_side_logits: the same of the auxiliary head; empty without one, and
         wherever no gradient can come back.
+    one_class_logits, one_side_logits: the same of the one-to-one head.
+    features: of the neck, see `Detector.distillation`; empty without.
     """
 
     class_logits: tuple[Tensor, ...]
     side_logits: tuple[Tensor, ...]
     aux_class_logits: tuple[Tensor, ...] = ()
     aux_side_logits: tuple[Tensor, ...] = ()
-
-
-class Stem(nn.Layer):
-    """Three 3x3 ConvNorms, the first with stride 2."""
-
-    def __init__(self, out_channels: int) -> None:
-        super().__init__()
-        self.conv1 = ConvNorm(3, out_channels // 2, 3, stride=2)
-        self.conv2 = ConvNorm(out_channels // 2, out_channels // 2, 3)
-        self.conv3 = ConvNorm(out_channels // 2, out_channels, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.conv3(self.conv2(self.conv1(images)))
-
-
-class BackboneStage(nn.Layer):
-    """Halves the resolution; half the channels pass through RepBlocks; channel attention."""
-
-    def __init__(self, in_channels: int, out_channels: int, blocks: int, scaled: bool) -> None:
-        super().__init__()
-        middle = (in_channels + out_channels) // 2
-        half = middle // 2
-        self.conv_down = ConvNorm(in_channels, middle, 3, stride=2)
-        self.conv1 = ConvNorm(middle, half, 1)
-        self.conv2 = ConvNorm(middle, half, 1)
-        self.blocks = nn.Sequential(*[RepBlock(half, True, scaled) for _ in range(blocks)])
-        self.attn = ChannelAttention(2 * half)
-        self.conv3 = ConvNorm(2 * half, out_channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_down(x)
-        mixed = paddle.concat([self.conv1(x), self.blocks(self.conv2(x))], axis=1)
-        return self.conv3(self.attn(mixed))
-
-
-class Backbone(nn.Layer):
-    """CSPRepResNet: images to features of strides 2^first ... 2^last."""
-
-    def __init__(self, depth: float, width: float, scaled: bool, first: int, last: int) -> None:
-        super().__init__()
-        channels = [_scaled(c, width) for c in STAGE_CHANNELS[last]]
-        counts = [max(round(n * depth), 1) for n in STAGE_BLOCKS]
-        sizes = zip(channels, channels[1:], counts)
-        self.stem = Stem(channels[0])
-        self.stages = nn.LayerList([BackboneStage(*size, scaled) for size in sizes])
-        self.first = first
-        self.out_channels = channels[first - 1 :]
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        features = [self.stem(images)]
-        for stage in self.stages:
-            features.append(stage(features[-1]))
-        return features[self.first - 1 :]  # the stem's is level 1
+    one_class_logits: tuple[Tensor, ...] = ()
+    one_side_logits: tuple[Tensor, ...] = ()
+    features: tuple[Tensor, ...] = ()
 
 
 class NeckStage(nn.Layer):
@@ -263,10 +237,14 @@ class PPYOLOE(Detector):
     Attributes:
         training_only: state-dict key prefixes of what only training needs; `fuse` drops it.
         detach_auxiliary: keep the auxiliary head's gradient to itself; set by the loss.
+        one_to_one_head: predicts, where it is there; features come to it detached, so its gradient
+            stays in it.  The rest gets the gradients that it gets without, but for
+            `loss.one_to_many_weight` and for train.clip_norm, which looks at all gradients.
     """
 
-    class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.")
+    class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.", "one_to_one_head.pred_cls.")
     training_only = ("aux_neck.", "aux_head.")
+    twins = (("one_to_one_head.", "yolo_head."),)
 
     def __init__(self, config: PPYOLOEConfig) -> None:
         first, last = int(config.levels[1]), int(config.levels[4])
@@ -279,13 +257,19 @@ class PPYOLOE(Detector):
             )
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
-        self.backbone = Backbone(depth, width, config.variant == "plus", first, last)
-        wide = NECK_CHANNELS[last][: len(strides)]
-        if config.auxiliary:
-            wide = (EVEN_NECK_CHANNELS,) * len(strides)
-        taken, out = self.backbone.out_channels, [_scaled(c, width) for c in wide]
-        blocks = max(round(3 * depth), 1)
-        self.neck = Neck(taken, out, blocks)
+        self.backbone: nn.Layer
+        self.neck: nn.Layer
+        if config.body == "yolov5":
+            self.backbone, self.neck = yolov5_body(depth, width, last)
+            out = self.neck.out_channels
+        else:
+            self.backbone = Backbone(depth, width, config.variant == "plus", first, last)
+            wide = NECK_CHANNELS[last][: len(strides)]
+            if config.auxiliary:
+                wide = (EVEN_NECK_CHANNELS,) * len(strides)
+            taken, out = self.backbone.out_channels, [scaled_width(c, width) for c in wide]
+            blocks = max(round(3 * depth), 1)
+            self.neck = Neck(taken, out, blocks)
         self.yolo_head = Head(out, config.num_classes, branches=config.auxiliary)
         self.detach_auxiliary = False
         self.aux_neck: Neck | None = None
@@ -293,15 +277,27 @@ class PPYOLOE(Detector):
         if config.auxiliary:
             self.aux_neck = Neck(taken, out, blocks)
             self.aux_head = AuxiliaryHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
+        self.one_to_one_head: Head | None = None
+        if config.one_to_one:  # last: all else starts as it does without
+            self.one_to_one_head = Head(out, config.num_classes, branches=config.auxiliary)
+            first_state = self.yolo_head.state_dict()
+            for key, value in self.one_to_one_head.state_dict().items():
+                value.set_value(first_state[key])
 
     def forward(self, images_B3HW: Tensor) -> PPYOLOEOutputs:
-        """Auxiliary outputs are there in training, and in evaluation mode while gradients are
+        """Outputs of all heads are there in training, and in evaluation mode while gradients are
         recorded: a blank image of the last batch is one such pass, and the other ranks wait for
-        the gradient of every weight."""
+        the gradient of every weight.  Else those of the head that predicts."""
         backward = self.training or (paddle.in_dynamic_mode() and paddle.is_grad_enabled())
         features = self.backbone(images_B3HW)
         fused = self.neck(features)
-        outputs = self.yolo_head(fused)
+        one = self.one_to_one_head
+        outputs = self.yolo_head(fused) if one is None or backward else one(fused)
+        if self.distillation is not None:
+            outputs = outputs._replace(features=self.distillation(fused))
+        if one is not None and backward:
+            logits, sides, *_ = one([x.detach() for x in fused])
+            outputs = outputs._replace(one_class_logits=logits, one_side_logits=sides)
         if self.aux_neck is None or self.aux_head is None or not backward:
             return outputs
         if self.detach_auxiliary:
@@ -310,16 +306,29 @@ class PPYOLOE(Detector):
         logits, sides = self.aux_head([paddle.concat(pair, axis=1) for pair in both])
         return outputs._replace(aux_class_logits=logits, aux_side_logits=sides)
 
+    def become_teacher(self) -> None:
+        """A one-to-one head keeps quiet beside each best cell; the other one has more to say."""
+        del self.one_to_one_head
+        self.one_to_one_head = None
+
     def fuse(self) -> None:
-        """As `ImageModel.fuse`; what only training needs is dropped."""
+        """As `ImageModel.fuse`; what only training needs is dropped: a one-to-one head takes the
+        place of the other."""
         if self.aux_head is not None:
             del self.aux_neck, self.aux_head
             self.aux_neck = self.aux_head = None
+        if self.one_to_one_head is not None:
+            predicts = self.one_to_one_head
+            del self.yolo_head, self.one_to_one_head
+            self.yolo_head, self.one_to_one_head = predicts, None
         super().fuse()
 
     def decode(self, outputs: PPYOLOEOutputs) -> tuple[Tensor, Tensor]:
         """scores_BNC = sigmoid of the logits, boxes_BN4 xyxy in input pixels; N runs over the
-        levels, coarse to fine, each row by row.  float32, not clipped to the image."""
+        levels, coarse to fine, each row by row.  float32, not clipped to the image.  A one-to-one
+        head, where there is one, predicts."""
+        if outputs.one_class_logits:
+            outputs = PPYOLOEOutputs(outputs.one_class_logits, outputs.one_side_logits)
         logits_BCN = paddle.concat([x.flatten(2) for x in outputs.class_logits], axis=2)
         scores_BNC = F.sigmoid(logits_BCN.astype("float32")).transpose([0, 2, 1])
         sides_BXN = paddle.concat([x.flatten(2) for x in outputs.side_logits], axis=2)
@@ -337,11 +346,6 @@ def decode_boxes(sides_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Te
     bins_R1 = paddle.arange(BINS, dtype=sides_BN4R.dtype).unsqueeze(1)
     sides_BN4 = F.softmax(sides_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
-
-
-def _scaled(channels: int, width: float) -> int:
-    """Channels at a width multiple; at least 2, because stages work on halves."""
-    return max(round(channels * width), 2)
 
 
 def _normal(deviation: float) -> paddle.ParamAttr:

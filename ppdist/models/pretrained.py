@@ -13,7 +13,7 @@ import numpy as np
 from ppdist.errors import WeightsError
 from ppdist.models.detector import ImageModel
 from ppdist.models.inert_pickle import shown
-from ppdist.models.weight_files import as_numbers, read_arrays
+from ppdist.models.weight_files import as_numbers, checkpoint_of, read_arrays
 
 SHOWN = 5  # mismatches listed in a message
 # What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
@@ -31,6 +31,7 @@ class LoadReport:
     ignored: file keys the model has no place for.
     reason: why something is fresh; empty when nothing is.
     prefix: what was taken away from the start of the file's keys.
+    copied: parts that the file lacks and that start as copies of others (`ImageModel.twins`).
     """
 
     source: Path
@@ -39,11 +40,14 @@ class LoadReport:
     ignored: tuple[str, ...]
     reason: str
     prefix: str = ""
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
         if self.prefix:
             line += f", keys without their {self.prefix!r}"
+        if self.copied:
+            line += f"; {'; '.join(self.copied)}"
         if self.fresh:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
@@ -55,14 +59,15 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
-    wrapper.  All or nothing: the model is untouched when an error is raised.  Where only the number
-    of classes differs, the class layers keep their initial values and the report says so; a file
-    with the backbone alone (ImageNet, or a detector's for a classifier and the reverse) fills the
-    backbone.  Nothing else may be missing or misshapen.
+    wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
+    model is untouched when an error is raised.  Where only the number of classes differs, the class
+    layers keep their initial values and the report says so; a file with the backbone alone
+    (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
+    may be missing or misshapen.
 
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
-    path = Path(path)
+    path = checkpoint_of(Path(path))
     arrays = read_arrays(path)
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -82,6 +87,7 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
             f"architecture?"
         )
     _refuse_other_designs(path, ignored, matched, official)
+    copied = _copy_twins(model, matched, shapes)
     fresh, reason = _fresh(model, matched, shapes)
     missing = [key for key in shapes if key not in matched and key not in fresh]
     _refuse_misfits(path, shapes, matched, missing, fresh)
@@ -92,7 +98,7 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
-    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix)
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
 
 
 def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
@@ -150,6 +156,23 @@ def _match(
         elif not key.endswith(_BATCHES):
             ignored.append(key)
     return {key: taken[key] for key in shapes if key in taken}, ignored
+
+
+def _copy_twins(
+    model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Gives each part that the file has nothing of the entries of its twin, and says so."""
+    said = []
+    for part, twin in model.twins:
+        own = [key for key in shapes if key.startswith(part)]
+        pairs = {key: twin + key.removeprefix(part) for key in own}
+        if any(key in matched for key in own) or not any(
+            each in matched for each in pairs.values()
+        ):
+            continue
+        matched |= {key: matched[each] for key, each in pairs.items() if each in matched}
+        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {twin[:-1]}")
+    return tuple(said)
 
 
 def _swap_layout(array: np.ndarray) -> np.ndarray:

@@ -77,14 +77,25 @@ class GlooSyncBatchNorm2D(nn.BatchNorm2D):
 def synchronize_batch_norm(model: nn.Layer) -> nn.Layer:
     """Makes every BatchNorm2D of a model use statistics of all ranks; returns the model.
 
-    On GPUs Paddle's own SyncBatchNorm (NCCL); on gloo ranks ours.  One process: unchanged.
+    Those that normalise by their running statistics (frozen) stay as they are.  On GPUs Paddle's
+    own SyncBatchNorm (NCCL); on gloo ranks ours.  One process: unchanged.
     """
     if dist.world_size() == 1:
         return model
     if dist.on_gpu():
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        _take_paddles_own(model)
+        return model
     take_gloo_batch_norm(model)
     return model
+
+
+def _take_paddles_own(model: nn.Layer) -> None:
+    """As nn.SyncBatchNorm.convert_sync_batchnorm, but for frozen layers, whose running statistics
+    Paddle's SyncBatchNorm would take from the batches."""
+    for layer in model.sublayers(include_self=True):
+        for name, child in list(layer.named_children()):
+            if isinstance(child, nn.BatchNorm2D) and not child._use_global_stats:
+                setattr(layer, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
 
 
 def take_gloo_batch_norm(model: nn.Layer) -> None:

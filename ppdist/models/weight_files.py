@@ -4,7 +4,8 @@
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model
 .safetensors        as it is
 .npz                as it is; entries that are no numbers are left out
-a directory         one of our checkpoints: its averaged weights, else its raw ones (read only)
+a directory         one of our checkpoints: its averaged weights, else its raw ones (read only);
+                    an output_dir: its best checkpoint, else its last
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from ppdist.models.paddle_file import read_pdparams, write_pdparams
 from ppdist.models.torch_file import MAX_KEY_LENGTH, read_torch
 from ppdist.models.torch_writer import write_torch
 
+_MANIFEST = "manifest.json"
 _SAFETENSORS = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
     "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1", "U16": "<u2", "U32": "<u4",
@@ -60,7 +62,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         raise WeightsError(f"{path}: no such weight file or checkpoint directory")
     if path.is_dir():
-        return _read_checkpoint(path)
+        return _read_checkpoint(checkpoint_of(path))
     ending = path.suffix.lower()
     reader = _READERS.get(ending)
     if reader is None:
@@ -207,12 +209,27 @@ def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     save_file(dict(arrays), path)
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that a path means: of an output_dir, or of its folder of checkpoints, the best
+    one, else the last, else the newest; every other path is what it is."""
+    if not path.is_dir() or (path / _MANIFEST).exists():
+        return path
+    for folder in (path / "checkpoints", path):
+        steps = sorted((each.name for each in folder.glob("step-*")), reverse=True)
+        # A file system without links has neither best nor last.
+        for name in ("best", "last", *steps):
+            if (folder / name / _MANIFEST).exists():
+                return folder / name
+    return path
+
+
 def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
-    manifest = path / "manifest.json"
+    manifest = path / _MANIFEST
     if not manifest.exists():
         raise WeightsError(
-            f"{path}: not a checkpoint: it has no manifest.json; give a directory such as "
-            f"output/NAME/checkpoints/best, or a weight file"
+            f"{path}: not a checkpoint: it has no manifest.json, nor checkpoints/ with any; give "
+            f"the output_dir of a run, a directory such as output/NAME/checkpoints/best, or a "
+            f"weight file"
         )
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]

@@ -69,7 +69,8 @@ class YOLOv5Config(Section):
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz) or checkpoint folder",
+        description="weight file (.pt, .pdparams, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
     image_size: tuple[int, int] = Field(
         default=(640, 640),
@@ -102,9 +103,11 @@ class YOLOv5Outputs(NamedTuple):
 
     logits: [B, A * (5 + C), H, W] per level, strides rising; channel a * (5 + C) + k, with k:
         x, y, w, h, objectness, classes.
+    features: of the neck, see `Detector.distillation`; empty without.
     """
 
     logits: tuple[Tensor, ...]
+    features: tuple[Tensor, ...] = ()
 
 
 def scaled_channels(channels: tuple[int, ...], width: float) -> list[int]:
@@ -317,7 +320,11 @@ class YOLOv5(Detector):
         return original_keys(list(self.state_dict()), self._rows)
 
     def forward(self, images_B3HW: Tensor) -> YOLOv5Outputs:
-        return self.head(self.neck(self.backbone(images_B3HW)))
+        fused = self.neck(self.backbone(images_B3HW))
+        outputs = self.head(fused)
+        if self.distillation is not None:
+            outputs = outputs._replace(features=self.distillation(fused))
+        return outputs
 
     def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
         """scores_BNC = objectness * class, boxes_BN4 xyxy in input pixels; N runs level by level

@@ -43,7 +43,8 @@ class YOLOv5ClsConfig(Section):
     num_classes: int = Field(default=1000, ge=1, description="image classes C")
     pretrained: str | None = Field(
         default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz) or checkpoint folder",
+        description="weight file (.pt, .pdparams, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
     image_size: tuple[int, int] = Field(
         default=(224, 224), description="input [height, width] in pixels, multiples of 32"

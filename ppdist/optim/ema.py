@@ -1,6 +1,7 @@
 """Exponential moving average of a model's weights and statistics: what is evaluated and shipped."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,8 +71,12 @@ class EMA:
     the same average because every rank holds the same model.
     """
 
-    def __init__(self, model: nn.Layer, decay: Decay) -> None:
+    def __init__(
+        self, model: nn.Layer, decay: Decay, constant: Collection[str] = frozenset()
+    ) -> None:
+        """Args: constant: keys of what never changes (frozen): there is nothing to average."""
         self.decay = decay
+        self._constant = constant
         self.updates = 0
         self._live = dict(model.state_dict())
         self.average = {
@@ -92,6 +97,8 @@ class EMA:
         keep = math.prod(self.decay(self.updates + each) for each in range(1, steps + 1))
         self.updates += steps
         for key, average in self.average.items():
+            if key in self._constant:
+                continue
             value = masters[key] if key in masters else self._live[key]
             if not _floating(value):
                 paddle.assign(value, average)
@@ -105,10 +112,15 @@ class EMA:
         return {key: value.numpy() for key, value in self.average.items()}
 
     def load(self, arrays: dict[str, np.ndarray], updates: int) -> None:
-        """Continues from a checkpoint's average and number of updates."""
+        """Continues from a checkpoint's average and number of updates.
+
+        What is constant from here on is its own average, whatever it was before; the model has the
+        checkpoint's weights already.
+        """
         self.updates = updates
         for key, average in self.average.items():
-            paddle.assign(paddle.to_tensor(arrays[key]).astype(average.dtype), average)
+            value = self._live[key] if key in self._constant else paddle.to_tensor(arrays[key])
+            paddle.assign(value.astype(average.dtype), average)
 
 
 def _floating(value: paddle.Tensor) -> bool:

@@ -10,8 +10,11 @@ from pydantic import Field
 
 from ppdist.config import Section
 from ppdist.errors import CheckpointError
+from ppdist.optim.layer_decay import layer_factors
 from ppdist.optim.schedule import Rates
 
+_FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
+_POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 
@@ -54,6 +57,14 @@ class OptimizerConfig(Section):
     decay_biases: bool = Field(
         default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."
     )
+    layer_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Learning rates that fall towards the image, for fine-tuning: x 1 in the head, "
+        "x layer_decay in the neck, x layer_decay^2 in the last stage of the backbone, and so on "
+        "(arXiv:1801.06146, arXiv:2106.08254); null: the same in all layers.",
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum: its coefficient.")
     nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")
     betas: tuple[float, float] = Field(
@@ -75,7 +86,7 @@ def build_optimizer(
     """Optimizer over the trainable parameters of a model; two groups, with and without decay.
 
     Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
-    every bias.
+    every bias.  With `layer_decay` a weight's rate is a multiple of the common one.
 
     Args:
         config: with decay, betas and epsilon for the total batch (`Derived.scaled`).
@@ -98,6 +109,18 @@ def build_optimizer(
         {"params": plain, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    optimizer = _optimizer_of(groups, config, lr, master_weights)
+    # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
+    factors = layer_factors(model.state_dict(), config.layer_decay)
+    for key, parameter in model.named_parameters():
+        factor = factors.get(key, 1.0)
+        parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
+    return optimizer
+
+
+def _optimizer_of(
+    groups: list[dict], config: OptimizerConfig, lr: float, master_weights: bool
+) -> paddle.optimizer.Optimizer:
     if config.name == "momentum":
         return paddle.optimizer.Momentum(
             learning_rate=lr,
@@ -134,7 +157,8 @@ def set_rates(
     optimizer.set_lr(rates.lr)
     multiple = rates.bias_lr / rates.lr if rates.lr else 1.0
     for parameter in bias_parameters:
-        parameter.optimize_attr["learning_rate"] = multiple
+        own = parameter.optimize_attr.get(_FACTOR, 1.0)
+        parameter.optimize_attr["learning_rate"] = multiple * own
     if isinstance(optimizer, paddle.optimizer.Momentum):
         for group in optimizer._param_groups:
             group["momentum"] = rates.momentum
@@ -202,11 +226,54 @@ def load_optimizer_arrays(
         optimizer._accumulators_holder = {}  # Paddle kept a second copy of all that it has set
 
 
+def of_trained(
+    optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], str]:
+    """What `optimizer_arrays` gave, for the parameters that train now: those that were frozen then
+    begin with the state of a first step, that of parameters which are frozen now is left out.
+
+    Returns: the arrays; a warning that says so, else "".
+    """
+    parameters = dict(model.named_parameters())
+    trains = {key: not each.stop_gradient for key, each in parameters.items()}
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for entry, array in arrays.items():
+        key, _, part = entry.rpartition("/")
+        parts.setdefault(key, {})[part] = array
+    kept = {key: each for key, each in arrays.items() if trains.get(key.rpartition("/")[0], True)}
+    # Those of low precision have other parts (masters) than those of float32.
+    examples = {parameters[key].dtype: of for key, of in parts.items() if key in parameters}
+    new = [key for key, does in trains.items() if does and key not in parts] if arrays else []
+    for key in new:
+        for part, array in examples.get(parameters[key].dtype, {}).items():
+            kept[f"{key}/{part}"] = _of_first_step(optimizer, part, array, parameters[key])
+    told = []
+    if new:
+        told.append(f"{len(new)} tensors were not trained before ({new[0]}, ...)")
+    if frozen := [key for key, does in trains.items() if key in parts and not does]:
+        told.append(f"{len(frozen)} tensors are frozen from here on ({frozen[0]}, ...)")
+    return kept, " and ".join(told)
+
+
+def _of_first_step(
+    optimizer: paddle.optimizer.Optimizer, part: str, like: np.ndarray, parameter: paddle.Tensor
+) -> np.ndarray:
+    """One accumulator of a parameter as it is before its first step.
+
+    Args: part: what the accumulator is called; like: the same of another parameter.
+    """
+    for power, first in _POWERS.items():
+        if power in part:
+            return np.full_like(like, getattr(optimizer, first, 0.0))
+    if _MASTER.fullmatch(part):
+        return parameter.astype("float32").numpy()
+    return np.zeros(parameter.shape, like.dtype)
+
+
 def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
     """Makes what state there is that of an optimizer before its first step."""
-    powers = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # which begin at beta, others 0
     for name, of_parameters in optimizer._accumulators.items():
-        first = float(getattr(optimizer, powers[name])) if name in powers else 0.0
+        first = float(getattr(optimizer, _POWERS[name])) if name in _POWERS else 0.0
         for tensor in of_parameters.values():
             tensor.fill_(first)
     for parameter in model.parameters():

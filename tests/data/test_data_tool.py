@@ -334,6 +334,30 @@ def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.parametrize("form", ["coco", "voc"])
+def test_split_divides_all_images_whatever_the_limit(made, tmp_path, form):
+    source = ["-c", made / "cfg.yml"]
+    if form == "voc":
+        done = run("convert", "--to", "voc", "--out", tmp_path / "voc", *source)
+        data = done.stdout.partition("to use it:\n")[2]
+        (tmp_path / "voc.yml").write_text(f"{data}model: {{name: ppyoloe, num_classes: 3}}\n")
+        source = ["-c", tmp_path / "voc.yml"]
+    parts = ["--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts"]
+    done = run("split", *source, *parts, "-o", "data.train.limit=4")
+    assert done.returncode == 0, done.stderr
+    texts = [file.read_text() for file in (tmp_path / "parts").iterdir()]
+    counted = [json.loads(t)["images"] if form == "coco" else t.splitlines() for t in texts]
+    assert len(texts) == 2 and sum(map(len, counted)) == 6
+
+
+def test_stats_says_what_a_limit_leaves_out(made, tmp_path):
+    file = tmp_path / "counts.json"
+    done = run("stats", "-c", made / "cfg.yml", "-o", "data.train.limit=4", "--json", file)
+    assert "instances_train.json (data.train.limit: 4 of 6 images" in done.stdout
+    counts = json.loads(file.read_text())
+    assert counts["train"]["limited"] and counts["val"]["limited"] is None
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -67,6 +67,7 @@ EACH = {
     "erase": dict(erase=0.7),
     "mosaic of 4": dict(mosaic=0.8),
     "mosaic of 9": dict(mosaic=0.8, mosaic_images=9),
+    "mosaic of whole images": dict(mosaic=0.8, mosaic_whole=True),
     "mixup": dict(mixup=0.7),
     "cutmix": dict(cutmix=0.7),
     "copy_paste": dict(copy_paste=0.8),
@@ -95,6 +96,7 @@ EVERYTHING = {
     "all": TOGETHER,
     "all, mosaic closing": TOGETHER | dict(close_mosaic_epochs=1),
     "all, combined in a window": TOGETHER | dict(combine_epochs=(1, 2)),
+    "all, combined in a share": TOGETHER | dict(combine_epochs=(0.0, 0.5), mosaic_whole=True),
     "all, plain at the end": TOGETHER | dict(plain_epochs=1),
 }
 CASES = EACH | EVERYTHING

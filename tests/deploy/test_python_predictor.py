@@ -160,6 +160,19 @@ def test_a_classifier_gives_the_probabilities_of_eager(classifier: Path, backend
 
 
 @pytest.mark.parametrize("multi_label", [True, False])
+@pytest.mark.parametrize("keep", [7, 300, 1000])
+def test_without_an_overlap_the_best_stay_as_in_paddles_graph(keep: int, multi_label: bool) -> None:
+    nms = NMSConfig(score_threshold=0.25, iou_threshold=None, keep=keep, multi_label=multi_label)
+    rng = np.random.default_rng(3)
+    scores = rng.permutation(2 * 200 * 4).reshape(2, 200, 4).astype(np.float32) / 1600
+    boxes = rng.uniform(0, 60, (2, 200, 4)).astype(np.float32)
+    rows_R6, count_B = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
+    for image, expected_R6 in enumerate(split_rows(rows_R6.numpy(), count_B.numpy())):
+        found_R6 = predictor.suppress(scores[image], boxes[image], nms.model_dump())
+        np.testing.assert_array_equal(found_R6, expected_R6)
+
+
+@pytest.mark.parametrize("multi_label", [True, False])
 @pytest.mark.parametrize(
     "limits",
     [{}, {"candidates": 20}, {"keep": 7}, {"iou_threshold": 0.0}, {"iou_threshold": 1.0},

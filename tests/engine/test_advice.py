@@ -9,7 +9,15 @@ from ppdist.engine.advice import advice
 from ppdist.engine.derived import derive
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SIZES = {"coco": 118_287, "bccd": 205, "demo": 320, "imagenet": 1_281_167}
+SIZES = {
+    "coco": 118_287,
+    "bccd": 205,
+    "demo": 320,
+    "my_data": 4000,
+    "imagenet": 1_281_167,
+    "objects365": 1_742_289,
+    "voc": 16_551,
+}
 PPYOLOE = "ppyoloe/ppyoloe_crn_s_300e_coco"
 YOLOV5 = "yolov5/yolov5s_300e_coco"
 BCCD = "examples/bccd_ppyoloe"
@@ -21,7 +29,7 @@ def said(name, world, *overrides):
     derived = derive(
         world=world,
         dataset_size=next(size for key, size in SIZES.items() if key in name),
-        batch_size_per_card=config.train.batch_size_per_card,
+        batch_size_per_card=config.train.images_per_card,
         accumulate_steps=config.train.accumulate_steps,
         epochs=config.train.epochs,
         epochs_compensation=config.train.epochs_compensation,
@@ -36,7 +44,7 @@ def said(name, world, *overrides):
 OURS = [
     f"{path.parent.name}/{path.stem}"
     for path in sorted(CONFIGS.glob("*/*.yml"))
-    if path.parent.name != "_base_"
+    if path.parent.name not in ("_base_", "studies")
 ]
 
 

@@ -115,12 +115,37 @@ def test_the_tiny_configurations_fit(tmp_path):
         assert tiny_config(tmp_path, (), model).loss.name == model
 
 
+def said_of(folder, *overrides):
+    return [*surprises(tiny_config(folder, overrides), begins=True)]
+
+
 def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
     short = ["data.augment.mosaic=1", "data.augment.mixup=0.5", "train.epochs=10"]
-    said = [*surprises(tiny_config(tmp_path, [*short, "data.augment.close_mosaic_epochs=10"]))]
+    said = said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=10")
     assert said == [
         f"data.augment.{what} never acts: combine_epochs, close_mosaic_epochs and plain_epochs "
         f"leave none of the 10 epochs to it"
         for what in ("mosaic: 1", "mixup: 0.5")
     ]
-    assert not [*surprises(tiny_config(tmp_path, [*short, "data.augment.close_mosaic_epochs=9"]))]
+    assert not said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=9")
+    # Written for a run of 60, the last 10 epochs are 2 of 10.
+    last = "data.augment.close_mosaic_epochs=10"
+    assert not said_of(tmp_path, *short, last, "train.phases_for_epochs=60")
+    few = ["train.epochs=1", "data.augment.mosaic=1", "data.augment.combine_epochs=[0.05, 0.3]"]
+    assert len(said_of(tmp_path, *few)) == 1
+
+
+def test_a_mosaic_of_whole_images_that_never_comes_is_said(tmp_path):
+    whole = "data.augment.mosaic_whole=true"
+    (line,) = said_of(tmp_path, whole)
+    assert line.startswith("data.augment.mosaic_whole: true means nothing without data.augment.mos")
+    assert not said_of(tmp_path, whole, "data.augment.mosaic=0.5")
+
+
+def test_a_window_that_may_be_meant_as_the_whole_run_is_said(tmp_path):
+    window = "data.augment.combine_epochs={}"
+    (line,) = said_of(tmp_path, window.format("[0, 1]"))
+    assert "[0, 1] is the first epoch alone; the whole run is [0.0, 1.0] or null" in line
+    for other in ("[0.0, 1.0]", "[0, 2]", "[0, 0.5]", "null"):
+        assert not said_of(tmp_path, window.format(other)), other
+    assert not said_of(tmp_path, window.format("[0, 1]"), "train.epochs=1")

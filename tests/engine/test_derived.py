@@ -127,6 +127,44 @@ def test_the_images_of_a_warm_up_count_the_smaller_last_step_of_each_epoch():
     assert said(1, 1.5) == "1496 images (1.49 epochs)"  # 94 steps: 1000 + 31 * 16
 
 
+def test_phases_written_for_a_run_of_another_length_keep_their_share_of_it():
+    drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 2, "warmup_least_steps": 0}
+    written, short = run(schedule=drops), run(schedule=drops, epochs=4, phases_factor=0.4)
+    assert written.schedule.warmup_steps == 2 * 63
+    assert short.schedule.warmup_steps == round(0.8 * 63)
+    assert short.schedule_steps == 4 * 63 and short.stretch == 1.0
+    assert short.steps_per_written_epoch == pytest.approx(0.4 * 63)
+    for share in (0.25, 0.45, 0.55, 0.75, 0.85, 0.95):
+        at = written.schedule(round(share * 630)), short.schedule(round(share * 252))
+        assert at[0] == pytest.approx(at[1], rel=0.01)
+    assert why(short, "steps") == (
+        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as written "
+        "(train.phases_for_epochs)"
+    )
+    assert why(short, "warm-up").startswith("0.8 epochs at the reference batch")
+    # A longer run on more cards lengthens them once more.
+    both = run(4, {"noise_scale": 64}, drops, epochs_compensation="auto", phases_factor=0.5)
+    assert both.stretch == pytest.approx(1.6) and both.phases_stretch == pytest.approx(0.8)
+
+
+def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
+    overrides = [
+        "train.epochs=20",
+        "train.phases_for_epochs=10",
+        "loss.static_assigner_epochs=3",
+        "data.augment={mosaic: 1.0, combine_epochs: [1, 5], close_mosaic_epochs: 2}",
+    ]
+    config = tiny_config(tmp_path, overrides)
+    derived = experiment.derive_run(config, 64)
+    step = experiment.build_train_step(config, derived, experiment.build_model(config))
+    assert step.loss.static_steps == 6 * 8
+    monkeypatch.setattr(experiment, "Feed", lambda dataset, data, *_, **__: data)
+    augment = experiment.build_feed(config, None, derived).augment
+    assert (augment.combine_epochs, augment.close_mosaic_epochs) == ((2, 10), 4)
+    as_written = tiny_config(tmp_path, ["train.epochs=20"])
+    assert experiment.derive_run(as_written, 64).phases_stretch == 1.0
+
+
 def test_augmentation_by_the_epoch_stretches_with_the_run():
     augment = AugmentConfig(combine_epochs=(2, 50), close_mosaic_epochs=15, plain_epochs=5)
     longer = augment.stretched(1.6)
@@ -134,6 +172,8 @@ def test_augmentation_by_the_epoch_stretches_with_the_run():
         (3, 80), 24, 8,
     )  # fmt: skip
     assert augment.stretched(1.0) == augment
+    short = augment.stretched(0.01)  # no phase is lost without a word
+    assert (short.combine_epochs, short.close_mosaic_epochs, short.plain_epochs) == ((0, 1), 1, 1)
     assert AugmentConfig().stretched(2.0) == AugmentConfig()
 
 

@@ -36,6 +36,25 @@ TRAINED = {
             "loss.auxiliary_attached_epochs=2",
         ],
     ),
+    "ppyoloe with mal and a floor": (
+        "ppyoloe",
+        0.05,
+        ["loss.static_assigner_epochs=2.5", "loss.class_loss=mal", "loss.small_object_floor=16"],
+    ),
+    "ppyoloe one to one": (
+        "ppyoloe",
+        0.1,
+        [
+            "loss.static_assigner_epochs=2.5",
+            "model.one_to_one=true",
+            "loss.one_to_many_weight=[0.8, 0.1]",
+        ],
+    ),
+    "ppyoloe on yolov5's body": (
+        "ppyoloe",
+        0.1,
+        ["loss.static_assigner_epochs=2.5", "model.body=yolov5"],
+    ),
     "yolov5": ("yolov5", 0.08, []),
     "yolov5_cls": ("yolov5_cls", 2.0, []),
 }
@@ -44,6 +63,9 @@ TRAINED = {
 RATES = {
     "ppyoloe": (0.1, 0.003),
     "ppyoloe with an auxiliary head": (0.01, 0.0002),
+    "ppyoloe with mal and a floor": (0.1, 0.003),
+    "ppyoloe one to one": (0.1, 0.003),
+    "ppyoloe on yolov5's body": (0.02, 0.0002),
     "yolov5": (0.02, 0.0002),
     "yolov5_cls": (0.003, 0.0005),
 }
@@ -166,6 +188,9 @@ DEFAULT = [
     Case("ppyoloe", 1, 4, "frozen"),
     *(Case(trained, 2, 2, "frozen") for trained in FAMILIES),
     Case("ppyoloe with an auxiliary head", 2, 1, "frozen"),
+    Case("ppyoloe with mal and a floor", 2, 1, "frozen"),
+    Case("ppyoloe one to one", 2, 2, "frozen"),
+    Case("ppyoloe on yolov5's body", 2, 1, "frozen"),
     # Two images a step: the second micro-batch is blank on both ranks, and synchronised statistics
     # must not see it.
     Case("ppyoloe", 2, 2, "all", images=2),

@@ -20,7 +20,7 @@ from ppdist.data.synthetic import make_shapes
 from ppdist.engine import preflight as module
 from ppdist.engine.feed import require_the_same
 from ppdist.engine.preflight import differences, flat_config, preflight, within
-from ppdist.errors import UserError
+from ppdist.errors import ConfigError, UserError
 from ppdist.own_keys import HOSTS_OWN_KEYS
 from tests.distributed import ROOT, run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
@@ -62,6 +62,36 @@ def test_weights_are_compared_by_their_content_not_their_place(tmp_path: Path) -
     assert facts[0] == facts[1] != facts[2]
     none = flat_config(tiny_config(tmp_path))
     assert none.keys() != facts[0].keys()  # one rank with weights, one without
+
+
+def test_of_a_run_whose_weights_are_taken_the_best_checkpoint_is_compared(tmp_path: Path) -> None:
+    facts = []
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        best = tmp_path / name / "checkpoints" / "best"
+        best.mkdir(parents=True)
+        (best / "manifest.json").write_text(content)
+        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={tmp_path / name}"])))
+    assert facts[0] == facts[1] != facts[2]
+
+
+def test_a_run_that_begins_does_not_set_aside_the_weights_it_begins_with(tmp_path: Path) -> None:
+    best, elsewhere = tmp_path / "checkpoints" / "best", tmp_path / "other.npz"
+    step = best.parent / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    best.symlink_to(step.name)
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    for place in (tmp_path, best, step, step / "ema.safetensors", link):
+        config = tiny_config(tmp_path, [f"model.pretrained={place}"])
+        with pytest.raises(ConfigError, match=r"model\.pretrained: .* give the new run a folder"):
+            module.keep_sources(config, tmp_path)
+        module.keep_sources(config, tmp_path / "fine")
+    taught = tiny_config(tmp_path, [f"distill={{teacher: {tmp_path}, logits: {{}}}}"])
+    with pytest.raises(ConfigError, match=r"distill\.teacher: .* -o output_dir=PATH"):
+        module.keep_sources(taught, tmp_path)
+    for config in (tiny_config(tmp_path), tiny_config(tmp_path, [f"model.pretrained={elsewhere}"])):
+        module.keep_sources(config, tmp_path)
 
 
 def attempt(work: Callable[[], Any]) -> str:

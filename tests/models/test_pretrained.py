@@ -42,7 +42,7 @@ def save(model: PPYOLOE, path: Path) -> Path:
     elif path.suffix == ".safetensors":
         save_file(arrays_of(model), path)
     else:
-        path.mkdir()
+        path.mkdir(parents=True)
         save_file(arrays_of(model), path / "ema.safetensors")
         digest = hashlib.sha256((path / "ema.safetensors").read_bytes()).hexdigest()
         files = {"ema.safetensors": {"sha256": digest}}
@@ -151,6 +151,33 @@ def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: P
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(WeightsError, match="damaged: its SHA-256 is not"):
         load_weights(tiny(), folder)
+
+
+def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path: Path) -> None:
+    """In the order in which they appear here: a checkpoint that is named wins."""
+    run = tmp_path / "out"
+    folder = run / "checkpoints"
+    models = {step: tiny(seed=step) for step in (1, 2, 3)}
+    for step, model in models.items():
+        save(model, folder / f"step-0000000{step}")
+    (folder / "step-00000009").mkdir()  # torn: it has no manifest
+    for link, step in ((None, 3), ("last", 2), ("best", 1)):
+        if link:
+            (folder / link).symlink_to(f"step-0000000{step}")
+        for path in (run, folder):
+            found = tiny(seed=7)
+            report = load_weights(found, path)
+            assert_same(found, models[step])
+            assert report.source == folder / (link or "step-00000003")
+    named = tiny(seed=7)
+    load_weights(named, folder / "step-00000002")
+    assert_same(named, models[2])
+
+
+def test_an_output_dir_without_a_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(WeightsError, match=r"nor checkpoints/ with any; give the output_dir of a"):
+        load_weights(tiny(), tmp_path)
 
 
 class Evil:

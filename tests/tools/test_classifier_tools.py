@@ -80,7 +80,9 @@ def test_eval_gives_the_accuracy_of_the_classes_it_writes(project: Path, tmp_pat
         name for name in PATTERNS for _ in range(3)
     ]
     right = [entry["best"][0]["name"] == entry["true"] for entry in entries]
-    assert metrics == {"top1": pytest.approx(np.mean(right)), "top5": 1.0}
+    assert metrics == {
+        "top1": pytest.approx(np.mean(right)), "top5": 1.0, "images": len(entries), "limit": None
+    }  # fmt: skip
     assert metrics["top1"] >= 0.7  # by chance a third
     scores = {tuple(kind["score"] for kind in entry["best"]) for entry in entries}
     assert len(scores) == len(entries), "images make no difference"

@@ -117,7 +117,8 @@ def test_evaluation_prints_and_writes_the_twelve_coco_numbers(
 ) -> None:
     metrics = json.loads((project / "eval.json").read_text())
     assert list(metrics)[:12] == list(METRICS)
-    assert json.loads(evaluated.stdout[evaluated.stdout.index("{") :]) == metrics
+    printed = json.loads(evaluated.stdout[evaluated.stdout.index("{") :])
+    assert metrics == printed | {"images": 6, "limit": None}
     last = [record for record in records(project) if "mAP" in record][-1]
     assert [metrics[name] for name in METRICS] == pytest.approx([last[name] for name in METRICS])
     assert metrics["AR100"] > 0.1  # a run that learned nothing would make zeros agree

@@ -70,8 +70,8 @@ def train_too_fast(argument) -> dict:
     """As `verify_ranks`, with gradients of the ranks two per cent too large."""
     update = TrainStep._update
 
-    def wrong(step, rates, divisor, finite):
-        return update(step, rates, divisor / 1.02, finite)
+    def wrong(step, rates, result, finite):
+        return update(step, rates, result._replace(divisor=result.divisor / 1.02), finite)
 
     TrainStep._update = wrong
     more = [f"train.max_steps={STEPS}", "log.visualdl=false", "train.sync_bn=true"]
@@ -132,7 +132,11 @@ def test_gradients_five_per_cent_too_large_are_found_out_without_clipping(
 ) -> None:
     update = TrainStep._update
     monkeypatch.setattr(
-        TrainStep, "_update", lambda step, rates, by, finite: update(step, rates, by / 1.05, finite)
+        TrainStep,
+        "_update",
+        lambda step, rates, by, finite: update(
+            step, rates, by._replace(divisor=by.divisor / 1.05), finite
+        ),
     )
     wrong = equivalence.train_steps(set_up(config_file, *UNCLIPPED), STEPS)
     verdict, rows = judged(wrong, right)

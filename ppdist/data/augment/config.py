@@ -9,6 +9,7 @@ from ppdist.config import Section
 
 Gain = Annotated[float, Field(ge=0, le=1)]
 HueGain = Annotated[float, Field(ge=0, le=0.4)]
+Window = tuple[int, int] | tuple[Gain, Gain]  # epochs [first, end), or shares of the run
 COMBINES = ("mosaic", "mixup", "cutmix", "copy_paste")  # several images in one input
 
 
@@ -104,6 +105,11 @@ class AugmentConfig(Section):
         description="mosaic: 4 images that meet in a random point; 9, two thirds as large, in "
         "three rows around a random middle.",
     )
+    mosaic_whole: bool = Field(
+        default=False,
+        description="mosaic: each image whole in a cell of its own, 2 x 2 or 3 x 3 of them fill "
+        "the input (Dense O2O), before affine; false: at full size, cut by the input's edges.",
+    )
     mixup: float = Field(
         default=0.0,
         ge=0,
@@ -124,10 +130,11 @@ class AugmentConfig(Section):
         description="Chance to paste about half the objects of another image, cut out along their "
         "outlines; needs annotations with polygons.",
     )
-    combine_epochs: tuple[int, int] | None = Field(
+    combine_epochs: Window | None = Field(
         default=None,
         description="Epochs [first, end), counted from 0, in which several images may share an "
-        "input (mosaic, mixup, cutmix, copy_paste), as in Dense O2O. null: all.",
+        "input (mosaic, mixup, cutmix, copy_paste), as in Dense O2O. With a point, [0.05, 0.5]: "
+        "shares of the run, to whole epochs. null: all.",
     )
     close_mosaic_epochs: int = Field(
         default=0,
@@ -160,9 +167,22 @@ class AugmentConfig(Section):
         "objects less than a third of which remains are dropped.",
     )
 
+    @field_validator("combine_epochs", mode="before")
+    @classmethod
+    def _one_kind(cls, window: object) -> object:
+        if isinstance(window, list | tuple) and len(window) == 2:
+            numbers = [each for each in window if type(each) in (int, float)]
+            shares = any(isinstance(each, float) for each in numbers)
+            if len(numbers) == 2 and shares and not all(0 <= each <= 1 for each in numbers):
+                raise ValueError(
+                    f"[{window[0]}, {window[1]}] is neither epochs, two whole numbers, nor shares "
+                    f"of the run, two numbers from 0 to 1; write [4, 30] or [0.05, 0.5]"
+                )
+        return tuple(window) if isinstance(window, list) else window  # strict: no list
+
     @field_validator("combine_epochs")
     @classmethod
-    def _some_epochs(cls, window: tuple[int, int] | None) -> tuple[int, int] | None:
+    def _some_epochs(cls, window: Window | None) -> Window | None:
         if window is not None and not 0 <= window[0] < window[1]:
             raise ValueError(f"[{window[0]}, {window[1]}] holds no epoch; write [first, end)")
         return window
@@ -179,27 +199,48 @@ class AugmentConfig(Section):
                 flip_vertical=self.flip_vertical,
                 random_interpolation=False,
             )
-        first, end = self.combine_epochs or (0, math.inf)
+        first, end = self._window(epochs)
         closed = self.close_mosaic_epochs and left <= self.close_mosaic_epochs
         if closed or not first <= epoch < end:
             return self.model_copy(update=dict.fromkeys(COMBINES, 0.0))
         return self
 
-    def stretched(self, factor: float) -> "AugmentConfig":
-        """The same for a run that is `factor` times as long: what counts epochs counts more."""
-        window = self.combine_epochs
-        return self.model_copy(
-            update={
-                "combine_epochs": window and tuple(round(epoch * factor) for epoch in window),
-                "close_mosaic_epochs": round(self.close_mosaic_epochs * factor),
-                "plain_epochs": round(self.plain_epochs * factor),
-            }
-        )
+    def _window(self, epochs: int | None) -> tuple[int, float]:
+        """[first, end) in epochs of a run of so many."""
+        if self.combine_epochs is None:
+            return 0, math.inf
+        first, end = self.combine_epochs
+        if not self._window_in_shares:
+            return int(first), end
+        assert epochs is not None, "shares of a run need its length"
+        return round(first * epochs), round(end * epochs)
 
     @property
-    def counts_back(self) -> bool:
+    def _window_in_shares(self) -> bool:
+        return self.combine_epochs is not None and isinstance(self.combine_epochs[1], float)
+
+    def stretched(self, factor: float) -> "AugmentConfig":
+        """The same for a run that is `factor` times as long: what counts epochs counts more.
+
+        To whole epochs, and no phase disappears: what had an epoch keeps one.
+        """
+        window = self.combine_epochs
+        if window is not None and not self._window_in_shares:
+            first, end = (round(each * factor) for each in window)
+            window = first, max(first + 1, end)
+        last = {
+            name: max(1, round(count * factor)) if count else 0
+            for name, count in (
+                ("close_mosaic_epochs", self.close_mosaic_epochs),
+                ("plain_epochs", self.plain_epochs),
+            )
+        }
+        return self.model_copy(update={"combine_epochs": window, **last})
+
+    @property
+    def needs_length(self) -> bool:
         """Whether the length of the run matters."""
-        return bool(self.close_mosaic_epochs or self.plain_epochs)
+        return bool(self.close_mosaic_epochs or self.plain_epochs or self._window_in_shares)
 
     @property
     def most_zoom(self) -> float:
@@ -208,7 +249,7 @@ class AugmentConfig(Section):
         A crop has crop_least ** 2 of the area at least, and 0.5 to 2 times the aspect.  Affine
         counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.
         """
-        always_mosaic = self.mosaic == 1 and not (self.counts_back or self.combine_epochs)
+        always_mosaic = self.mosaic == 1 and not (self.needs_length or self.combine_epochs)
         if not self.crop or (always_mosaic and not self.copy_paste):
             return 1.0
         return min(math.sqrt(2) / self.crop_least, self.crop_least**-2)

@@ -1,14 +1,28 @@
-"""Where several images lie that share one input: four around a point, or nine in three rows.
+"""Where several images lie that share one input: four around a point, nine in three rows, or whole.
 
 Sources: mosaic of YOLOv4 (Bochkovskiy et al. 2020, arXiv:2004.10934, section 3.3), four images as
-YOLOv5 lays them out.
+YOLOv5 lays them out; whole images in a grid: the mosaic of Dense O2O (DEIM, Huang et al. 2024,
+arXiv:2412.04234), four images of half the input's sides.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 _NINTH = 2 / 3  # of the input's sides: three of them fill the canvas
+
+
+class Layout(NamedTuple):
+    """How a mosaic lies on its canvas; both in canvas pixels, (height, width).
+
+    cell: what each image is fitted to.
+    slots: the places of the images, row by row; they never overlap.
+    """
+
+    canvas: tuple[int, int]
+    cell: tuple[int, int]
+    slots: list["Slot"]
 
 
 class Slot(NamedTuple):
@@ -18,6 +32,26 @@ class Slot(NamedTuple):
     y: float
     before_x: float
     before_y: float
+
+
+def random_layout(
+    images: int, whole: bool, size: tuple[int, int], rng: np.random.Generator
+) -> Layout:
+    """Of 4 or 9 images for the input `size`; whole: in a grid, for which nothing is drawn."""
+    if whole:
+        return in_a_grid(images, size)
+    return Layout(canvas_of(size), cell_of(images, size), random_slots(images, size, rng))
+
+
+def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
+    """Each image in the middle of a cell of its own; the cells fill a canvas like the input."""
+    across = math.isqrt(images)
+    slots = [
+        Slot((column + 0.5) * size[1] / across, (row + 0.5) * size[0] / across, 0.5, 0.5)
+        for row in range(across)
+        for column in range(across)
+    ]
+    return Layout(size, (size[0] // across, size[1] // across), slots)
 
 
 def canvas_of(size: tuple[int, int]) -> tuple[int, int]:

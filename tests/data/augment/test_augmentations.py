@@ -311,7 +311,7 @@ def test_a_turn_of_an_image_counts_for_how_it_is_read(dataset):
         assert found.tolist() == [expected]
 
 
-@pytest.mark.parametrize("strength", ["light", "medium", "strong"])
+@pytest.mark.parametrize("strength", ["light", "medium", "strong", "dense"])
 def test_every_preset_fits_any_recipe_and_settles_all_it_is_about(tmp_path, strength):
     preset = REPOSITORY / "configs" / "_base_" / f"augment_{strength}.yml"
     found = []

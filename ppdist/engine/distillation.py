@@ -1,0 +1,260 @@
+"""Learning from a larger detector: the teacher, and what of it a training step needs.
+
+    teacher's outputs <- the same uint8 images, no gradient, weights and statistics frozen
+    student's features -> adapters (1x1, where widths differ) -> compared with the teacher's
+
+What learns is part of the student: the adapters are its sublayer `distillation`, so optimizer,
+gradient averaging, EMA, checks of weights and recovery treat them like every other weight.  The
+teacher is part of nothing.  Checkpoints keep the adapters in a file of their own, so whoever
+evaluates or exports a distilled student never hears of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from pydantic import Field, model_validator
+
+from ppdist import dist
+from ppdist.config import Section, load_config
+from ppdist.errors import ConfigError
+from ppdist.losses import Loss, LossOutput
+from ppdist.losses.distill import Teaching, Term
+from ppdist.models import build_model
+from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
+from ppdist.models.detector import Detector
+from ppdist.models.onednn_layers import OneDNNConv2D
+from ppdist.models.pretrained import load_weights
+from ppdist.models.weight_files import checkpoint_of
+
+BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
+
+
+class LogitsConfig(Section):
+    """Class scores (YOLOv5: objectness and classes)."""
+
+    weight: float = Field(
+        default=1.0, gt=0, description="beside the classes' own loss, which counts 1"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides the logits of both")
+
+
+class FeaturesConfig(Section):
+    """The neck's features, channel by channel (CWD, arXiv:2011.13256)."""
+
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="beside the boxes' own loss, which counts 1",
+    )
+    temperature: float = Field(default=4.0, gt=0, description="divides the features of both")
+
+
+class BoxesConfig(Section):
+    """Boxes where the teacher is sure (PP-YOLOE: the distributions of sides, LD, arXiv:2102.12252;
+    YOLOv5: GIoU with the teacher's boxes)."""
+
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="beside the loss of the distributions (YOLOv5: of boxes), which counts 1",
+    )
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="divides the logits of both; null: 10; YOLOv5 has no distributions: null",
+    )
+
+
+class DistillConfig(Section):
+    """A teacher, and what is learned from it."""
+
+    teacher: str = Field(
+        description="a checkpoint folder of a run of the same model family, classes and strides, "
+        "any size, or the output_dir of that run (its best, else its last)"
+    )
+    logits: LogitsConfig | None = Field(
+        default=LogitsConfig(), description="class scores; null: not learned from it"
+    )
+    features: FeaturesConfig | None = Field(
+        default=None, description="features of the neck; null: not learned from it"
+    )
+    boxes: BoxesConfig | None = Field(
+        default=BoxesConfig(), description="boxes; null: not learned from it"
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> "DistillConfig":
+        if not (self.logits or self.features or self.boxes):
+            raise ValueError(
+                "logits, features and boxes are all null, so nothing is learned from the teacher; "
+                "give one of them ({} for its defaults), or set distill: null"
+            )
+        return self
+
+    def teaching(self) -> Teaching:
+        """The terms, for `Loss.distil`."""
+
+        def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
+            if config is None:
+                return None
+            return Term(config.weight, config.temperature or BOXES_TEMPERATURE)
+
+        return Teaching(term(self.logits), term(self.features), term(self.boxes))
+
+
+class Adapters(nn.Layer):
+    """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
+
+    def __init__(self, widths: list[int], targets: list[int]) -> None:
+        """Args: widths, targets: channels of student and teacher, level by level."""
+        super().__init__()
+        self.levels = nn.LayerList(
+            [
+                # No bias: the loss is a softmax over the cells of a channel and would not see it.
+                nn.Identity() if width == target else nn.Conv2D(width, target, 1, bias_attr=False)
+                for width, target in zip(widths, targets, strict=True)
+            ]
+        )
+
+    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(level(x) for level, x in zip(self.levels, features, strict=True))
+
+
+class Unchanged(nn.Layer):
+    """The features as they are: a teacher's."""
+
+    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(features)
+
+
+class Distillation:
+    """What a training step needs of a teacher.  Nothing here communicates."""
+
+    def __init__(self, student: Detector, teacher: Detector, teaching: Teaching, source: Path):
+        """
+        Args:
+            student: with its adapters, where `teaching` has features.
+            teacher: frozen, in eval mode.
+            source: its checkpoint, for messages.
+        """
+        self.teaching = teaching
+        self.source = source
+        self._teacher = teacher
+        self._student = student
+        self._fits = False  # known at the first step: a resumed student has its anchors only then
+        own = student.distillation
+        self.adapts = own is not None and bool(own.parameters())  # something of its own learns
+
+    def __str__(self) -> str:
+        """The line for the log."""
+        terms = ", ".join(name for name, term in self.teaching._asdict().items() if term)
+        ratio = self._teacher.parameter_count() / self._student.parameter_count()
+        return (
+            f"teacher: {self.source}, {self._teacher.parameter_count() / 1e6:.2f} M parameters "
+            f"({ratio:.1f} times the student's); it teaches {terms}"
+        )
+
+    @paddle.no_grad()
+    def ask(self, images_B3HW: Tensor) -> Any:
+        """The teacher's raw outputs for the student's images, which it normalises its own way."""
+        return self._teacher(self._teacher.normalize(images_B3HW))
+
+    def teach(
+        self,
+        loss: Loss,
+        output: LossOutput,
+        outputs: Any,
+        taught: Any,
+        step: int,
+        totals: Tensor | None,
+    ) -> LossOutput:
+        """A micro-batch's loss with what the teacher adds; see `Loss.distil`.
+
+        Raises: ConfigError, on every rank: the teacher's outputs mean something else.
+        """
+        if not self._fits:
+            problem = loss.misfit(self._teacher)
+            if problem:
+                raise ConfigError(f"distill.teacher: {self.source}: {problem}")
+            self._fits = True
+        return loss.distil(output, outputs, taught, self.teaching, step, totals)
+
+
+def build_distillation(
+    config: DistillConfig | None, section: Any, student: Detector, seed: int
+) -> Distillation | None:
+    """Reads the teacher and gives the student its adapters, in place; every rank calls it, before
+    optimizer and average are made and before the student is wrapped.
+
+    Args:
+        config, section: `distill` and `model` of the run.
+        seed: of the adapters' first weights.
+    Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, or
+        its model is of another family, other classes or strides.
+    """
+    if config is None:
+        return None
+    source, teacher = dist.together(lambda: read_teacher(Path(config.teacher), section, student))
+    teaching = config.teaching()
+    teacher.fuse()  # merges the branches of its convolutions, drops what only training uses
+    fast = any(type(layer) is OneDNNConv2D for layer in student.sublayers())
+    if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
+        use_onednn_convolutions(teacher)  # each rank for itself: values agree to rounding
+    teacher.eval()
+    for parameter in teacher.parameters():
+        parameter.stop_gradient = True
+    if teaching.features:
+        teacher.distillation = Unchanged()
+        paddle.seed(seed)
+        student.distillation = Adapters(_widths(student), _widths(teacher))
+        if fast:
+            use_onednn_convolutions(student.distillation)
+    return Distillation(student, teacher, teaching, source)
+
+
+def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:
+    """The checkpoint that a path means, and its detector, with its averaged weights.
+
+    Args: section: the student's `model`.
+    Raises: ConfigError: see `build_distillation`.  WeightsError: the checkpoint is damaged.
+    """
+    source = checkpoint_of(path)
+    if not (source / "manifest.json").is_file():
+        raise ConfigError(
+            f"distill.teacher: {path}: no checkpoint there; expected a checkpoint folder of a run "
+            f"of this project (checkpoints/best), or its output_dir"
+        )
+    theirs = load_config(source / "config.yml").model
+
+    def refuse(what: str, of_teacher: Any, of_student: Any) -> ConfigError:
+        return ConfigError(
+            f"distill.teacher: {source}: {what} {of_teacher}, the student has {of_student}; give "
+            f"a teacher trained with the same"
+        )
+
+    if theirs.name != section.name:
+        raise refuse("its model.name is", theirs.name, section.name)
+    if theirs.num_classes != section.num_classes:
+        raise refuse("its model.num_classes is", theirs.num_classes, section.num_classes)
+    teacher = build_model(theirs)
+    assert isinstance(teacher, Detector), "classifiers are refused with the configuration"
+    if teacher.strides != student.strides:
+        raise refuse("its levels have the strides", teacher.strides, student.strides)
+    load_weights(teacher, source)
+    teacher.become_teacher()
+    return source, teacher
+
+
+@paddle.no_grad()
+def _widths(model: Detector) -> list[int]:
+    """Channels of its neck's features, level by level, by a look at an empty image."""
+    before, model.distillation, training = model.distillation, Unchanged(), model.training
+    model.eval()
+    size = model.size_multiple
+    found = model(paddle.zeros([1, 3, size, size])).features
+    model.distillation = before
+    if training:
+        model.train()
+    return [each.shape[1] for each in found]

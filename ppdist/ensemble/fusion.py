@@ -1,0 +1,143 @@
+"""Boxes that several detectors found in one image, as one set of boxes: in numpy, of one class.
+
+Each function takes boxes_R4 (xyxy, any one unit), their scores_R in 0..1, and weight_R, that of the
+member each box comes from, in (0, 1]; float64.  Each returns boxes_K4 and scores_K, best first, the
+earlier of equals first.  R may be 0.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+LEAST_SCORE = 0.001  # what soft-NMS has made less sure is of no use, as in the paper's experiments
+Boxes = tuple[np.ndarray, np.ndarray]
+
+
+def weighted_fusion(
+    boxes_R4: np.ndarray, scores_R: np.ndarray, weight_R: np.ndarray, total: float, iou: float
+) -> Boxes:
+    """Weighted boxes fusion: boxes that overlap become their mean.
+
+    Boxes are taken by falling weight x score.  Each joins the cluster whose mean so far overlaps it
+    most, if by more than `iou`, else it begins one.  Of a cluster of boxes b_i with weights w_i:
+
+        box   = sum(w_i score_i b_i) / sum(w_i score_i)
+        score = sum(w_i score_i) / sum(w_i) * min(sum(w_i), total) / total
+
+    so what few of the members found is less sure.  With equal weights this is the paper's
+    mean(score_i) * min(T, N) / N; with others its implementation divides by T in place of
+    sum(w_i), which is the same unless one member has several boxes in a cluster, where it can
+    exceed 1.
+
+    Args:
+        total: sum of the weights of all members, whether they found something or not.
+        iou: the paper's threshold; 0.55 there.
+    Source: Solovyev, Wang, Gabruseva 2021, arXiv:1910.13302, section 3.
+    """
+    order_R = np.argsort(-(scores_R * weight_R), kind="stable")
+    mass_R = (scores_R * weight_R)[order_R]
+    weight_R, boxes_R4 = weight_R[order_R], boxes_R4[order_R]
+    sums_K4 = np.zeros_like(boxes_R4)
+    mean_K4, area_K = np.zeros_like(boxes_R4), np.zeros(len(boxes_R4))
+    mass_K, weight_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
+    area_R = _areas(boxes_R4)
+    count = 0
+    for box, area, mass, weight in zip(boxes_R4, area_R, mass_R, weight_R):
+        overlap_K = _overlaps(box, area, mean_K4[:count], area_K[:count])
+        best = int(overlap_K.argmax()) if count else 0
+        if not count or overlap_K[best] <= iou:
+            best, count = count, count + 1
+        mass_K[best] += mass
+        weight_K[best] += weight
+        sums_K4[best] += mass * box
+        # A cluster of boxes whose scores are 0 has no mean: it stays where it began.
+        mean_K4[best] = sums_K4[best] / mass_K[best] if mass_K[best] > 0 else box
+        area_K[best] = _areas(mean_K4[best])
+    found_K = weight_K[:count]
+    scores_K = mass_K[:count] / found_K * np.minimum(found_K, total) / total
+    return _best_first(mean_K4[:count], scores_K)
+
+
+def hard_suppression(
+    boxes_R4: np.ndarray, scores_R: np.ndarray, weight_R: np.ndarray, total: float, iou: float
+) -> Boxes:
+    """Non-maximum suppression over all members: the surest box stays as it is, what overlaps it by
+    more than `iou` goes.  Sure means weight x score; the weight of the largest is 1.
+
+    Args: total: not used here, the surest box stays however few have found it.
+    """
+    boxes_R4, scores_R = _best_first(boxes_R4, scores_R * weight_R)
+    area_R, left_R = _areas(boxes_R4), np.ones(len(boxes_R4), bool)
+    for place in range(len(boxes_R4)):
+        if left_R[place]:
+            after = slice(place + 1, None)
+            overlap_R = _overlaps(boxes_R4[place], area_R[place], boxes_R4[after], area_R[after])
+            left_R[after] &= overlap_R <= iou
+    return boxes_R4[left_R], scores_R[left_R]
+
+
+def soft_suppression(
+    boxes_R4: np.ndarray,
+    scores_R: np.ndarray,
+    weight_R: np.ndarray,
+    total: float,
+    keeps: Callable[[np.ndarray], np.ndarray],
+) -> Boxes:
+    """Soft-NMS: a box that overlaps a surer one is made less sure, again and again.
+
+    The surest box (weight x score) is taken, the scores of all others are multiplied by what
+    `keeps` says of their overlap with it, and so on with those left, while they are LEAST_SCORE.
+
+    Args:
+        keeps: IoU -> factor; `linear` or `gaussian`.
+        total: not used here.
+    Source: Bodla, Singh, Chellappa, Davis 2017, arXiv:1704.04503, figure 2.
+    """
+    left_R4, score_R = boxes_R4, scores_R * weight_R
+    taken: list[np.ndarray] = []
+    scores: list[float] = []
+    while True:
+        sure_R = score_R >= LEAST_SCORE
+        left_R4, score_R = left_R4[sure_R], score_R[sure_R]
+        if not len(score_R):
+            break
+        best = int(score_R.argmax())
+        taken.append(left_R4[best])
+        scores.append(float(score_R[best]))
+        others_R = np.arange(len(score_R)) != best
+        box = left_R4[best]
+        left_R4, score_R = left_R4[others_R], score_R[others_R]
+        score_R = score_R * keeps(_overlaps(box, _areas(box), left_R4, _areas(left_R4)))
+    return np.array(taken).reshape(-1, 4), np.array(scores)
+
+
+def linear(overlap_R: np.ndarray, iou: float) -> np.ndarray:
+    """1 - IoU where it reaches `iou` (the paper's 0.3), else 1; arXiv:1704.04503, section 3."""
+    return np.where(overlap_R >= iou, 1 - overlap_R, 1.0)
+
+
+def gaussian(overlap_R: np.ndarray, sigma: float) -> np.ndarray:
+    """exp(-IoU^2 / sigma) (the paper's sigma is 0.5); arXiv:1704.04503, equation 3."""
+    return np.exp(-(overlap_R**2) / sigma)
+
+
+def _best_first(boxes_K4: np.ndarray, scores_K: np.ndarray) -> Boxes:
+    order_K = np.argsort(-scores_K, kind="stable")
+    return boxes_K4[order_K], scores_K[order_K]
+
+
+def _areas(boxes: np.ndarray) -> np.ndarray:
+    """Of boxes [..., 4]."""
+    sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
+    return sides[..., 0] * sides[..., 1]
+
+
+def _overlaps(
+    box: np.ndarray, area: np.ndarray, boxes_K4: np.ndarray, area_K: np.ndarray
+) -> np.ndarray:
+    """IoU [K] of one box with others; 0 where neither has an area."""
+    sides_K2 = np.minimum(box[2:], boxes_K4[:, 2:]) - np.maximum(box[:2], boxes_K4[:, :2])
+    sides_K2 = np.maximum(sides_K2, 0)
+    shared_K = sides_K2[:, 0] * sides_K2[:, 1]
+    union_K = area + area_K - shared_K
+    return np.divide(shared_K, union_K, out=np.zeros_like(shared_K), where=union_K > 0)

@@ -1,0 +1,111 @@
+"""One model looks at a set several times: other input sizes, mirrored (test-time augmentation)."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from ppdist.data.sample import DetectionSet, ImageRecord
+from ppdist.engine.evaluator import Evaluator
+from ppdist.engine.experiment import build_evaluator
+from ppdist.engine.experiment_config import ExperimentConfig
+from ppdist.errors import ConfigError, DataError
+from ppdist.models.detector import Detector
+
+
+class Mirrored(Detector):
+    """A detector that sees every image mirrored, left for right; its boxes are mirrored back."""
+
+    def __init__(self, model: Detector) -> None:
+        nothing, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the model within normalises
+        super().__init__(model.num_classes, model.strides, nothing, one)
+        self.model = model
+
+    def normalize(self, images_B3HW: Tensor) -> Tensor:
+        return self.model.normalize(images_B3HW)
+
+    def forward(self, images_B3HW: Tensor) -> tuple[Any, int]:
+        """Raw outputs of the mirrored images, and their width in pixels."""
+        return self.model(images_B3HW.flip([3])), int(images_B3HW.shape[3])
+
+    def decode(self, outputs: tuple[Any, int]) -> tuple[Tensor, Tensor]:
+        raw, width = outputs
+        scores_BNC, boxes_BN4 = self.model.decode(raw)
+        x1_BN, y1_BN, x2_BN, y2_BN = boxes_BN4.unbind(-1)
+        sides = [width - x2_BN, y1_BN, width - x1_BN, y2_BN]
+        return scores_BNC, paddle.stack(sides, axis=-1)
+
+
+def sizes_of(
+    image_size: tuple[int, int], scales: Sequence[float], multiple: int
+) -> list[tuple[int, int]]:
+    """The (height, width) of the input at each scale of `image_size`, to multiples of `multiple`
+    pixels.
+
+    Raises: ConfigError: two scales are the same size, which would count twice.
+    """
+    sizes: dict[tuple[int, int], float] = {}
+    for scale in scales:
+        height, width = (max(1, round(side * scale / multiple)) * multiple for side in image_size)
+        if (height, width) in sizes:
+            raise ConfigError(
+                f"--scales: {sizes[height, width]:g} and {scale:g} of {image_size[0]}x"
+                f"{image_size[1]} are both {height}x{width} pixels (sides are multiples of "
+                f"{multiple}) and would count twice; leave one out"
+            )
+        sizes[height, width] = scale
+    return list(sizes)
+
+
+def look(
+    config: ExperimentConfig,
+    model: Detector,
+    dataset: DetectionSet,
+    scales: Sequence[float],
+    flip: bool,
+    view_iou: float | None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What the model finds in each view of the whole set; every rank iterates it to its end.
+
+    Args:
+        scales: of the input, beside `model.image_size`.
+        flip: look at everything mirrored, too.
+        view_iou: IoU of the suppression within a view; None: as the configuration says.
+    Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
+    """
+    views = [(model, "")] + ([(Mirrored(model), " mirrored")] if flip else [])
+    sizes = sizes_of(config.model.image_size, scales, model.size_multiple)
+    nms = config.nms
+    if view_iou is not None:
+        nms = nms.model_copy(update={"iou_threshold": view_iou})
+    for size in sizes:
+        resized = config.model.model_copy(update={"image_size": size})
+        viewed = config.model_copy(update={"model": resized, "nms": nms})
+        evaluator = build_evaluator(viewed, dataset, model)
+        assert isinstance(evaluator, Evaluator)  # of detectors
+        for seen, name in views:
+            yield f"{size[0]}x{size[1]}{name}", evaluator.predict(seen)
+
+
+def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
+    """Raises: DataError: the validation sets of two configuration files (first, second) are not of
+    the same images in the same order, with the same classes."""
+    if one.class_names != other.class_names:
+        raise DataError(
+            f"{first} and {second}: cannot be fused: the classes are {', '.join(one.class_names)} "
+            f"and {', '.join(other.class_names)}; give models of the same classes in the same order"
+        )
+    names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
+    if names[0] != names[1]:
+        counts = " and ".join(f"{len(each)} images" for each in names)
+        raise DataError(
+            f"{first} and {second}: the validation sets differ ({one.source} and {other.source}, "
+            f"{counts}); give both the same with -o data.root=... data.val.annotations=..."
+        )
+
+
+def _mark(record: ImageRecord) -> tuple[str, int, int]:
+    return Path(record.path).name, record.width, record.height

@@ -1,0 +1,345 @@
+"""The loop of a study: trials begin, are looked at, are stopped where hopeless, and end."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import TrialState
+
+from ppdist.errors import ConfigError, LaunchError
+from ppdist.files import write_json
+from ppdist.tune.calibrate import (
+    Calibration,
+    Timed,
+    calibrated,
+    epochs_for_calibration,
+    evaluations_of,
+    expected,
+    for_calibration,
+    lengthened,
+)
+from ppdist.tune.cells import Cell, grid
+from ppdist.tune.curve import Curve
+from ppdist.tune.job import Job, Launcher, Past, write_past
+from ppdist.tune.locks import FileLock
+from ppdist.tune.results import export
+from ppdist.tune.store import Claim, Store, Waiting
+
+CLEAN_STOP = 75
+_WRONG_INPUT = 2
+_READ_EVERY = 6  # looks: metrics.jsonl is read less often than processes are looked at
+_NOTE_SECONDS = 10.0  # between two notes of how long a trial took so far
+_MOST_CRASHES = 3  # of a training; it continues from its newest checkpoint
+_MOST_FAILURES = 3  # in a row, before anything went well: the next would fail, too
+
+
+@dataclass
+class _Running:
+    """A trial that this process makes, and the place where."""
+
+    claim: Claim
+    job: Job
+    crashes: int
+    minutes_before: float
+    hopeless: bool = False
+    said: set[int] = field(default_factory=set)  # epochs
+    noted: float = 0.0  # minutes
+    looks: int = 0
+
+    @property
+    def minutes(self) -> float:
+        return self.minutes_before + self.job.minutes()
+
+
+@dataclass
+class Search:
+    """Makes the trials of a study that are left, side by side.
+
+    Attributes:
+        places: options of fleetrun of each worker: its cards, or its processes.
+        asked_to_stop: true from when a signal came or the time is over.
+        say: told each line for the user.
+        retry_failed: also cells whose trials failed.
+        look_seconds: between two looks at what runs.
+    """
+
+    store: Store
+    launcher: Launcher
+    places: Sequence[Sequence[str]]
+    asked_to_stop: Callable[[], bool]
+    say: Callable[[str], None]
+    retry_failed: bool = False
+    look_seconds: float = 0.5
+    _running: dict[int, _Running] = field(default_factory=dict)  # index of a place -> trial
+    _failures: int = 0
+
+    def run(self, most: int | None = None) -> int:
+        """Returns 0 when nothing is left to do, 75 when it was asked to stop: the same command
+        continues.
+
+        Args: most: begins so many trials at most.
+        Raises: UserError: the experiment cannot be started or measured as the study says.
+        """
+        with ExitStack() as undo:
+            undo.callback(self._abandon)
+            for trial in self.store.unwanted():
+                self.say(f"trial {trial.number:03d} is left alone: the study has no such one now")
+            lengths = self._calibrate()
+            if lengths is None:
+                return CLEAN_STOP
+            begun = 0
+            while True:
+                stop = self.asked_to_stop()
+                waiting = False
+                for place in range(len(self.places)):
+                    if place in self._running or stop:
+                        continue
+                    claim = self.store.claim(
+                        begin=most is None or begun < most, retry_failed=self.retry_failed
+                    )
+                    if isinstance(claim, Claim) and claim.hopeless:
+                        self._prune(claim)
+                        waiting = True  # the place is free for another
+                    elif isinstance(claim, Claim):
+                        begun += not claim.again
+                        self._start(place, claim, lengths)
+                    else:
+                        waiting = waiting or isinstance(claim, Waiting)
+                if not self._running and (stop or not waiting):
+                    return CLEAN_STOP if stop else 0
+                time.sleep(self.look_seconds)
+                for place in [*self._running]:
+                    self._look(place, stop)
+
+    def _start(self, place: int, claim: Claim, lengths: dict[str, Calibration]) -> None:
+        study, cell = self.store.config, claim.cell
+        folder = self.store.trial_folder(claim.number)
+        overrides = cell.overrides(study)
+        if study.minutes_per_trial:
+            length = lengths.get(cell.setting)
+            if length is None:
+                raise ConfigError(
+                    f"{self.store.folder}/calibration.json says nothing of {cell.setting!r}, of "
+                    f"which trial {claim.number:03d} is: give the study the variants it had"
+                )
+            overrides += lengthened(study, overrides, length.epochs)
+        past = Past.of(folder)
+        job = self.launcher.start(folder, self.places[place], study.config, overrides)
+        self._running[place] = _Running(claim, job, past.crashes, past.minutes)
+        self._note(self._running[place])
+        how = "goes on" if claim.again else "begins"
+        self.say(f"trial {claim.number:03d} ({cell.label}) {how} in {folder}")
+
+    def _look(self, place: int, stop: bool) -> None:
+        """What a trial has measured, and what follows from it or from how it ended."""
+        running = self._running[place]
+        number = running.claim.number
+        code = running.job.poll()
+        if stop and code is None:
+            running.job.stop()
+        running.looks += 1
+        if code is None and running.looks % _READ_EVERY:
+            return
+        curve = Curve.of(running.job.folder, self.store.config.metric)
+        values = curve.values()
+        if self.store.report(number, values) and code is None and not running.hopeless:
+            running.hopeless = True
+            self.store.give_up(number)
+            self.say(f"trial {number:03d} is not worth going on at epoch {max(values)}: stopping")
+        for epoch in sorted(values.keys() - running.said):
+            running.said.add(epoch)
+            self.say(f"trial {number:03d} epoch {epoch}: {curve.metric} {values[epoch]:.4f}")
+        if (running.minutes - running.noted) * 60 > _NOTE_SECONDS:
+            self._note(running)
+        if code is None:
+            if running.hopeless:
+                running.job.stop()
+            return
+        del self._running[place]
+        self._ended(running, code, curve, stop)
+
+    def _ended(self, running: _Running, code: int, curve: Curve, stop: bool) -> None:
+        claim, number = running.claim, running.claim.number
+        running.crashes += code != 0 and not (stop or running.hopeless)
+        self._note(running)
+        if code == 0 and not curve.evaluations:
+            why = "it ended without an evaluation"
+            self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
+        elif code == 0:
+            self._finish(claim, TrialState.COMPLETE, curve, running.minutes)
+        elif running.hopeless:  # however it ended, once it was asked to
+            self._finish(claim, TrialState.PRUNED, curve, running.minutes)
+        elif stop:
+            self.store.leave(number)
+            self.say(f"trial {number:03d} was stopped; the same command goes on with it")
+        elif (code == _WRONG_INPUT and not claim.again) or running.crashes >= _MOST_CRASHES:
+            # What was right at its beginning, and is wrong now, may be an orphan in the way.
+            why = f"exit code {code}: {running.job.said()}"
+            self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
+        else:
+            self.say(f"trial {number:03d} ended with exit code {code}: it is continued")
+            self.store.leave(number)  # and claimed again in the next round
+
+    def _prune(self, claim: Claim) -> None:
+        """Tells what was decided before the process that decided it was killed."""
+        folder = self.store.trial_folder(claim.number)
+        curve = Curve.of(folder, self.store.config.metric)
+        self._finish(claim, TrialState.PRUNED, curve, Past.of(folder).minutes)
+
+    def _finish(
+        self, claim: Claim, state: TrialState, curve: Curve, minutes: float, why: str = ""
+    ) -> None:
+        study = self.store.config
+        value = curve.evaluations[-1][curve.metric] if curve.evaluations else None
+        result: dict[str, Any] = {
+            "minutes": round(minutes, 2),
+            "epochs": curve.points()[-1][0] if curve.evaluations else 0,
+            "final": curve.final(),
+            "best": curve.best(study.lower_is_better),
+            "curve": curve.points(),
+            "why": why,
+        }
+        self.store.finish(claim.number, state, value, result)
+        export(self.store)
+        shown = "" if value is None else f", {curve.metric} {value:.4f}"
+        self.say(
+            f"trial {claim.number:03d} ({claim.cell.label}) {state.name.lower()}{shown}, "
+            f"{minutes:.1f} min" + (f": {why}" if why else "")
+        )
+        self._failures = self._failures + 1 if state == TrialState.FAIL else 0
+        if self._failures >= _MOST_FAILURES and not _any_good(self.store):
+            raise LaunchError(
+                f"{self._failures} trials failed and none went well, the last with {why}; see "
+                f"console.log in {self.store.trial_folder(claim.number)}, then start with "
+                f"--retry_failed"
+            )
+
+    def _note(self, running: _Running) -> None:
+        running.noted = running.minutes
+        write_past(running.job, running.crashes, running.noted)
+
+    def _abandon(self) -> None:
+        """Whatever happens, no training of ours outlives us; they save and can be continued."""
+        for running in self._running.values():
+            running.job.stop()
+        for running in self._running.values():
+            running.job.process.wait()
+        self._running.clear()
+
+    def _calibrate(self) -> dict[str, Calibration] | None:
+        """The length of each setting; by whichever process comes first, while others wait.
+
+        Returns: None: it was asked to stop.
+        """
+        study, file = self.store.config, self.store.folder / "calibration.json"
+        if study.minutes_per_trial is None:
+            return {}
+        places = [list(each) for each in self.places]
+        conditions = {"workers": len(places), "places": places, "cores": self.launcher.cores}
+        lock = FileLock(self.store.folder / "calibration.lock")
+        try:
+            while not lock.try_acquire():
+                if self.asked_to_stop():
+                    return None
+                time.sleep(self.look_seconds)
+            known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            if known.get("conditions", conditions) != conditions:
+                raise ConfigError(
+                    f"{file}: lengths were measured with {known['conditions']}, this command "
+                    f"says {conditions}: equal time needs equal conditions"
+                )
+            lengths = known.get("lengths", {})
+            first: dict[str, Cell] = {}  # of each setting
+            for cell in grid(study):
+                first.setdefault(cell.setting, cell)
+            for cell in first.values():
+                if cell.setting not in lengths:
+                    found = self._measure(cell)
+                    if found is None:
+                        return None
+                    lengths[cell.setting] = found.record()
+                    known = {"conditions": conditions, "host": socket.gethostname()}
+                    write_json(file, known | {"lengths": lengths}, indent=1)
+            return {name: length for name in lengths if (length := expected(lengths, name))}
+        finally:
+            lock.close()
+
+    def _measure(self, cell: Cell) -> Calibration | None:
+        """Runs a setting in miniature, as many copies as there are places; None: it was asked to
+        stop."""
+        study, minutes = self.store.config, self.store.config.minutes_per_trial
+        assert minutes is not None
+        overrides = cell.overrides(study)
+        epochs = study.calibration_epochs
+        while True:
+            self.say(f"calibrating {cell.setting}: {epochs} epochs")
+            runs = self._run_copies(cell, for_calibration(study, overrides, epochs))
+            if runs is None:
+                return None
+            longer = epochs_for_calibration(runs[0].folder)
+            if longer <= epochs:
+                break
+            epochs = longer
+        found = calibrated(runs, minutes, evaluations_of(study, overrides))
+        self.say(
+            f"calibrated {cell.setting}: {found.step_seconds:.3f} s a step, "
+            f"{found.evaluation_seconds:.1f} s an evaluation, {found.overhead_seconds:.0f} s "
+            f"besides: {found.epochs:g} epochs in {found.minutes:.1f} min"
+        )
+        return found
+
+    def _run_copies(self, cell: Cell, items: Sequence[str]) -> list[Timed] | None:
+        """Runs the same in every place at once, and takes the time; None: it was asked to stop."""
+        study = self.store.config
+        base = self.store.folder / "calibration" / _folder_name(cell.setting)
+        jobs: list[Job] = []
+        took: dict[int, float] = {}
+        try:
+            for index, place in enumerate(self.places):
+                folder = _unused(base / str(index))
+                overrides = [*cell.overrides(study), *items]
+                jobs.append(self.launcher.start(folder, place, study.config, overrides))
+            while len(took) < len(jobs):
+                for index, job in enumerate(jobs):
+                    if index not in took and job.poll() is not None:
+                        took[index] = job.minutes() * 60
+                if any(job.poll() for job in jobs):  # one has failed: the others need not go on
+                    break
+                if self.asked_to_stop():
+                    return None
+                time.sleep(0.05)
+        finally:
+            for job in jobs:
+                if job.poll() is None:
+                    job.stop()
+            for job in jobs:
+                job.process.wait()
+        for job in jobs:
+            if job.poll() and not job.asked_to_stop:
+                raise LaunchError(
+                    f"variant {cell.setting}: its calibration ended with exit code {job.poll()}: "
+                    f"{job.said()} (see {job.folder}/console.log)"
+                )
+        return [Timed(job.folder, took[index]) for index, job in enumerate(jobs)]
+
+
+def _any_good(store: Store) -> bool:
+    return any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in store.trials())
+
+
+def _folder_name(setting: str) -> str:
+    return "".join(each if each.isalnum() or each in "-_." else "_" for each in setting)[:80]
+
+
+def _unused(folder: Path) -> Path:
+    """A calibration that was broken off must not be continued: it would count as a whole one."""
+    tried, count = folder, 1
+    while tried.exists():
+        count += 1
+        tried = folder.with_name(f"{folder.name}-{count}")
+    return tried

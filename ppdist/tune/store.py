@@ -1,0 +1,315 @@
+"""The folder of a study, which any number of processes share: who makes which trial, what came out.
+
+    journal.log    Optuna's storage: every trial, its values as they come, how it ended
+    study.json     what was asked for when the study began
+    trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to who runs it
+    *.lock         see locks.py
+
+A trial that is running in the journal, and whose lock nobody has, was left by a process that is
+gone: whoever asks for work next goes on with it.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from ppdist import run_lock
+from ppdist.config import load_config
+from ppdist.errors import ConfigError
+from ppdist.files import make_folder, write_json
+from ppdist.tune.cells import Cell, grid
+from ppdist.tune.job import Past
+from ppdist.tune.locks import FileLock, JournalLock
+from ppdist.tune.study import Dimension, PrunerConfig, StudyConfig
+
+# What may change between two starts: more to do, and how fast; variants are compared one by one.
+_MAY_CHANGE = {
+    "name", "trials", "variants", "baselines", "seeds", "workers", "calibration_epochs",
+    "config", "overrides",  # which `experiment` stands for
+}  # fmt: skip
+_SEEDS_APART = 1_000_003  # of the sampler, between two trials
+_NAME = "ppdist"  # of the one study in the journal
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A trial that this process has to make.
+
+    Attributes:
+        number: names its folder.
+        again: another process, or this one before, has begun it.
+        hopeless: it has only to be told as pruned.
+    """
+
+    number: int
+    cell: Cell
+    again: bool
+    hopeless: bool = False
+
+
+class Waiting:
+    """No work now, but there will be: a training whose owner is gone has not ended yet."""
+
+
+class Store:
+    """What a process knows and says of a study.  Close it in the end.
+
+    Attributes: lock: of whatever several processes must not do at once.
+    """
+
+    def __init__(self, folder: Path, study: StudyConfig) -> None:
+        """Opens the folder, and makes it where there is none.
+
+        Raises: ConfigError: there is another study in it.
+        """
+        make_folder(folder)
+        self.folder, self.config = folder, study
+        self.lock = FileLock(folder / "study.lock")
+        self._mine: dict[int, FileLock] = {}  # number of a trial -> its lock
+        with warnings.catch_warnings(), self.lock:
+            # The journal and multivariate TPE are marked experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            self._agree()
+            journal = folder / "journal.log"
+            journal_lock: Any = JournalLock(journal)  # Optuna names no public type
+            backend = JournalFileBackend(str(journal), journal_lock)
+            self.study = optuna.create_study(
+                storage=JournalStorage(backend),
+                study_name=_NAME,
+                load_if_exists=True,
+                direction="minimize" if study.lower_is_better else "maximize",
+                sampler=optuna.samplers.RandomSampler(0),
+                pruner=_pruner(study.pruner),
+            )
+        failed = [each.number for each in self.trials() if each.state == TrialState.FAIL]
+        self._failed_before = frozenset(failed)
+
+    def _agree(self) -> None:
+        """The study in the folder is this one, perhaps with more to do."""
+        file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
+        now["experiment"] = _digest(self.config)
+        if file.exists():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            keys = {*now, *before} - _MAY_CHANGE
+            changed = {key for key in keys if now.get(key) != before.get(key)}
+            if "experiment" in changed and now["overrides"] != before["overrides"]:
+                changed = changed - {"experiment"} | {"overrides"}
+            # Also of variants that are gone: their trials still stand in the journal.
+            known = before["variants"] | now["variants"]
+            changed |= {
+                f"variants.{name}" for name in before["variants"]
+                if known[name] != before["variants"][name]
+            }  # fmt: skip
+            now["variants"] = known
+            if changed:
+                raise ConfigError(
+                    f"{self.folder} holds a study with other values of "
+                    f"{', '.join(sorted(changed))}; its trials could not be compared with new "
+                    f"ones: give this study a folder of its own by --out"
+                )
+        write_json(file, now, indent=1)
+
+    def trial_folder(self, number: int) -> Path:
+        return self.folder / "trials" / f"{number:03d}"
+
+    def trials(self) -> list[FrozenTrial]:
+        """All there are, by number."""
+        return self.study.get_trials(deepcopy=False)
+
+    def cell_of(self, trial: FrozenTrial) -> Cell | None:
+        """None: whoever began it was killed before it could say what it is."""
+        found = trial.user_attrs.get("cell")
+        return Cell.of(found) if found else None
+
+    def claim(self, *, begin: bool, retry_failed: bool) -> Claim | Waiting | None:
+        """What to do next; None: there is nothing left that others do not do already.
+
+        Args:
+            begin: also trials that nobody has begun.
+            retry_failed: a cell of a grid whose trials failed before this process began is free.
+        """
+        with self.lock:
+            trials = self.trials()
+            waiting = False
+            for trial in trials:
+                if trial.state != TrialState.RUNNING or trial.number in self._mine:
+                    continue
+                found = self._adopt(trial)
+                waiting = waiting or isinstance(found, Waiting)
+                if isinstance(found, Claim):
+                    return found
+            claim = self._begin(trials, retry_failed) if begin else None
+            return claim or (Waiting() if waiting else None)
+
+    def _adopt(self, trial: FrozenTrial) -> Claim | Waiting | None:
+        lock = FileLock(self.trial_folder(trial.number) / "tune.lock")
+        cell = self.cell_of(trial)
+        if (cell is not None and not self._wants(cell)) or not lock.try_acquire():
+            lock.close()
+            return None
+        if cell is None:
+            lock.close()
+            self.study.tell(trial.number, state=TrialState.FAIL)
+            return None
+        folder = self.trial_folder(trial.number)
+        if Past.of(folder).end() or run_lock.is_held(folder):  # an orphan that is about to end
+            lock.close()
+            return Waiting()
+        self._mine[trial.number] = lock
+        return Claim(trial.number, cell, True, hopeless="hopeless" in trial.user_attrs)
+
+    def _wants(self, cell: Cell) -> bool:
+        """Whether the study, as it is now, has such a trial."""
+        if self.config.sampler != "grid":
+            return True
+        return cell.key() in {each.key() for each in grid(self.config)}
+
+    def unwanted(self) -> list[FrozenTrial]:
+        """Those that are not done and of which the study, as it is now, says nothing."""
+        running = [each for each in self.trials() if each.state == TrialState.RUNNING]
+        cells = [(each, self.cell_of(each)) for each in running]
+        return [each for each, cell in cells if cell is not None and not self._wants(cell)]
+
+    def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
+        """A trial of its own, under the lock of the study."""
+        # What fails in this process is not free again: it would be made for ever.
+        freed = self._failed_before if retry_failed else frozenset()
+        counted = [each for each in trials if each.number not in freed]
+        if self.config.trials is not None and len(counted) >= self.config.trials:
+            return None
+        number = len(trials)
+        if self.config.sampler == "grid":
+            cells = (self.cell_of(each) for each in counted)
+            taken = {cell.key() for cell in cells if cell is not None}
+            cell = next((each for each in grid(self.config) if each.key() not in taken), None)
+            if cell is None:
+                return None
+            coded = {key: _coded(self.config.space[key], cell.params[key]) for key in cell.params}
+            self.study.sampler = _fixed(coded)
+            trial = self.study.ask(_distributions(self.config))
+        else:
+            # Of its own for each trial: one that went on would draw its first numbers again after
+            # a restart.
+            self.study.sampler = _sampler(self.config, number)
+            trial = self.study.ask(_distributions(self.config))
+            space = self.config.space
+            params = {key: _plain(space[key], trial.params[key]) for key in space}
+            cell = Cell(params=params)
+        assert trial.number == number, "somebody asked without the lock"
+        trial.set_user_attr("cell", cell.record())
+        lock = FileLock(self.trial_folder(number) / "tune.lock")
+        lock.acquire()
+        self._mine[number] = lock
+        return Claim(number, cell, again=False)
+
+    def report(self, number: int, values: dict[int, float]) -> bool:
+        """Says what a trial has reached by epoch; whether it is not worth going on."""
+        new = sorted(values.keys() - self.trials()[number].intermediate_values.keys())
+        trial, hopeless = self._trial(number) if new else None, False
+        for epoch in new:
+            assert trial is not None
+            trial.report(values[epoch], epoch)
+            hopeless = trial.should_prune() or hopeless
+        return hopeless
+
+    def give_up(self, number: int) -> None:
+        """Remembers that a trial is not worth going on, also if this process ends before it."""
+        self._trial(number).set_user_attr("hopeless", True)
+
+    def finish(
+        self, number: int, state: TrialState, value: float | None, result: dict[str, Any]
+    ) -> None:
+        """How a trial of this process ended.  Args: value: of a complete one."""
+        self._trial(number).set_user_attr("result", result)
+        self.study.tell(number, value if state == TrialState.COMPLETE else None, state=state)
+        self.leave(number)
+
+    def _trial(self, number: int) -> optuna.Trial:
+        """A trial that any process began."""
+        self.study.sampler = optuna.samplers.RandomSampler(0)  # another would think about it now
+        return optuna.Trial(self.study, self.trials()[number]._trial_id)
+
+    def leave(self, number: int) -> None:
+        """Whoever asks next may go on with it."""
+        self._mine.pop(number).close()
+
+    def close(self) -> None:
+        for lock in self._mine.values():
+            lock.close()
+        self._mine = {}
+
+
+def _digest(study: StudyConfig) -> str:
+    """Of what all trials have in common, whatever its file is called.  Defaults are left out: a new
+    key of a later version changes no experiment."""
+    config = load_config(study.config, study.overrides)
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output_dir"})
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fixed(values: dict[str, Any]) -> optuna.samplers.BaseSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.PartialFixedSampler(values, optuna.samplers.RandomSampler(0))
+
+
+def _sampler(study: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
+    seed = (study.seed * _SEEDS_APART + number) % 2**32
+    if study.sampler == "random":
+        return optuna.samplers.RandomSampler(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # constant_liar: trials that run now count as bad, so that workers do not crowd one place.
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+def _pruner(config: PrunerConfig) -> optuna.pruners.BasePruner:
+    if config.name == "halving":
+        return optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=config.first_epochs, reduction_factor=config.factor
+        )
+    if config.name == "median":
+        return optuna.pruners.MedianPruner(
+            n_startup_trials=config.startup_trials, n_warmup_steps=config.first_epochs
+        )
+    return optuna.pruners.NopPruner()
+
+
+def _distributions(study: StudyConfig) -> dict[str, BaseDistribution]:
+    return {key: _distribution(dimension) for key, dimension in study.space.items()}
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if dimension.choices is not None:
+        return CategoricalDistribution([json.dumps(each) for each in dimension.choices])
+    low, high, step = dimension.low, dimension.high, dimension.step
+    assert low is not None and high is not None
+    if dimension.whole:
+        return IntDistribution(int(low), int(high), log=dimension.log, step=int(step or 1))
+    return FloatDistribution(low, high, log=dimension.log, step=step)
+
+
+def _coded(dimension: Dimension, value: Any) -> Any:
+    """As Optuna has it: of lists and mappings it knows nothing."""
+    return value if dimension.choices is None else json.dumps(value)
+
+
+def _plain(dimension: Dimension, value: Any) -> Any:
+    return value if dimension.choices is None else json.loads(value)

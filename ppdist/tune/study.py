@@ -1,0 +1,245 @@
+"""The file of a study: which trainings there are to be, and what they are compared by.
+
+config: configs/examples/bccd_ppyoloe.yml     what all trials have in common
+overrides: [train.epochs=20]
+metric: mAP
+sampler: grid                                 each of variants x space x seeds once
+variants: {plain: [], mal: [loss.class_loss=mal]}
+seeds: [0, 1, 2]
+
+sampler: tpe                                  or random: `trials` points of the space
+trials: 30
+space:
+  optimizer.lr: {from: 1e-4, to: 1e-2, log: true}
+  train.ema.decay: {choices: [0.99, 0.998]}
+pruner: {name: halving, first_epochs: 4, factor: 3}
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ppdist.config import Section, load_config, parse_config
+from ppdist.config_yaml import Node, Place, Problem, Reader, problems_error
+from ppdist.errors import ConfigError
+
+_MOST_VALUES = 1000  # of a key in a grid; each is tried on the experiment first
+
+
+class Dimension(Section):
+    """What one key may be: numbers between two ends, or one of some values."""
+
+    low: int | float | None = Field(default=None, alias="from", description="Least value.")
+    high: int | float | None = Field(default=None, alias="to", description="Largest value.")
+    log: bool = Field(default=False, description="Equal factors are equally likely.")
+    step: int | float | None = Field(default=None, gt=0, description="Only low + k * step.")
+    choices: tuple[Any, ...] | None = Field(default=None, description="Any values of YAML.")
+
+    @model_validator(mode="after")
+    def _is_one_or_the_other(self) -> "Dimension":
+        ends = (self.low, self.high)
+        if self.choices is not None:
+            if not self.choices or ends != (None, None) or self.log or self.step:
+                raise ValueError("choices: needs one value at least, and nothing beside it")
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("expected {from: A, to: B} or {choices: [...]}")
+        if self.low > self.high:
+            raise ValueError(f"from: {self.low} lies above to: {self.high}")
+        if self.log and (self.low <= 0 or self.step):
+            raise ValueError("log: needs from above 0, and no step")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its numbers are whole."""
+        numbers = (self.low, self.high, *([self.step] if self.step else []))
+        return all(isinstance(number, int) for number in numbers)
+
+    def examples(self, in_grid: bool) -> list[Any]:
+        """What the configuration must be able to take: everything in a grid, else every choice or
+        both ends.  Raises: ValueError: as values."""
+        if in_grid:
+            return self.values()
+        return [self.low, self.high] if self.choices is None else list(self.choices)
+
+    def values(self) -> list[Any]:
+        """All values, for a grid.  Raises: ValueError: there is no end of them."""
+        if self.choices is not None:
+            return list(self.choices)
+        assert self.low is not None and self.high is not None
+        step = self.step or (1 if self.whole and not self.log else None)
+        if step is None:
+            raise ValueError("a grid needs {choices: [...]}, or from and to with a step")
+        count = int((self.high - self.low) / step + 1e-9) + 1
+        if count > _MOST_VALUES:
+            raise ValueError(f"{count} values are too many for a grid")
+        # 0.1 + 2 * 0.1 is a little more than 0.3.
+        found = [min(self.low + index * step, self.high) for index in range(count)]
+        return [each if isinstance(each, int) else float(f"{each:.12g}") for each in found]
+
+
+class PrunerConfig(Section):
+    """Which trials are not worth going on."""
+
+    name: Literal["none", "halving", "median"] = Field(
+        default="none",
+        description="halving: at first_epochs, first_epochs * factor, ... only the best 1/factor "
+        "of those that came so far go on (ASHA, arXiv:1810.05934); median: a trial whose best so "
+        "far is worse than the median of the others at the same epoch ends.",
+    )
+    first_epochs: int = Field(default=1, ge=1, description="No trial ends before this epoch.")
+    factor: int = Field(
+        default=3, ge=2, description="halving: the share that ends is 1 - 1/factor."
+    )
+    startup_trials: int = Field(
+        default=5, ge=1, description="median: so many trials run to their end first."
+    )
+
+
+class StudyConfig(Section):
+    """A study: what a YAML file of configs/studies/ describes."""
+
+    name: str | None = Field(default=None, description="In tables; null: the name of the file.")
+    config: str = Field(
+        description="The experiment, relative to the working directory or else to the study's file."
+    )
+    overrides: tuple[str, ...] = Field(default=(), description="`key=value` of every trial.")
+    metric: str = Field(
+        default="mAP", description="A number of the evaluation; larger is better, but of val_loss."
+    )
+    sampler: Literal["grid", "random", "tpe"] = Field(
+        default="grid",
+        description="grid: everything once; tpe: near what did well so far.",
+    )
+    pruner: PrunerConfig = Field(default=PrunerConfig(), description="Ends hopeless trials.")
+    seed: int = Field(default=0, ge=0, description="Of the sampler; training has its own.")
+    trials: int | None = Field(
+        default=None, gt=0, description="How many; null (grid only): all there are."
+    )
+    space: dict[str, Dimension] = Field(default={}, description="Keys of the experiment.")
+    variants: dict[str, tuple[str, ...]] = Field(
+        default={}, description="Name -> overrides; the first is what the others are compared with."
+    )
+    baselines: dict[str, str] = Field(
+        default={},
+        description="Variant -> the one that it is compared with instead of the first.",
+    )
+    seeds: tuple[int, ...] = Field(default=(), description="Of training; empty: the config's own.")
+    minutes_per_trial: float | None = Field(
+        default=None,
+        gt=0,
+        description="train.epochs of each variant is chosen so that it takes so long here; what "
+        "is counted in epochs grows or shrinks alike. null: the epochs of the config.",
+    )
+    calibration_epochs: int = Field(
+        default=4,
+        ge=2,
+        description="Length of the runs that find that out; in the first caches are filled.",
+    )
+    workers: int = Field(default=1, gt=0, description="Trials at a time on one machine.")
+    processes: int = Field(default=1, gt=0, description="Of each trial, on a CPU.")
+
+    @classmethod
+    def completed(cls, tree: Node) -> Node:
+        """`pruner: median` is short for `pruner: {name: median}`."""
+        pruner = tree.child("pruner")
+        if pruner is None or not isinstance(pruner.value, str) or not isinstance(tree.value, dict):
+            return tree
+        full = Node({"name": pruner}, pruner.place, pruner.key_place)
+        return Node({**tree.value, "pruner": full}, tree.place, tree.key_place)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "StudyConfig":
+        if self.sampler == "grid":
+            if not (self.variants or self.space or self.seeds):
+                raise ValueError("sampler: grid: needs variants, space or seeds")
+            for name in (*self.baselines, *self.baselines.values()):
+                if name not in self.variants:
+                    raise ValueError(f"baselines: {name} is no variant of this study")
+            return self
+        if not self.space or not self.trials:
+            raise ValueError(f"sampler: {self.sampler}: needs space, and trials: how many")
+        if self.variants or self.baselines or self.seeds or self.minutes_per_trial:
+            raise ValueError(
+                f"variants, seeds and minutes_per_trial go with sampler: grid, not "
+                f"{self.sampler}, whose trials are all different"
+            )
+        return self
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric.endswith("loss")
+
+
+def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
+    """Reads the file of a study and tries everything it names on the experiment's configuration.
+
+    Args: overrides: of the command line, which come after those of the file and before variants.
+    Returns: the study, with the name, the path and the overrides that hold.
+    Raises: ConfigError: everything that is wrong, with file and line.
+    """
+    study = parse_config(path, (), StudyConfig)
+    study = study.model_copy(
+        update={
+            "name": study.name or path.stem,
+            "config": _config_of(study, path),
+            "overrides": (*study.overrides, *overrides),
+        }
+    )
+    load_config(study.config, study.overrides)
+    reader = Reader()
+    problems = list(_problems(study, reader.read_file(str(path))))
+    if problems:
+        raise problems_error(problems)
+    return study
+
+
+def _config_of(study: StudyConfig, path: Path) -> str:
+    beside = path.parent / study.config
+    return str(beside) if beside.exists() and not Path(study.config).exists() else study.config
+
+
+def _problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
+    """What of variants and space the experiment cannot take."""
+    bases: list[tuple[str, ...]] = []  # what values of the space come on top of
+    for name, items in study.variants.items():
+        place, wrong = _place(tree, "variants", name), _refused(study, items)
+        if wrong:
+            yield Problem(place, f"variants.{name}: {wrong}")
+        else:
+            bases.append(items)
+    for key, dimension in study.space.items():
+        place, name = _place(tree, "space", key), f"space.{key}"
+        try:
+            values = dimension.examples(study.sampler == "grid")
+        except ValueError as error:
+            yield Problem(place, f"{name}: {error}")
+            continue
+        tried = (_refused(study, (*b, item_of(key, v))) for v in values for b in bases or [()])
+        wrong = next(filter(None, tried), "")
+        if wrong:
+            yield Problem(place, f"{name}: {wrong}")
+
+
+def _refused(study: StudyConfig, items: tuple[str, ...]) -> str:
+    try:
+        load_config(study.config, (*study.overrides, *items))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _place(tree: Node, *keys: str) -> Place:
+    node = tree
+    for key in keys:
+        node = node.child(key) or node
+    return node.key_place
+
+
+def item_of(key: str, value: Any) -> str:
+    """`key=value` as -o takes it; JSON is YAML."""
+    return f"{key}={json.dumps(value)}"

@@ -1,0 +1,159 @@
+"""Searches hyper-parameters, and compares variants, in trainings of their own:
+
+python tools/tune.py run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
+    makes the trials that are left; stopped or killed, the same command goes on.  The same command
+    in another terminal, or on another machine that shares DIR, takes its part
+python tools/tune.py show DIR                     what came out so far, the best first
+python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --document docs/recipes.md
+                                                  puts it between the markers there
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppdist import errors
+
+
+def parse() -> argparse.Namespace:
+    from ppdist.arguments import at_least
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="make the trials of a study")
+    run.add_argument("-c", "--config", required=True, type=Path, help="YAML file of the study")
+    run.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the study")
+    run.add_argument("--workers", type=at_least(1), metavar="N", help="trials at a time")
+    run.add_argument("--nproc_per_node", type=at_least(1), metavar="N", help="processes of each")
+    run.add_argument("--cards", metavar="0,1|2,3", help="cards of each worker, instead of both")
+    run.add_argument("--trials", type=at_least(1), metavar="N", help="begin so many at most")
+    run.add_argument("--budget", type=minutes, metavar="MIN", help="stop after so many minutes")
+    run.add_argument("--retry_failed", action="store_true", help="again what has failed before")
+    run.add_argument("-o", "--override", nargs="+", action="extend", default=[],
+                     metavar="KEY=VALUE", help="overrides of the experiment's keys")  # fmt: skip
+    show = commands.add_parser("show", help="what came out so far")
+    show.add_argument("folder", type=Path, metavar="DIR", help="folder of a study")
+    table = commands.add_parser("table", help="the table of variants")
+    table.add_argument("sources", nargs="+", type=Path, metavar="DIR|FILE",
+                       help="folders of studies, or their trials.jsonl")  # fmt: skip
+    table.add_argument("--document", type=Path, help="put it there, between the markers")
+    arguments = parser.parse_args()
+    if arguments.command == "run" and arguments.cards:
+        if arguments.workers or arguments.nproc_per_node:
+            parser.error("--cards says how many workers and processes there are")
+        if not all(arguments.cards.split("|")):
+            parser.error(f"--cards {arguments.cards}: a worker without cards")
+        if len({len(cards.split(",")) for cards in arguments.cards.split("|")}) > 1:
+            parser.error(
+                f"--cards {arguments.cards}: workers of unlike numbers of cards make trials that "
+                f"cannot be compared"
+            )
+    return arguments
+
+
+def minutes(text: str) -> float:
+    """For `type=`: a time above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, found {text!r}")
+    return found
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.command == "run":
+        return run(arguments)
+    if arguments.command == "show":
+        return show(arguments)
+    from ppdist.tune.table import ablations, read_rows, write_into
+
+    rows = [row for source in arguments.sources for row in read_rows(source)]
+    text = ablations(rows)
+    if arguments.document:
+        write_into(arguments.document, text)
+        print(f"wrote {len(rows)} trials into {arguments.document}")
+    else:
+        print(text)
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_optuna()
+    from ppdist.data.cores import available_cores
+    from ppdist.launch.signals import signals_noted
+    from ppdist.launch.worker import end_with_parent
+    from ppdist.tune.job import Launcher
+    from ppdist.tune.results import draw, export
+    from ppdist.tune.search import Search
+    from ppdist.tune.store import Store
+    from ppdist.tune.study import load_study
+
+    began = time.monotonic()
+    study = load_study(arguments.config, tuple(arguments.override))
+    workers = arguments.workers or study.workers
+    processes = arguments.nproc_per_node or study.processes
+    places: list[Sequence[str]] = [["--nproc_per_node", str(processes)]] * workers
+    if arguments.cards:
+        workers_cards = arguments.cards.split("|")
+        places = [["--devices", cards] for cards in workers_cards]
+        processes = len(workers_cards[0].split(","))
+    study = study.model_copy(update={"workers": len(places), "processes": processes})
+    cores = int(available_cores())
+    here = Path(__file__)
+    launcher = Launcher(
+        command=[sys.executable, str(here.with_name("launch.py"))],
+        script=str(here.with_name("train.py")),
+        cores=cores,
+        threads=max(1, cores // (len(places) * processes)),
+        end_with_parent=end_with_parent,
+    )
+    with signals_noted() as received:
+        budget = arguments.budget
+
+        def asked_to_stop() -> bool:
+            over = budget is not None and time.monotonic() - began > budget * 60
+            return bool(received) or over
+
+        store = Store(arguments.out, study)
+        search = Search(store, launcher, places, asked_to_stop, say, arguments.retry_failed)
+        try:
+            code = search.run(arguments.trials)
+        finally:
+            store.close()
+    export(store)
+    for path in draw(store):
+        say(f"wrote {path}")
+    if code:
+        say("stopped before its end; the same command goes on")
+    return code
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from ppdist.tune.table import ranking, read_rows
+
+    print(ranking(read_rows(arguments.folder)))
+    return 0
+
+
+def require_optuna() -> None:
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise errors.ConfigError(
+            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'"
+        ) from error
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {errors.printable(text)}", flush=True)
+
+
+if __name__ == "__main__":
+    errors.run(main)
