@@ -27,15 +27,19 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def seconds(text: str) -> float:
-    """For `type=` of an option: a time above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, found {text!r}")
-    return found
+def time_in(unit: str) -> Callable[[str], float]:
+    """For `type=` of an option: a time above 0, in a unit that the message names."""
+
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a number of {unit} above 0, found {text!r}")
+        return found
+
+    return number
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:

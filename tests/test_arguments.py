@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from ppdist.arguments import at_least, seconds
+from ppdist.arguments import at_least, time_in
 
 
 def test_whole_numbers_from_the_least_on_are_taken():
@@ -20,7 +20,7 @@ def test_other_texts_are_refused_with_what_is_expected(text):
 
 
 def test_a_time_is_a_number_above_0():
-    assert seconds("0.5") == 0.5
+    assert time_in("seconds")("0.5") == 0.5
     for text in ("0", "-1", "nan", "inf", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match="a number of seconds above 0, found"):
-            seconds(text)
+            time_in("seconds")(text)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least, seconds
+    from ppdist.arguments import at_least, time_in
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -58,7 +58,9 @@ def parse() -> argparse.Namespace:
         "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
     )
     parser.add_argument(
-        "--seconds", type=seconds, help="loader: how long, each way (10); scaling: of a turn (5)"
+        "--seconds",
+        type=time_in("seconds"),
+        help="loader: how long, each way (10); scaling: of a turn (5)",
     )
     parser.add_argument(
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"

@@ -18,7 +18,7 @@ from ppdist import errors
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least
+    from ppdist.arguments import at_least, time_in
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -31,7 +31,9 @@ def parse() -> argparse.Namespace:
     run.add_argument("--nproc_per_node", type=at_least(1), metavar="N", help="processes of each")
     run.add_argument("--cards", metavar="0,1|2,3", help="cards of each worker, instead of both")
     run.add_argument("--trials", type=at_least(1), metavar="N", help="begin so many at most")
-    run.add_argument("--budget", type=minutes, metavar="MIN", help="stop after so many minutes")
+    run.add_argument(
+        "--budget", type=time_in("minutes"), metavar="MIN", help="stop after so many minutes"
+    )
     run.add_argument("--retry_failed", action="store_true", help="again what has failed before")
     run.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                      metavar="KEY=VALUE", help="overrides of the experiment's keys")  # fmt: skip
@@ -53,17 +55,6 @@ def parse() -> argparse.Namespace:
                 f"cannot be compared"
             )
     return arguments
-
-
-def minutes(text: str) -> float:
-    """For `type=`: a time above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, found {text!r}")
-    return found
 
 
 def main() -> int:

@@ -66,14 +66,13 @@ class Ranks:
         measured: int | None = None,
         seconds: float = 1.0,
     ) -> None:
-        """Args: place: of a collective that the rank is in, else it works by itself; steps: made
-        since the start or an evaluation; measured: of them in all, else as many as were made;
-        seconds: of the last."""
+        """Args: place: of the collective it is in, else it works alone; steps: since the start or
+        an evaluation; measured: in all, else as many as were made; seconds: of the last."""
         measured = step if measured is None else measured
         packed = pulse._sealed(
-            pulse._LAYOUT, self.processes[rank].pid, pulse.PHASES.index(phase), bool(place), step,
-            collectives,
-            time.monotonic_ns(), PATIENCE, LIMIT, place.encode(), steps, measured, seconds,
+            pulse._LAYOUT, self.processes[rank].pid, pulse.PHASES.index(phase), bool(place),
+            step, collectives, time.monotonic_ns(), PATIENCE, LIMIT, place.encode(),
+            steps, measured, seconds,
         )  # fmt: skip
         pulse.file_of(self.folder, rank).write_bytes(packed)
 

@@ -8,6 +8,7 @@ from ppdist.losses.dfl import distribution_focal_loss
 from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
 from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.ppyoloe import PPYOLOEOutputs
+from tests.losses.slopes import assert_value_and_slopes
 
 CLASSES, STATIC = 3, 10
 ATSS, TAL = 0, STATIC  # a step of each phase
@@ -152,14 +153,7 @@ def test_varifocal_equals_its_definition_and_the_gradient_its_difference_quotien
     got = varifocal_loss(
         x, paddle.to_tensor(index), paddle.to_tensor(score), paddle.to_tensor(taken * 1.0)
     )
-    got.backward()
-    np.testing.assert_allclose(float(got), by_definition(logits), rtol=1e-6)
-    for place in [(0, 0, 3), (0, 1, 5), (1, 2, 0), (1, 1, 2)]:
-        ahead, behind = logits.copy(), logits.copy()
-        ahead[place] += 1e-5
-        behind[place] -= 1e-5
-        slope = (by_definition(ahead) - by_definition(behind)) / 2e-5
-        np.testing.assert_allclose(x.grad.numpy()[place], slope, rtol=1e-5, atol=1e-8)
+    assert_value_and_slopes(got, x, by_definition)
 
 
 def test_distribution_loss_equals_its_definition_and_clips_long_sides() -> None:

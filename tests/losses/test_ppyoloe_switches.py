@@ -10,6 +10,7 @@ from ppdist.losses.matchability import matchability_loss, stretched
 from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
 from tests.engine.tiny import tiny_config
 from tests.losses import test_assign as assign
+from tests.losses.slopes import assert_value_and_slopes
 from tests.losses.test_ppyoloe_loss import ATSS, CLASSES, STATIC, TAL, random_outputs, truth
 
 
@@ -35,14 +36,7 @@ def test_mal_equals_its_definition_and_the_gradient_its_difference_quotient() ->
     x.stop_gradient = False
     slots = (paddle.to_tensor(index), paddle.to_tensor(score), paddle.to_tensor(taken * 1.0))
     got = matchability_loss(x, *slots, gamma)
-    got.backward()
-    np.testing.assert_allclose(float(got), by_definition(logits), rtol=1e-6)
-    for place in [(0, 0, 3), (0, 1, 5), (1, 2, 0), (1, 1, 2)]:
-        ahead, behind = logits.copy(), logits.copy()
-        ahead[place] += 1e-5
-        behind[place] -= 1e-5
-        slope = (by_definition(ahead) - by_definition(behind)) / 2e-5
-        np.testing.assert_allclose(x.grad.numpy()[place], slope, rtol=1e-5, atol=1e-8)
+    assert_value_and_slopes(got, x, by_definition)
 
 
 @pytest.mark.parametrize("step", [ATSS, TAL])
