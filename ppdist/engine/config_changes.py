@@ -19,6 +19,7 @@ FREE = {
     "output_dir": "where files lie",
     "device": "rounds otherwise, as another machine may",
     "data.root": "where files lie; the set itself is compared",
+    "distill.teacher": "where files lie; the weights themselves are compared",
     "data.cache": "where decoded images are kept; batches are the same",
     "data.cache_dir": "where files lie",
     "data.workers": "batches do not depend on who prepares them",

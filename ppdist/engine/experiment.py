@@ -24,7 +24,7 @@ from ppdist.engine.distillation import build_distillation
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.experiment_config import LOSSES, ExperimentConfig
-from ppdist.engine.feed import Feed, fingerprint, images_of_epoch, read_sets
+from ppdist.engine.feed import Feed, images_of_epoch, read_sets
 from ppdist.engine.hyper_parameters import hyper_parameters, settings
 from ppdist.engine.memory_estimate import Estimate, estimate, tell_memory
 from ppdist.engine.preflight import keep_sources, preflight
@@ -138,8 +138,7 @@ def build_training(
     model = build_model(config)
     said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, begins)]
     derived = derive_run(config, images)
-    mark = fingerprint(train_set, config.data.root)
-    run = settle_run(start, derived, len(train_set.records), mark, resume_changed)
+    run = settle_run(start, derived, train_set, config, resume_changed)
     bad_images.known |= run.bad_images
     noticed += dist.on_main(lambda: run_lock.hold(output_dir))
     dist.on_main(lambda: describe_run(output_dir, dump_yaml(config), command))

@@ -32,8 +32,11 @@ from ppdist.checkpoint import (
     set_aside,
     unpacked,
 )
+from ppdist.data.sample import DetectionSet
 from ppdist.engine.config_changes import Change, Changes, require_same
 from ppdist.engine.derived import Derived
+from ppdist.engine.distillation import mark_of_teacher
+from ppdist.engine.feed import fingerprint
 from ppdist.engine.run_state import Run
 from ppdist.errors import JOB_DIR_VARIABLE, CheckpointError
 from ppdist.log import RunLog
@@ -190,29 +193,25 @@ def _received(data: bytes, size: int) -> bytes:
     return data
 
 
-def settle_run(start: Start, derived: Derived, images: int, data: str, changed: bool) -> Run:
+def settle_run(
+    start: Start, derived: Derived, train_set: DetectionSet, config: Any, changed: bool
+) -> Run:
     """What is to stay of this run, after a look whether the steps of the checkpoint are its steps;
     every rank calls it.
 
-    Args:
-        images: in the training set; data: its fingerprint.
-        changed: see `find_start`.
-    Raises: CheckpointError: another number of images in a step, or other images and not `changed`.
+    Args: config, changed: see `find_start`.
+    Raises: CheckpointError: another number of images in a step, or other images or another teacher
+        and not `changed`.
     """
-    if start.snapshot is None:
-        drawn = dist.on_main(lambda: uuid.uuid4().hex)
-        return Run(drawn, images, data, derived.schedule_steps)
-    state, before = start.snapshot.state, Run.of(start.snapshot.state)
-    if state["total_batch"] != derived.total_batch:
-        raise CheckpointError(
-            f"{start.path}: its steps are of {state['total_batch']} images, those of this run of "
-            f"{derived.total_batch}; change train.accumulate_steps or train.batch_size_per_card so "
-            f"that ranks x batch x micro-steps is the same, or begin a new run with its weights: "
-            f"model.pretrained={start.path}"
-        )
-    if before is None:  # written before runs had an id
-        drawn = dist.on_main(lambda: uuid.uuid4().hex)
-        return Run(drawn, images, data, derived.schedule_steps)
+    images, data = len(train_set.records), fingerprint(train_set, config.data.root)
+    now = Run("", images, data, derived.schedule_steps, teacher=mark_of_teacher(config.distill))
+    before = None if start.snapshot is None else Run.of(start.snapshot.state)
+    if start.snapshot is not None:
+        _require_steps(start, start.snapshot.state["total_batch"], derived.total_batch)
+    if before is None:  # it begins, or was written before runs had an id
+        now.id = dist.on_main(lambda: uuid.uuid4().hex)
+        return now
+    now.id, now.bad_images = before.id, before.bad_images
     if before.data != data:
         same = " (others)" if before.images == images else ""
         text = f"another training set: {before.images} images then, {images}{same} now"
@@ -222,13 +221,32 @@ def settle_run(start: Start, derived: Derived, images: int, data: str, changed: 
                 f"--resume-changed: epochs then are those of the new set, in an order of its own"
             )
         start.warnings.append(f"--resume-changed: {text}")
-        before.bad_images = {}
+        now.bad_images = {}
+    if before.teacher and now.teacher and before.teacher != now.teacher:
+        if not changed:
+            raise CheckpointError(
+                f"{start.path}: it learned from another teacher than is now in "
+                f"{config.distill.teacher} (a run goes on, and its best is another one); give "
+                f"distill.teacher the checkpoint folder it was, or add --resume-changed"
+            )
+        start.warnings.append("--resume-changed: from here on another teacher teaches")
     if before.schedule_steps != derived.schedule_steps:
         start.warnings.append(
             f"the schedule goes on at step {start.step} of {derived.schedule_steps}; it was one of "
             f"{before.schedule_steps}"
         )
-    return Run(before.id, images, data, derived.schedule_steps, before.bad_images)
+    return now
+
+
+def _require_steps(start: Start, then: int, now: int) -> None:
+    """Raises: CheckpointError: a step has another number of images than in the checkpoint."""
+    if then != now:
+        raise CheckpointError(
+            f"{start.path}: its steps are of {then} images, those of this run of {now}; change "
+            f"train.accumulate_steps or train.batch_size_per_card so that ranks x batch x "
+            f"micro-steps is the same, or begin a new run with its weights: "
+            f"model.pretrained={start.path}"
+        )
 
 
 def own_folder(output_dir: Path, start: Start, run: Run) -> None:

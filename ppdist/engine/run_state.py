@@ -28,6 +28,7 @@ class Run:
     data: str  # a fingerprint of it
     schedule_steps: int
     bad_images: dict[int, str] = field(default_factory=dict)  # position in the set -> why
+    teacher: str | None = None  # a fingerprint of its weights
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Run | None":

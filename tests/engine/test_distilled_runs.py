@@ -109,6 +109,19 @@ def test_a_resumed_run_learns_exactly_what_an_uninterrupted_one_learns(
                    for key in whole[name])  # fmt: skip
 
 
+def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_path):
+    here = shutil.copytree(taught, tmp_path / "here", symlinks=True)
+    moved = shutil.copytree(teacher, tmp_path / "moved", symlinks=True)
+    run(shapes, here, *teach(moved), "train.max_steps=5", resume=True)
+    manifest = moved / "checkpoints" / "last" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")  # of other weights
+    later = (*teach(moved), "train.max_steps=6")
+    with pytest.raises(CheckpointError, match="it learned from another teacher than is now in"):
+        run(shapes, here, *later, resume=True)
+    run(shapes, here, *later, resume=True, changed=True)
+    assert "from here on another teacher teaches" in (here / "train.log").read_text()
+
+
 def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_compared(
     taught, shapes, teacher, tmp_path
 ):
