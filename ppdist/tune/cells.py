@@ -83,5 +83,11 @@ def baseline(study: StudyConfig, cell: Cell) -> str:
     return grid(study)[0].setting
 
 
+def timed_by(study: StudyConfig, cell: Cell) -> str:
+    """The setting whose calibration says how long a cell is."""
+    like = study.costs_like.get(cell.variant)
+    return cell.setting if like is None else Cell(like, params=cell.params).setting
+
+
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')

@@ -23,7 +23,7 @@ from ppdist.tune.calibrate import (
     for_calibration,
     lengthened,
 )
-from ppdist.tune.cells import Cell, grid
+from ppdist.tune.cells import Cell, grid, timed_by
 from ppdist.tune.curve import Curve
 from ppdist.tune.job import Job, Launcher, Past, write_past
 from ppdist.tune.locks import FileLock
@@ -121,11 +121,12 @@ class Search:
         folder = self.store.trial_folder(claim.number)
         overrides = cell.overrides(study)
         if study.minutes_per_trial:
-            length = lengths.get(cell.setting)
+            timed = timed_by(study, cell)
+            length = lengths.get(timed)
             if length is None:
                 raise ConfigError(
-                    f"{self.store.folder}/calibration.json says nothing of {cell.setting!r}, of "
-                    f"which trial {claim.number:03d} is: give the study the variants it had"
+                    f"{self.store.folder}/calibration.json says nothing of {timed!r}, by which "
+                    f"trial {claim.number:03d} is timed: give the study the variants it had"
                 )
             overrides += lengthened(study, overrides, length.epochs)
         past = Past.of(folder)
@@ -256,7 +257,8 @@ class Search:
             lengths = known.get("lengths", {})
             first: dict[str, Cell] = {}  # of each setting
             for cell in grid(study):
-                first.setdefault(cell.setting, cell)
+                if timed_by(study, cell) == cell.setting:
+                    first.setdefault(cell.setting, cell)
             for cell in first.values():
                 if cell.setting not in lengths:
                     found = self._measure(cell)

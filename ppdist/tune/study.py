@@ -135,6 +135,11 @@ class StudyConfig(Section):
         description="train.epochs of each variant is chosen so that it takes so long here; what "
         "is counted in epochs grows or shrinks alike. null: the epochs of the config.",
     )
+    costs_like: dict[str, str] = Field(
+        default={},
+        description="Variant -> the one whose epochs it gets, as a step of it costs the same; two "
+        "measurements of the same would differ.",
+    )
     calibration_epochs: int = Field(
         default=4,
         ge=2,
@@ -157,13 +162,23 @@ class StudyConfig(Section):
         if self.sampler == "grid":
             if not (self.variants or self.space or self.seeds):
                 raise ValueError("sampler: grid: needs variants, space or seeds")
-            for name in (*self.baselines, *self.baselines.values()):
-                if name not in self.variants:
-                    raise ValueError(f"baselines: {name} is no variant of this study")
+            for key, names in {"baselines": self.baselines, "costs_like": self.costs_like}.items():
+                for name in (*names, *names.values()):
+                    if name not in self.variants:
+                        raise ValueError(f"{key}: {name} is no variant of this study")
+            for name, like in self.costs_like.items():
+                if like in self.costs_like:
+                    raise ValueError(
+                        f"costs_like.{name}: {like} is not measured itself; name the one that it "
+                        f"costs like: {self.costs_like[like]}"
+                    )
+            if self.costs_like and not self.minutes_per_trial:
+                raise ValueError("costs_like: goes with minutes_per_trial")
             return self
         if not self.space or not self.trials:
             raise ValueError(f"sampler: {self.sampler}: needs space, and trials: how many")
-        if self.variants or self.baselines or self.seeds or self.minutes_per_trial:
+        named = self.variants or self.baselines or self.costs_like
+        if named or self.seeds or self.minutes_per_trial:
             raise ValueError(
                 f"variants, seeds and minutes_per_trial go with sampler: grid, not "
                 f"{self.sampler}, whose trials are all different"

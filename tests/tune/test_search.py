@@ -16,8 +16,10 @@ pytest.importorskip("optuna")
 from optuna.trial import TrialState
 
 from ppdist.errors import LaunchError
+from ppdist.files import write_json
 from ppdist.run_records import read_metrics
 from ppdist.tune import results
+from ppdist.tune.calibrate import Calibration
 from ppdist.tune.job import write_past
 from ppdist.tune.store import Claim, Store, Waiting
 from ppdist.tune.table import read_rows
@@ -221,6 +223,20 @@ def test_trials_of_a_variant_that_is_gone_are_left_alone_and_it_is_said(tmp_path
     assert "trial 001 is left alone: the study has no such one now" in said
     assert [row["variant"] for row in read_rows(tmp_path / "out")] == ["plain", "plain"]
     store.close()
+
+
+def test_what_costs_like_another_is_not_measured_and_is_as_long(tmp_path: Path) -> None:
+    alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
+    store = Store(tmp_path / "out", study_of(tmp_path, alike))
+    search, said = search_in(store)
+    places = [list(each) for each in search.places]
+    known = {"conditions": {"workers": 1, "places": places, "cores": LAUNCHER.cores}}
+    plain = Calibration(3.0, 3, 10, 1.0, 1.0, 1.0)
+    write_json(store.folder / "calibration.json", known | {"lengths": {"plain": plain.record()}})
+    assert search.run() == 0
+    store.close()
+    assert not any("calibrating" in line for line in said)
+    assert [row["epochs"] for row in read_rows(tmp_path / "out")] == [3.0] * 4
 
 
 @pytest.mark.parametrize("failing", [0, 1])

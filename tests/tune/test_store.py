@@ -157,6 +157,9 @@ def test_more_variants_and_seeds_join_a_study_and_changed_ones_are_refused(tmp_p
     store.close()
     with pytest.raises(ConfigError, match=r"other values of variants\.fast; its trials could"):
         Store(tmp_path / "out", study_of(tmp_path, GRID.replace("0.002", "0.003")))
+    alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
+    with pytest.raises(ConfigError, match=r"other values of costs_like\.fast, minutes_per_trial;"):
+        Store(tmp_path / "out", study_of(tmp_path, alike))
     with pytest.raises(ConfigError, match="other values of overrides; its trials could"):
         Store(tmp_path / "out", study_of(tmp_path, GRID.replace("=4", "=5")))
     # What a start has left out is not forgotten by it.

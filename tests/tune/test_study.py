@@ -63,6 +63,11 @@ def test_overrides_of_the_command_line_come_before_those_of_variants(tmp_path: P
             "study.yml:3:3: space.train.epochs: -o train.epochs=0: train.epochs: found 0",
         ),
         (GRID + "baselines: {fast: plane}", "baselines: plane is no variant of this study"),
+        (GRID + "costs_like: {fast: plain}", "costs_like: goes with minutes_per_trial"),
+        (
+            GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain, plain: fast}",
+            "costs_like.fast: plain is not measured itself; name the one that it costs like: fast",
+        ),
         ("space: {optimizer.lr: {from: 2, to: 1}}", "from: 2 lies above to: 1"),
         ("space: {optimizer.lr: {from: 0, to: 1, log: true}}", "log: needs from above 0"),
         ("space: {optimizer.lr: {log: true}}", "expected {from: A, to: B} or {choices: [...]}"),
