@@ -143,7 +143,8 @@ class Derived:
             "EMA decay",
             f"{self.ema_decay.limit:.6g}",
             f"{self.ema_decay.decay:g} ** {self.kappa:g}, ramp "
-            + (f"of {ramp / self.kappa:g} steps" if ramp else "(1 + t) / (10 + t)"),
+            + (f"of {ramp / self.kappa:g} steps" if ramp else "(1 + t) / (10 + t)")
+            + f": {self.ema_decay(self.schedule_steps):.4g} at the end",
         )
         yield Fact(
             "steps_per_epoch",
