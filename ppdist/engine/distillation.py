@@ -19,7 +19,6 @@ from pydantic import Field, model_validator
 from ppdist import dist
 from ppdist.config import Section, load_config
 from ppdist.errors import ConfigError
-from ppdist.files import digest_of_file
 from ppdist.losses import Loss, LossOutput
 from ppdist.losses.distill import Teaching, Term
 from ppdist.models import build_model
@@ -213,13 +212,6 @@ def build_distillation(
         if fast:
             use_onednn_convolutions(student.distillation)
     return Distillation(student, teacher, teaching, source)
-
-
-def mark_of_teacher(config: DistillConfig | None) -> str | None:
-    """Stands for the teacher's weights, wherever they lie; None: there is no teacher."""
-    if config is None:
-        return None
-    return digest_of_file(checkpoint_of(Path(config.teacher)) / "manifest.json")
 
 
 def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:

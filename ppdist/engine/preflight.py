@@ -28,9 +28,8 @@ import ppdist
 from ppdist import dist
 from ppdist.data.cores import available_memory
 from ppdist.errors import ConfigError, LaunchError
-from ppdist.files import digest_of_file
 from ppdist.joining import interfaces
-from ppdist.models.weight_files import checkpoint_of
+from ppdist.models.weight_files import checkpoint_of, digest_of_weights
 from ppdist.own_keys import HOSTS_OWN_KEYS
 
 Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
@@ -212,10 +211,7 @@ def flat_config(config: Any) -> Facts:
         files["distill.teacher"] = config.distill.teacher
     for key, path in files.items():
         if path:
-            weights = checkpoint_of(Path(path))
-            # The manifest holds checksums.
-            content = weights / "manifest.json" if weights.is_dir() else weights
-            facts[f"{key} (its content)"] = digest_of_file(content)
+            facts[f"{key} (its content)"] = digest_of_weights(Path(path))
     return facts
 
 

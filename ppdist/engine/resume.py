@@ -35,11 +35,11 @@ from ppdist.checkpoint import (
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.config_changes import Change, Changes, require_same
 from ppdist.engine.derived import Derived
-from ppdist.engine.distillation import mark_of_teacher
 from ppdist.engine.feed import fingerprint
 from ppdist.engine.run_state import Run
 from ppdist.errors import JOB_DIR_VARIABLE, CheckpointError
 from ppdist.log import RunLog
+from ppdist.models.weight_files import digest_of_weights
 
 _LOGGER = logging.getLogger("ppdist")
 AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
@@ -204,10 +204,12 @@ def settle_run(
         and not `changed`.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
-    now = Run("", images, data, derived.schedule_steps, teacher=mark_of_teacher(config.distill))
-    before = None if start.snapshot is None else Run.of(start.snapshot.state)
+    now, before = Run("", images, data, derived.schedule_steps), None
+    if config.distill is not None:
+        now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
         _require_steps(start, start.snapshot.state["total_batch"], derived.total_batch)
+        before = Run.of(start.snapshot.state)
     if before is None:  # it begins, or was written before runs had an id
         now.id = dist.on_main(lambda: uuid.uuid4().hex)
         return now

@@ -21,7 +21,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from ppdist.errors import WeightsError
-from ppdist.files import make_parent
+from ppdist.files import digest_of_file, make_parent
 from ppdist.models.inert_pickle import NotSupportedError, shown
 from ppdist.models.paddle_file import read_pdparams, write_pdparams
 from ppdist.models.torch_file import MAX_KEY_LENGTH, read_torch
@@ -221,6 +221,13 @@ def checkpoint_of(path: Path) -> Path:
             if (folder / name / _MANIFEST).exists():
                 return folder / name
     return path
+
+
+def digest_of_weights(path: Path) -> str:
+    """A fingerprint of a weight file or of the checkpoint a path means; see `digest_of_file`."""
+    weights = checkpoint_of(path)
+    # The manifest holds checksums.
+    return digest_of_file(weights / _MANIFEST if weights.is_dir() else weights)
 
 
 def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:

@@ -85,8 +85,7 @@ def baseline(study: StudyConfig, cell: Cell) -> str:
 
 def timed_by(study: StudyConfig, cell: Cell) -> str:
     """The setting whose calibration says how long a cell is."""
-    like = study.costs_like.get(cell.variant)
-    return cell.setting if like is None else Cell(like, params=cell.params).setting
+    return Cell(study.costs_like.get(cell.variant, cell.variant), params=cell.params).setting
 
 
 def _short(value: Any) -> str:
