@@ -140,17 +140,6 @@ def _of_ppyoloe(config: Any) -> Iterator[str]:
                 f"nms.{key}: means nothing to model.one_to_one: true, which needs no suppression; "
                 f"leave it out"
             )
-    if loss.class_loss != "mal" and loss.mal_gamma != type(loss)().mal_gamma:
-        yield (
-            f"loss.mal_gamma: {loss.mal_gamma:g} means nothing to loss.class_loss: "
-            f"{loss.class_loss}; set loss.class_loss: mal too"
-        )
-    if loss.tal_radius is not None and loss.small_object_floor is not None:
-        yield (
-            f"loss.tal_radius: {loss.tal_radius:g} and loss.small_object_floor: "
-            f"{loss.small_object_floor:g} are two ways to say which cells an object may name; "
-            f"choose one"
-        )
 
 
 def _of_scaling(config: Any) -> Iterator[str]:

@@ -17,7 +17,6 @@ from paddle import Tensor
 from ppdist.boxes import aligned_iou, pairwise_iou
 
 INSIDE = 1e-9  # pixels: a point this far inside all four sides is inside
-TINY = 1e-37  # next to the smallest float32 that is not 0
 CHUNK = 1 << 24  # elements of the largest plane made at once (64 MiB of float32)
 
 
@@ -46,7 +45,6 @@ def atss_slots(
     stride_N1: Tensor,
     topk: int = 9,
     cell_scale: float = 5.0,
-    floor: float | None = None,
 ) -> Assignment:
     """Adaptive training sample selection: by position and box shape alone; no score yet.
 
@@ -61,7 +59,6 @@ def atss_slots(
         sizes: (height, width) of each level in cells, in the order of the predictions.
         strides: pixels per cell of each level.
         points_N2, stride_N1: cell centres in pixels and their strides.
-        floor: see `task_aligned_slots`; overlaps are those of the true boxes all the same.
 
     Returns: the slots, `score_BS` equal to `taken_BS`: see `score_by_iou`.
     Source: Zhang et al. 2020, arXiv:1912.02424, Algorithm 1.
@@ -74,8 +71,7 @@ def atss_slots(
     mean_BM1 = iou_BMK.mean(-1, keepdim=True)
     variance_BM1 = (iou_BMK - mean_BM1).square().sum(-1, keepdim=True) / max(1, per_box - 1)
     threshold_BM1 = mean_BM1 + variance_BM1.sqrt()
-    wide_BM4 = _at_least(boxes_BM4, floor)
-    inside_BMK = _inside(_rows(points_N2, anchor_BMK), wide_BM4.unsqueeze(2))
+    inside_BMK = _inside(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2))
     valid_BMK = (iou_BMK > threshold_BM1) & inside_BMK & (mask_BM.unsqueeze(2) > 0)
     anchors_BN4 = anchors_N4.unsqueeze(0).expand([batch, *anchors_N4.shape])
     return _settle(anchor_BMK, valid_BMK, boxes_BM4, anchors_BN4)
@@ -100,7 +96,6 @@ def task_aligned_slots(
     beta: float = 6.0,
     eps: float = 1e-9,
     reach_N1: Tensor | None = None,
-    floor: float | None = None,
 ) -> Assignment:
     """Task-aligned assignment: the predictions already best at an object learn it.
 
@@ -117,17 +112,11 @@ def task_aligned_slots(
         points_N2: cell centres, pixels.
         boxes_BM4, labels_BM, mask_BM: ground truth, xyxy input pixels, zero padded; mask 1 real.
         reach_N1: pixels; predictions whose cell centre is nearer than this to the object's.
-        floor: pixels; a side shorter than this counts as this long, about the same centre, when it
-            is asked which cells lie inside.  All else goes by the true boxes.  (Small-target-aware
-            assignment of YOLO26: at stride 8 an object of 6 pixels may hold no cell centre.)  Such
-            an object is learned by those it named that overlap it, however little: `eps` is not
-            for it, and the others stay background.
 
     Source: Feng et al. 2021, arXiv:2108.07755, section 3.2.
     """
     count, boxes = pred_BN4.shape[1], boxes_BM4.shape[1]
     step = max(1, CHUNK // (pred_BN4.shape[0] * count))
-    wide_BM4 = _at_least(boxes_BM4, floor)
     points_BN2 = points_N2.reshape([1, 1, count, 2])
     reach_BN1 = None if reach_N1 is None else reach_N1.reshape([1, 1, count, 1])
     named = []
@@ -137,43 +126,24 @@ def task_aligned_slots(
         iou_BMN = pairwise_iou(box_BMx4, pred_BN4)
         score_BMN = _class_rows(scores_BCN, labels_BM[:, part])
         align_BMN = _alignment(score_BMN, iou_BMN, alpha, beta)
-        near_BMN = _eligible(points_BN2, wide_BM4[:, part].unsqueeze(2), reach_BN1)
+        near_BMN = _eligible(points_BN2, box_BMx4.unsqueeze(2), reach_BN1)
         align_BMN *= near_BMN.astype(align_BMN.dtype)
         named.append(paddle.topk(align_BMN, min(topk, count), axis=-1)[1])
     anchor_BMK = paddle.concat(named, axis=1)
     reach_BMK1 = None if reach_N1 is None else _rows(reach_N1, anchor_BMK)
-    near_BMK = _eligible(_rows(points_N2, anchor_BMK), wide_BM4.unsqueeze(2), reach_BMK1)
+    near_BMK = _eligible(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2), reach_BMK1)
     slots = _settle(anchor_BMK, near_BMK & (mask_BM.unsqueeze(2) > 0), boxes_BM4, pred_BN4)
-    truth, constants = (boxes_BM4, wide_BM4, labels_BM), (alpha, beta, eps)
-    return _with_soft_labels(slots, scores_BCN, pred_BN4, truth, constants)
 
-
-def _with_soft_labels(
-    slots: Assignment,
-    scores_BCN: Tensor,
-    pred_BN4: Tensor,
-    truth: tuple[Tensor, Tensor, Tensor],
-    constants: tuple[float, float, float],
-) -> Assignment:
-    """The slots with their alignment, rescaled for each object to its best IoU."""
-    (boxes_BM4, wide_BM4, labels_BM), (alpha, beta, eps) = truth, constants
+    taken_BS = slots.taken_BS
     iou_BS = aligned_iou(take_boxes(boxes_BM4, slots.box_BS), take_boxes(pred_BN4, slots.anchor_BS))
-    iou_BS *= slots.taken_BS
+    iou_BS *= taken_BS
     label_BS = paddle.take_along_axis(labels_BM, slots.box_BS, axis=1)
     flat_BS = flat_index(label_BS, slots.anchor_BS, scores_BCN.shape)
     score_BS = paddle.gather(scores_BCN.flatten(), flat_BS.flatten()).reshape(flat_BS.shape)
     align_BS = _alignment(score_BS, iou_BS, alpha, beta)
-    best_align_BS = _best_of_box(align_BS, slots.box_BS, boxes_BM4.shape[1])
-    best_iou_BS = _best_of_box(iou_BS, slots.box_BS, boxes_BM4.shape[1])
-    if wide_BM4 is boxes_BM4:
-        return slots._replace(score_BS=align_BS / (best_align_BS + eps) * best_iou_BS)
-    small_BM = (wide_BM4 != boxes_BM4).any(-1).astype("float32")
-    small_BS = paddle.take_along_axis(small_BM, slots.box_BS, axis=1)
-    # An IoU of 0.01 to the power of 6 is nothing beside eps.
-    least_BS = paddle.where(small_BS > 0, TINY * small_BS, paddle.full_like(small_BS, eps))
-    score_BS = align_BS / (best_align_BS + least_BS) * best_iou_BS
-    counts_BS = (small_BS == 0) | (score_BS > 0)
-    return slots._replace(taken_BS=slots.taken_BS * counts_BS.astype("float32"), score_BS=score_BS)
+    best_align_BS = _best_of_box(align_BS, slots.box_BS, boxes)
+    best_iou_BS = _best_of_box(iou_BS, slots.box_BS, boxes)
+    return slots._replace(score_BS=align_BS / (best_align_BS + eps) * best_iou_BS)
 
 
 def take_boxes(boxes_BX4: Tensor, index_BS: Tensor) -> Tensor:
@@ -291,15 +261,6 @@ def _class_rows(scores_BCN: Tensor, labels_BM: Tensor) -> Tensor:
     flat_BM = labels_BM + paddle.arange(batch, dtype="int64").unsqueeze(1) * classes
     rows = paddle.gather(scores_BCN.reshape([-1, count]), flat_BM.flatten())
     return rows.reshape([batch, labels_BM.shape[1], count])
-
-
-def _at_least(boxes_BM4: Tensor, floor: float | None) -> Tensor:
-    """Boxes whose sides are at least so long, about the same centres; long sides to the bit."""
-    if floor is None:
-        return boxes_BM4
-    sides_BM2 = boxes_BM4[..., 2:] - boxes_BM4[..., :2]
-    grow_BM2 = (floor - sides_BM2).clip(min=0) * 0.5
-    return boxes_BM4 + paddle.concat([-grow_BM2, grow_BM2], axis=-1)
 
 
 def _inside(points: Tensor, boxes: Tensor) -> Tensor:

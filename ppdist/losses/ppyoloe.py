@@ -26,7 +26,6 @@ from ppdist.losses.distill import (
     quality_distillation,
     where_sure,
 )
-from ppdist.losses.matchability import matchability_loss, stretched
 from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.detector import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
@@ -43,16 +42,7 @@ class PPYOLOELossConfig(Section):
         ge=0,
         description="epochs with ATSS before TAL takes over (published: 30 of 80, 100 of 300)",
     )
-    class_loss: Literal["varifocal", "mal"] = Field(
-        default="varifocal",
-        description="varifocal: as published; mal: matchability-aware loss (DEIM), which also "
-        "tells confident predictions with poor boxes to be less sure; all is divided by the number "
-        "of positives then, not by the sum of their soft labels",
-    )
-    mal_gamma: float = Field(
-        default=1.5, gt=0, description="mal: exponent of the soft label and of a negative's weight"
-    )
-    class_gain: float = Field(default=1.0, ge=0, description="weight of the class loss")
+    class_gain: float = Field(default=1.0, ge=0, description="weight of the varifocal loss")
     box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
     dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
     atss_topk: int = Field(default=9, ge=1, description="ATSS: cells named per object and level")
@@ -64,12 +54,6 @@ class PPYOLOELossConfig(Section):
         gt=0,
         description="TAL: an object names cells nearer to its centre than this many of their "
         "strides (published for t: 2); null: cells inside it",
-    )
-    small_object_floor: float | None = Field(
-        default=None,
-        gt=0,
-        description="pixels; an object with a shorter side names cells as if that side were this "
-        "long, so one smaller than a cell is not passed over (YOLO26 has 16); null: as it is",
     )
     one_to_many_weight: tuple[_Share, _Share] | None = Field(
         default=None,
@@ -176,10 +160,9 @@ class PPYOLOELoss(Loss):
             total = class_gain * VFL + sum of q * (box_gain * (1 - GIoU) + dfl_gain * DFL)
 
         q is the soft label of a prediction that learns an object, GIoU is of boxes, DFL the mean
-        over four sides.  With MAL in the place of VFL the q there is `stretched`.  An auxiliary
-        head is scored with the same assignment, so the same q, and added: one normalizer serves
-        both.  A one-to-one head is scored alike, by TAL from the first step on and with one
-        prediction for each object, so its q and its normalizer are others.
+        over four sides.  An auxiliary head is scored with the same assignment, so the same q, and
+        added: one normalizer serves both.  A one-to-one head is scored alike, by TAL from the first
+        step on and with one prediction for each object, so its q and its normalizer are others.
 
         Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`, of the detector, and where there is an
             auxiliary head `loss_aux`, its total; the normalizer is the sum of q there.  With a
@@ -298,7 +281,6 @@ class PPYOLOELoss(Loss):
                 points_N2,
                 stride_N1,
                 topk=self.config.atss_topk,
-                floor=self.config.small_object_floor,
             )
             _, _, _, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
             return score_by_iou(slots, take_boxes(truth.boxes_BM4, slots.box_BS), pred_BS4)
@@ -318,40 +300,32 @@ class PPYOLOELoss(Loss):
             alpha=self.config.tal_alpha,
             beta=self.config.tal_beta,
             reach_N1=None if self.config.tal_radius is None else stride_N1 * self.config.tal_radius,
-            floor=self.config.small_object_floor,
         )
-
-    def _class_loss(self, logits_BCN: Tensor, positive_BS: Tensor, slots: Assignment) -> Tensor:
-        found = positive_BS, slots.score_BS, slots.taken_BS
-        if self.config.class_loss == "mal":
-            return matchability_loss(logits_BCN, *found, self.config.mal_gamma)
-        return varifocal_loss(logits_BCN, *found)
 
     def _score(self, predictions: Predictions, truth: Truth, slots: Assignment) -> LossOutput:
         label_BS = paddle.take_along_axis(truth.labels_BM, slots.box_BS, axis=1)
         positive_BS = flat_index(label_BS, slots.anchor_BS, predictions.logits_BCN.shape)
-        loss_cls = self._class_loss(predictions.logits_BCN, positive_BS, slots)
+        loss_cls = varifocal_loss(
+            predictions.logits_BCN, positive_BS, slots.score_BS, slots.taken_BS
+        )
         points_BS2, stride_BS1, sides_BS4R, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
         target_BS4 = take_boxes(truth.boxes_BM4, slots.box_BS)
         giou_BS = aligned_giou(pred_BS4 / stride_BS1, target_BS4 / stride_BS1)
-        weight_BS = slots.score_BS
-        if self.config.class_loss == "mal":
-            weight_BS = stretched(slots.score_BS, slots.taken_BS)
-        loss_iou = ((1.0 - giou_BS) * weight_BS).sum()
+        loss_iou = ((1.0 - giou_BS) * slots.score_BS).sum()
         outward_BS4 = paddle.concat(
             [points_BS2 - target_BS4[..., :2], target_BS4[..., 2:] - points_BS2], axis=-1
         )
         dfl_BS = distribution_focal_loss(sides_BS4R, outward_BS4 / stride_BS1)
-        loss_dfl = (dfl_BS * weight_BS).sum()
+        loss_dfl = (dfl_BS * slots.score_BS).sum()
         gains = self.config
         parts = {"loss_cls": loss_cls, "loss_iou": loss_iou, "loss_dfl": loss_dfl}
         return LossOutput(
             total=gains.class_gain * loss_cls
             + gains.box_gain * loss_iou
             + gains.dfl_gain * loss_dfl,
-            normalizer=weight_BS.sum(),
+            normalizer=slots.score_BS.sum(),
             parts={name: part.detach() for name, part in parts.items()},
-            normalizer_B=weight_BS.sum(1),
+            normalizer_B=slots.score_BS.sum(1),
         )
 
 

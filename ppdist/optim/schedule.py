@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ppdist.config import Section
 
@@ -51,34 +51,12 @@ class ScheduleConfig(Section):
         lt=1,
         description="flat_cosine: part of the steps after warm-up, before the decay.",
     )
-    tail_fraction: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="flat_cosine: part of the steps after warm-up, behind the decay and at the "
-        "last rate (DEIM: the epochs without strong augmentation).",
-    )
     step_epochs: tuple[float, ...] = Field(
         default=(),
         description="step: epochs at which the rate is multiplied by step_factor; they move with "
         "train.epochs_compensation.",
     )
     step_factor: float = Field(default=0.1, gt=0, lt=1, description="step: the multiplier.")
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "ScheduleConfig":
-        if self.tail_fraction and self.name != "flat_cosine":
-            raise ValueError(
-                f"tail_fraction: {self.tail_fraction:g} means nothing to name: {self.name}; leave "
-                f"it out, or set name: flat_cosine (with flat_fraction: 0 a cosine and a tail)"
-            )
-        if self.name == "flat_cosine" and self.flat_fraction + self.tail_fraction >= 1:
-            raise ValueError(
-                f"flat_fraction: {self.flat_fraction:g} and tail_fraction: "
-                f"{self.tail_fraction:g} leave nothing of the run for the decay; expected less "
-                f"than 1 together"
-            )
-        return self
 
 
 class Rates(NamedTuple):
@@ -130,8 +108,7 @@ class Schedule:
         if config.name == "linear":
             return 1 - (1 - config.final_factor) * progress
         if config.name == "flat_cosine":
-            decaying = 1 - config.flat_fraction - config.tail_fraction
-            progress = min(1.0, max(0.0, progress - config.flat_fraction) / decaying)
+            progress = max(0.0, progress - config.flat_fraction) / (1 - config.flat_fraction)
         return config.final_factor + (1 - config.final_factor) * (
             0.5 * (1 + math.cos(math.pi * progress))
         )

@@ -4,7 +4,7 @@ config: configs/examples/bccd_ppyoloe.yml     what all trials have in common
 overrides: [train.epochs=20]
 metric: mAP
 sampler: grid                                 each of variants x space x seeds once
-variants: {plain: [], mal: [loss.class_loss=mal]}
+variants: {plain: [], cosine: [schedule.name=cosine]}
 seeds: [0, 1, 2]
 
 sampler: tpe                                  or random: `trials` points of the space

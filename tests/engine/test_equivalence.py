@@ -36,11 +36,6 @@ TRAINED = {
             "loss.auxiliary_attached_epochs=2",
         ],
     ),
-    "ppyoloe with mal and a floor": (
-        "ppyoloe",
-        0.05,
-        ["loss.static_assigner_epochs=2.5", "loss.class_loss=mal", "loss.small_object_floor=16"],
-    ),
     "ppyoloe one to one": (
         "ppyoloe",
         0.1,
@@ -63,7 +58,6 @@ TRAINED = {
 RATES = {
     "ppyoloe": (0.1, 0.003),
     "ppyoloe with an auxiliary head": (0.01, 0.0002),
-    "ppyoloe with mal and a floor": (0.1, 0.003),
     "ppyoloe one to one": (0.1, 0.003),
     "ppyoloe on yolov5's body": (0.02, 0.0002),
     "yolov5": (0.02, 0.0002),
@@ -188,7 +182,6 @@ DEFAULT = [
     Case("ppyoloe", 1, 4, "frozen"),
     *(Case(trained, 2, 2, "frozen") for trained in FAMILIES),
     Case("ppyoloe with an auxiliary head", 2, 1, "frozen"),
-    Case("ppyoloe with mal and a floor", 2, 1, "frozen"),
     Case("ppyoloe one to one", 2, 2, "frozen"),
     Case("ppyoloe on yolov5's body", 2, 1, "frozen"),
     # Two images a step: the second micro-batch is blank on both ranks, and synchronised statistics

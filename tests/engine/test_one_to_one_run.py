@@ -10,9 +10,10 @@ from ppdist.errors import CheckpointError
 from tests.engine.test_resume import assert_same_checkpoint, run
 
 SWITCHES = (
-    "model.one_to_one=true", "loss.one_to_many_weight=[0.8, 0.1]", "loss.class_loss=mal",
-    "loss.small_object_floor=8", "loss.static_assigner_epochs=1",
-)  # fmt: skip
+    "model.one_to_one=true",
+    "loss.one_to_many_weight=[0.8, 0.1]",
+    "loss.static_assigner_epochs=1",
+)
 
 
 def records(output_dir: Path) -> list[dict]:

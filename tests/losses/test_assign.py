@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import paddle
@@ -81,7 +80,6 @@ def tal_by_loops(
     labels: np.ndarray,
     mask: np.ndarray,
     radius: float | None,
-    eps: Callable[[np.ndarray], float] = lambda box: 1e-9,
 ) -> tuple[np.ndarray, np.ndarray]:
     points, strides = cells()
     overlap = iou(box, pred)
@@ -100,9 +98,7 @@ def tal_by_loops(
     for m in range(len(box)):
         mine = owner == m
         if mine.any():
-            score[mine] = (
-                align[m, mine] / (align[m, mine].max() + eps(box[m])) * overlap[m, mine].max()
-            )
+            score[mine] = align[m, mine] / (align[m, mine].max() + 1e-9) * overlap[m, mine].max()
     return owner, score
 
 

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from pydantic import ValidationError
 
 from ppdist.optim.ema import Decay
 from ppdist.optim.schedule import Schedule, ScheduleConfig
@@ -28,37 +27,6 @@ def test_cosine_and_linear_end_at_the_final_factor():
     assert schedule(name="cosine", final_factor=0.0)(60) == pytest.approx(0.05)
     assert schedule(name="linear", final_factor=0.0)(60) == pytest.approx(0.05)
     assert schedule(name="flat_cosine", flat_fraction=0.5)(60) == pytest.approx(0.1)
-
-
-def test_a_tail_stays_at_the_last_rate_and_the_cosine_ends_where_it_begins():
-    rate = schedule(name="flat_cosine", flat_fraction=0.4, tail_fraction=0.2, final_factor=0.05)
-    flat, tail = range(10, 51), range(90, 111)  # 100 steps after the warm-up
-    assert [rate(step) for step in flat] == pytest.approx([0.1] * len(flat))
-    assert [rate(step) for step in tail] == pytest.approx([0.005] * len(tail))
-    assert rate(70) == pytest.approx(0.1 * (0.05 + 0.95 * 0.5))  # half way down
-    between = [rate(step) for step in range(50, 91)]
-    assert between == sorted(between, reverse=True) and len(set(between)) == len(between)
-    # A cosine and a tail: the cosine of a shorter run, then its end.
-    cut = schedule(name="flat_cosine", flat_fraction=0.0, tail_fraction=0.5, final_factor=0.05)
-    whole = schedule(name="cosine", final_factor=0.05)
-    assert cut(35) == pytest.approx(whole(60)) and cut(60) == cut(110) == pytest.approx(0.005)
-
-
-def test_without_a_tail_the_rates_are_what_they_were():
-    for flat in (0.0, 0.3, 0.5):
-        rate = schedule(name="flat_cosine", flat_fraction=flat, final_factor=0.02)
-        for step in range(10, 111):
-            before = max(0.0, (step - 10) / 100 - flat) / (1 - flat)
-            assert rate(step) == 0.1 * (
-                0.02 + (1 - 0.02) * (0.5 * (1 + math.cos(math.pi * before)))
-            )
-
-
-def test_a_tail_that_cannot_be_is_refused():
-    with pytest.raises(ValidationError, match="leave nothing of the run for the decay"):
-        ScheduleConfig(name="flat_cosine", flat_fraction=0.6, tail_fraction=0.4)
-    with pytest.raises(ValidationError, match="means nothing to name: cosine"):
-        ScheduleConfig(name="cosine", tail_fraction=0.1)
 
 
 def test_step_schedule_drops_at_its_epochs():
