@@ -5,6 +5,7 @@ tools/data.py stats -c cfg.yml [--json F] [--plots DIR]          classes, box si
 tools/data.py show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
 tools/data.py convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
 tools/data.py split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
+tools/data.py split --folds 5 SOURCE                             for cross-validation
 tools/data.py anchors -c cfg.yml                                 anchors fitted to the training set
 tools/data.py synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
 
@@ -72,8 +73,9 @@ def parse() -> argparse.Namespace:
                              help="in what is written: copies (the default), links, or paths as "
                              "they are")  # fmt: skip
     split = commands.add_parser("split", help="divide the training split, classes evenly")
-    split.add_argument("--parts", nargs="+", required=True, metavar="NAME=SHARE",
-                       help="two or more, whose shares make 1")  # fmt: skip
+    into = split.add_mutually_exclusive_group(required=True)
+    into.add_argument("--parts", nargs="+", metavar="NAME=SHARE", help="whose shares make 1")
+    into.add_argument("--folds", type=at_least(2), metavar="K", help="each validated once")
     split.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of chance (0)")
     split.add_argument("--out", type=Path, metavar="DIR",
                        help="folder of the new files (that of the annotations)")  # fmt: skip
@@ -281,6 +283,7 @@ def split(arguments: argparse.Namespace) -> None:
     from ppdist.data.split import (
         absent_classes,
         divide,
+        folds_of,
         groups_of_one_content,
         rows_of_parts,
         settings,
@@ -288,13 +291,18 @@ def split(arguments: argparse.Namespace) -> None:
         write_parts,
     )
 
-    shares = shares_of(arguments.parts)
+    if arguments.folds:
+        shares = {f"fold{each + 1}": 1 / arguments.folds for each in range(arguments.folds)}
+        wanted = folds_of(arguments.folds)
+    else:
+        shares = shares_of(arguments.parts)
+        wanted = {name: {part} for part, name in enumerate(shares)}
     config = source_of(arguments)
     dataset = read_split(config, "train", whole=True)
     group_N = groups_of_one_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
-    files = write_parts(config, dataset, part_N, [*shares], arguments.out)
+    files = write_parts(config, dataset, part_N, wanted, arguments.out)
     print(f"{dataset.source}: images of each class")
     named = [f"{name} ({part:.4g})" for name, part in shares.items()]
     table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
@@ -304,7 +312,7 @@ def split(arguments: argparse.Namespace) -> None:
     for file in files:
         print(f"wrote {file}")
     print(
-        f"to train and evaluate with them:\n{settings(config, dataset, files, [*shares])}", end=""
+        f"to train and evaluate with them:\n{settings(config, dataset, files, [*wanted])}", end=""
     )
     absent = absent_classes(dataset, part_N, [*shares])
     if absent:

@@ -9,9 +9,9 @@ python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --docum
 """
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from ppdist import errors
@@ -19,6 +19,7 @@ from ppdist import errors
 
 def parse() -> argparse.Namespace:
     from ppdist.arguments import at_least, time_in
+    from ppdist.launch.cards import cards_of_runs
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -29,7 +30,7 @@ def parse() -> argparse.Namespace:
     run.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the study")
     run.add_argument("--workers", type=at_least(1), metavar="N", help="trials at a time")
     run.add_argument("--nproc_per_node", type=at_least(1), metavar="N", help="processes of each")
-    run.add_argument("--cards", metavar="0,1|2,3", help="cards of each worker, instead of both")
+    run.add_argument("--cards", metavar="0,1|2-3", help="cards of each worker, instead of both")
     run.add_argument("--trials", type=at_least(1), metavar="N", help="begin so many at most")
     run.add_argument(
         "--budget", type=time_in("minutes"), metavar="MIN", help="stop after so many minutes"
@@ -47,13 +48,7 @@ def parse() -> argparse.Namespace:
     if arguments.command == "run" and arguments.cards:
         if arguments.workers or arguments.nproc_per_node:
             parser.error("--cards says how many workers and processes there are")
-        if not all(arguments.cards.split("|")):
-            parser.error(f"--cards {arguments.cards}: a worker without cards")
-        if len({len(cards.split(",")) for cards in arguments.cards.split("|")}) > 1:
-            parser.error(
-                f"--cards {arguments.cards}: workers of unlike numbers of cards make trials that "
-                f"cannot be compared"
-            )
+        arguments.cards = cards_of_runs(arguments.cards)
     return arguments
 
 
@@ -90,19 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
     study = load_study(arguments.config, tuple(arguments.override))
     workers = arguments.workers or study.workers
     processes = arguments.nproc_per_node or study.processes
-    places: list[Sequence[str]] = [["--nproc_per_node", str(processes)]] * workers
-    if arguments.cards:
-        workers_cards = arguments.cards.split("|")
-        places = [["--devices", cards] for cards in workers_cards]
-        processes = len(workers_cards[0].split(","))
-    study = study.model_copy(update={"workers": len(places), "processes": processes})
+    if cards_WC := arguments.cards or dealt_cards(workers, processes):
+        workers, processes = len(cards_WC), len(cards_WC[0])
+        places = [["--devices", ",".join(cards_C)] for cards_C in cards_WC]
+    else:
+        places = [["--nproc_per_node", str(processes)]] * workers
+    study = study.model_copy(update={"workers": workers, "processes": processes})
     cores = int(available_cores())
     here = Path(__file__)
     launcher = Launcher(
         command=[sys.executable, str(here.with_name("launch.py"))],
         script=str(here.with_name("train.py")),
         cores=cores,
-        threads=max(1, cores // (len(places) * processes)),
+        threads=max(1, cores // (workers * processes)),
         end_with_parent=end_with_parent,
     )
     with signals_noted() as received:
@@ -124,6 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     if code:
         say("stopped before its end; the same command goes on")
     return code
+
+
+def dealt_cards(workers: int, processes: int) -> list[list[str]]:
+    """Each worker's own cards, or [] where they compute on the CPU."""
+    from ppdist.launch.cards import deal_out, machine_cards, paddle_build, visible_labels
+
+    visible = visible_labels(machine_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not visible or paddle_build() == "cpu":
+        return []
+    return deal_out(visible, workers, processes)
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,15 @@ def shares_of(texts: Sequence[str]) -> dict[str, float]:
             f"shares make 1, such as train=0.8 val=0.2"
         )
     return shares
+
+
+def folds_of(count: int) -> dict[str, Collection[int]]:
+    """For cross-validation: `fold1_train` and `fold1_val`, ... -> parts, see `write_parts`."""
+    folds: dict[str, Collection[int]] = {}
+    for fold in range(count):
+        folds[f"fold{fold + 1}_train"] = {part for part in range(count) if part != fold}
+        folds[f"fold{fold + 1}_val"] = {fold}
+    return folds
 
 
 def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
@@ -173,10 +182,10 @@ def write_parts(
     config: DataConfig,
     dataset: DetectionSet,
     part_N: np.ndarray,
-    names: Sequence[str],
+    wanted: Mapping[str, Collection[int]],
     out: Path | None,
 ) -> list[Path]:
-    """Writes a file for each part; entries and lines are those of the file that is divided.
+    """Writes files of one part or several; entries and lines are those of the file that is divided.
 
     COCO: a JSON file with the same categories and everything else that stands beside them; VOC and
     YOLO: a list of images; CSV: the lines, with the header; a folder of classes becomes CSV files.
@@ -185,13 +194,13 @@ def write_parts(
         config: its `train` is what is divided.
         dataset: what was read from there.
         part_N: of each record, the number of its part.
-        names: of the parts; a file is called like the one divided, `_` and the name.
+        wanted: name -> numbers of the parts that its file holds, in their common order; a file is
+            called like the one divided, `_` and the name.
         out: the folder; None: that of the file divided (of a folder: data.root).
-    Raises: DataError: a part would be empty, the file has other images than the set, or a list
+    Raises: DataError: a file would be empty, the file has other images than the set, or a list
         could not name its labels; UserError: a file is there already, or cannot be written.
     """
-    sizes_P = np.bincount(part_N, minlength=len(names)).tolist()
-    empty = [name for name, count in zip(names, sizes_P) if not count]
+    empty = [name for name, parts in wanted.items() if not np.isin(part_N, [*parts]).any()]
     if empty:
         raise DataError(
             f"{dataset.source}: {len(part_N)} images, copies of one another together, leave none "
@@ -205,11 +214,11 @@ def write_parts(
     else:
         folder, stem = out or source.parent, source.stem
     suffix = {"coco": ".json", "folder": ".csv", "csv": ".csv"}.get(config.format, ".txt")
-    files = [folder / f"{stem}_{name}{suffix}" for name in names]
+    files = [folder / f"{stem}_{name}{suffix}" for name in wanted]
     there = [str(file) for file in files if file.exists()]
     if there:
         raise UserError(f"{', '.join(there)}: is there already; remove it, or choose --out")
-    texts = _texts(config, dataset, part_N, len(names))
+    texts = _texts(config, dataset, part_N, [*wanted.values()])
     for file, text in zip(files, texts):
         make_parent(file)
         with writing(file):
@@ -217,12 +226,14 @@ def write_parts(
     return files
 
 
-def _texts(config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[str]:
+def _texts(
+    config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, wanted: list[Collection[int]]
+) -> list[str]:
     root, source = Path(config.root), Path(config.root) / config.train.annotations
     if config.format == "coco":
         part_of = {record.image_id: int(part) for record, part in zip(dataset.records, part_N)}
         content = json.loads(read_text(source, _quietly))
-        return [_coco(content, part_of, part) for part in range(parts)]
+        return [_coco(content, part_of, parts) for parts in wanted]
     if config.format == "folder":
         images = Path(os.path.abspath(root / config.train.images))
         names = [dataset.class_names[int(record.labels_M[0])] for record in dataset.records]
@@ -241,16 +252,16 @@ def _texts(config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, parts:
             f"{source}: {len(lines)} lines for {len(dataset.records)} images: it cannot be divided "
             f"line by line; `tools/data.py check` says what is wrong with it"
         )
-    texts = ["\n".join(line for line, of in zip(lines, part_N) if of == p) for p in range(parts)]
-    return [f"{header}{text}\n" for text in texts]
+    texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
+    return [header + "\n".join(text) + "\n" for text in texts]
 
 
 def _quietly(finding: Finding) -> None:
     """What is odd about the text was said when the set was read."""
 
 
-def _coco(content: dict[str, Any], part_of: dict[int, int], part: int) -> str:
-    chosen = {image["id"] for image in content["images"] if part_of.get(image["id"]) == part}
+def _coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
+    chosen = {image["id"] for image in content["images"] if part_of.get(image["id"]) in parts}
     images = [image for image in content["images"] if image["id"] in chosen]
     annotations = [entry for entry in content["annotations"] if entry.get("image_id") in chosen]
     changed = content | {"images": images, "annotations": annotations}
@@ -289,7 +300,7 @@ def _require_labels_beside_images(config: DataConfig) -> None:
 def settings(
     config: DataConfig, dataset: DetectionSet, files: Sequence[Path], names: Sequence[str]
 ) -> str:
-    """The lines of a configuration that use the first part to train and the second to evaluate.
+    """The lines of a configuration that use the first file to train and the second to evaluate.
 
     The names of the classes are written down where each part would else find its own.
     """

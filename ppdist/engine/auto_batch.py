@@ -52,7 +52,8 @@ def settle_batch(
             )
         return config, [f"train.batch_size_per_card: {said}"]
     share = per_rank(train.total_batch, world)
-    most = min(train.auto_batch_most, share or max(1, -(-images // world)))
+    once = -(-images // (world * train.accumulate_steps))  # deals out an epoch's images
+    most = min(train.auto_batch_most, share or max(1, once))
     objects = most_objects([len(record.labels_M) for record in records], config.data.augment)
     # A meeting, too: the others look before the first process takes some of it.
     free = dist.together(lambda: _usable(train.auto_batch_memory))
@@ -159,9 +160,9 @@ def largest_divisor(number: int, most: int) -> int:
 def most_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
     """Boxes that an image of a batch may have, those of images put together included: the most of
     many drawings of as many images as are combined."""
-    images: int = augment.mosaic_images if augment.mosaic else 1
-    if augment.mixup or augment.cutmix or augment.copy_paste:
-        images *= 2
+    composed: int = augment.mosaic_images if augment.mosaic else 1
+    partners = (augment.mixup > 0) + (augment.cutmix > 0)
+    images = composed * (1 + partners) + (augment.copy_paste > 0)
     counts_N = np.array(objects_N, np.int64)
     drawn = np.random.default_rng(0).choice(counts_N, (_DRAWS, images)).sum(1).max()
     return int(max(1, drawn, counts_N.max()))

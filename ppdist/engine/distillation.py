@@ -10,18 +10,18 @@ evaluates or exports a distilled student never hears of them.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import paddle
 from paddle import Tensor, nn
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ppdist import dist
-from ppdist.config import Section, load_config
+from ppdist.config import Section, parse_config
 from ppdist.errors import ConfigError
 from ppdist.losses import Loss, LossOutput
 from ppdist.losses.distill import Teaching, Term
-from ppdist.models import build_model
+from ppdist.models import ModelConfig, build_model
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.detector import Detector
 from ppdist.models.onednn_layers import OneDNNConv2D
@@ -104,6 +104,15 @@ class DistillConfig(Section):
         return Teaching(term(self.logits), term(self.features), term(self.boxes))
 
 
+class Trained(Section):
+    """What counts of the configuration of a teacher's run; its other keys may be those of another
+    version."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Annotated[ModelConfig, Field(discriminator="name")]
+
+
 class Adapters(nn.Layer):
     """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
 
@@ -132,29 +141,29 @@ class Unchanged(nn.Layer):
 class Distillation:
     """What a training step needs of a teacher.  Nothing here communicates."""
 
-    def __init__(self, student: Detector, teacher: Detector, teaching: Teaching, source: Path):
+    def __init__(
+        self, teacher: Detector, teaching: Teaching, source: Path, adapts: bool, about: str
+    ) -> None:
         """
         Args:
-            student: with its adapters, where `teaching` has features.
             teacher: frozen, in eval mode.
             source: its checkpoint, for messages.
+            adapts: the student has adapters that learn.
+            about: the line for the log.
         """
         self.teaching = teaching
         self.source = source
+        self.adapts = adapts
+        self.about = about
         self._teacher = teacher
-        self._student = student
-        self._fits = False  # known at the first step: a resumed student has its anchors only then
-        own = student.distillation
-        self.adapts = own is not None and bool(own.parameters())  # something of its own learns
 
-    def __str__(self) -> str:
-        """The line for the log."""
-        terms = ", ".join(name for name, term in self.teaching._asdict().items() if term)
-        ratio = self._teacher.parameter_count() / self._student.parameter_count()
-        return (
-            f"teacher: {self.source}, {self._teacher.parameter_count() / 1e6:.2f} M parameters "
-            f"({ratio:.1f} times the student's); it teaches {terms}"
-        )
+    def check(self, loss: Loss) -> None:
+        """Once the student has its anchors, of its data or of a checkpoint; every rank calls it.
+
+        Raises: ConfigError, on every rank: the teacher's outputs mean something else.
+        """
+        if problem := loss.misfit(self._teacher):
+            raise ConfigError(f"distill.teacher: {self.source}: {problem}")
 
     @paddle.no_grad()
     def ask(self, images_B3HW: Tensor) -> Any:
@@ -170,15 +179,7 @@ class Distillation:
         step: int,
         totals: Tensor | None,
     ) -> LossOutput:
-        """A micro-batch's loss with what the teacher adds; see `Loss.distil`.
-
-        Raises: ConfigError, on every rank: the teacher's outputs mean something else.
-        """
-        if not self._fits:
-            problem = loss.misfit(self._teacher)
-            if problem:
-                raise ConfigError(f"distill.teacher: {self.source}: {problem}")
-            self._fits = True
+        """A micro-batch's loss with what the teacher adds; see `Loss.distil`."""
         return loss.distil(output, outputs, taught, self.teaching, step, totals)
 
 
@@ -198,6 +199,12 @@ def build_distillation(
         return None
     source, teacher = dist.together(lambda: read_teacher(Path(config.teacher), section, student))
     teaching = config.teaching()
+    size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
+    terms = ", ".join(name for name, term in teaching._asdict().items() if term)
+    about = (
+        f"teacher: {source}, {size / 1e6:.2f} M parameters ({ratio:.1f} times the student's); it "
+        f"teaches {terms}"
+    )
     teacher.fuse()  # merges the branches of its convolutions, drops what only training uses
     fast = any(type(layer) is OneDNNConv2D for layer in student.sublayers())
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
@@ -211,7 +218,9 @@ def build_distillation(
         student.distillation = Adapters(_widths(student), _widths(teacher))
         if fast:
             use_onednn_convolutions(student.distillation)
-    return Distillation(student, teacher, teaching, source)
+    own = student.distillation
+    adapts = own is not None and bool(own.parameters())
+    return Distillation(teacher, teaching, source, adapts, about)
 
 
 def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:
@@ -226,7 +235,7 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
             f"distill.teacher: {path}: no checkpoint there; expected a checkpoint folder of a run "
             f"of this project (checkpoints/best), or its output_dir"
         )
-    theirs = load_config(source / "config.yml").model
+    theirs = parse_config(source / "config.yml", (), Trained).model
 
     def refuse(what: str, of_teacher: Any, of_student: Any) -> ConfigError:
         return ConfigError(

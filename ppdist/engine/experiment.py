@@ -154,12 +154,19 @@ def build_training(
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
+        _check_teacher(trainer.train_step)
         trainer.progress.run = run
         tell(start, derived, log)
         _say_derived(config, derived, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
+
+
+def _check_teacher(step: TrainStep) -> None:
+    """Raises: ConfigError, on every rank: it teaches something else, now that anchors are known."""
+    if step.distillation is not None:
+        step.distillation.check(step.loss)
 
 
 def _build_trainer(
@@ -180,7 +187,7 @@ def _build_trainer(
         log.warning(slow)
     train_step, evaluator = build_train_step(config, derived, model), None
     if train_step.distillation is not None:
-        log.info(f"{train_step.distillation}")
+        log.info(train_step.distillation.about)
     if val_set is not None:
         pictures = config.log.images if dist.is_main() else 0  # nobody else shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)

@@ -122,6 +122,35 @@ def expand_ids(text: str) -> list[str]:
     return ids
 
 
+def cards_of_runs(text: str) -> list[list[str]]:
+    """Cards of runs side by side: `0,1|2-3` -> 0 1 for one and 2 3 for the other.
+
+    Raises: LaunchError: as `expand_ids`; they have unlike numbers of cards, or share one.
+    """
+    runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
+    if len({len(cards) for cards in runs_RC}) > 1:
+        raise LaunchError(f"cards {text!r}: give each as many, or they cannot be compared")
+    every = [card for cards in runs_RC for card in cards]
+    double = sorted({card for card in every if every.count(card) > 1})
+    if double:
+        raise LaunchError(f"cards {text!r}: {', '.join(double)} is of two of them")
+    return runs_RC
+
+
+def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
+    """Cards of runs side by side, the first of `visible` for the first.
+
+    Raises: LaunchError: there are not enough.
+    """
+    if runs * each > len(visible):
+        raise LaunchError(
+            f"{runs} at a time with {each} card{'s' * (each > 1)} each need {runs * each}, and "
+            f"this machine has {len(visible)} visible; ask for fewer, or hide the cards to compute "
+            f"on the CPU: CUDA_VISIBLE_DEVICES= before the command"
+        )
+    return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
+
+
 def choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) -> list[str]:
     """The cards asked for, when all of them are visible.
 

@@ -121,7 +121,8 @@ class Loss(nn.Layer):
             output: of `forward`.
             outputs, taught: raw outputs of student and teacher for the same images.
             teaching: which terms.  A weight of 1 makes logits count like the classes of the ground
-                truth, and features and boxes like its boxes.
+                truth, and features and boxes like its boxes (a PP-YOLOE's boxes like its
+                distributions of sides).
             step, totals: as in `forward`.
         Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` besides,
             weights and gains included.

@@ -259,7 +259,7 @@ class YOLOv5Loss(Loss):
             return with_terms(output, terms, self.reference_batch)
 
     def _predictions(self, logits: Tensor) -> Tensor:
-        """Of one level: [B, A, 5 + C, N] float32."""
+        """Of one level: [B, A, 5 + C, cells] float32."""
         shape = [logits.shape[0], self.anchors_LA2.shape[1], 5 + self.num_classes, -1]
         return logits.astype("float32").reshape(shape)
 
@@ -282,8 +282,8 @@ class YOLOv5Loss(Loss):
         self, logits: Tensor, matches: Matches, anchors_A2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of 1 - CIoU, of the objectness and of the class terms of one level."""
-        batch, anchors = logits.shape[0], anchors_A2.shape[0]
-        logits_BAKN = logits.astype("float32").reshape([batch, anchors, 5 + self.num_classes, -1])
+        batch = logits.shape[0]
+        logits_BAKN = self._predictions(logits)
         index_B11S = matches.cell_BS.reshape([batch, 1, 1, -1])
         chosen_BAKS = paddle.take_along_axis(logits_BAKN, index_B11S, axis=3)
 

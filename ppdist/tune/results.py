@@ -35,8 +35,6 @@ def _row(store: Store, trial: FrozenTrial) -> dict[str, Any] | None:
         "metric": study.metric,
         "lower_is_better": study.lower_is_better,
         "minutes_per_trial": study.minutes_per_trial,
-        "workers": study.workers,
-        "processes": study.processes,
         "trial": trial.number,
         "state": trial.state.name.lower(),
         "setting": cell.setting,

@@ -79,8 +79,8 @@ class Search:
     _failures: int = 0
 
     def run(self, most: int | None = None) -> int:
-        """Returns 0 when nothing is left to do, 75 when it was asked to stop: the same command
-        continues.
+        """Returns 0 when nothing is left to do, or `most` trials are made; 75 when it was asked to
+        stop: the same command continues.
 
         Args: most: begins so many trials at most.
         Raises: UserError: the experiment cannot be started or measured as the study says.
@@ -198,6 +198,8 @@ class Search:
         study = self.store.config
         value = curve.evaluations[-1][curve.metric] if curve.evaluations else None
         result: dict[str, Any] = {
+            "workers": study.workers,  # of now: another session may have others
+            "processes": study.processes,
             "minutes": round(minutes, 2),
             "epochs": curve.points()[-1][0] if curve.evaluations else 0,
             "final": curve.final(),

@@ -20,6 +20,10 @@ _NORMAL95 = 1.95996
 _CONDITIONS = (
     "study", "config", "overrides", "metric", "minutes_per_trial", "workers", "processes",
 )  # fmt: skip
+_NEEDED = (
+    *_CONDITIONS, "lower_is_better", "trial", "state", "setting", "base", "seed",
+    "variant_overrides", "params", "minutes", "epochs", "best", "curve",
+)  # fmt: skip
 
 
 def read_rows(source: Path) -> list[dict[str, Any]]:
@@ -40,7 +44,8 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row = {**row, "final": dict(row["final"]), "study": str(row["study"])}
-            row["trial"], row["setting"], row["curve"], row["base"]  # what every row has
+            if absent := [key for key in _NEEDED if key not in row]:
+                raise ValueError(f"{', '.join(absent)} is not in it")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}:{number}: not a row of tools/tune.py: {error}") from error
         found.append(row)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ppdist.data.dataset import DataConfig, SplitConfig, read_split
-from ppdist.data.split import divide, groups_of_one_content, settings, write_parts
+from ppdist.data.split import divide, folds_of, groups_of_one_content, settings, write_parts
 from ppdist.errors import DataError, UserError
 from tests.data.sets import NAMES, write_coco, write_images
 
@@ -95,7 +95,7 @@ def halves(config: DataConfig, out: Path | None = None) -> tuple[list[Path], Dat
     """Divides the training split in two; returns the files, and the settings that use them."""
     dataset = read_split(config, "train")
     part_N = np.arange(len(dataset.records)) % 2
-    files = write_parts(config, dataset, part_N, ("a", "b"), out)
+    files = write_parts(config, dataset, part_N, {"a": {0}, "b": {1}}, out)
     text = settings(config, dataset, files, ("a", "b"))
     return files, DataConfig.model_validate(yaml.safe_load(text)["data"])
 
@@ -126,6 +126,19 @@ def test_a_coco_file_is_divided_with_all_that_stands_in_it(tmp_path):
     for key in ("images", "annotations"):
         entries = [entry for part in parts for entry in part[key]]
         assert sorted(entries, key=lambda entry: entry["id"]) == whole[key]
+
+
+def test_each_image_is_validated_in_one_fold_and_trained_on_in_the_others(tmp_path):
+    config = write_coco(tmp_path, 7)
+    dataset = read_split(config, "train")
+    files = write_parts(config, dataset, np.arange(7) % 3, folds_of(3), tmp_path)
+    names = [file.name for file in files]
+    assert names[:2] == ["set_fold1_train.json", "set_fold1_val.json"] and len(names) == 6
+    shown = [json.loads(file.read_text(encoding="utf-8"))["images"] for file in files]
+    ids = [{image["id"] for image in images} for images in shown]
+    every = {record.image_id for record in dataset.records}
+    assert all(ids[at] | ids[at + 1] == every and not ids[at] & ids[at + 1] for at in (0, 2, 4))
+    assert sorted(image for at in (1, 3, 5) for image in ids[at]) == sorted(every)
 
 
 def test_a_voc_list_is_divided_by_its_lines(tmp_path):
@@ -218,7 +231,8 @@ def test_a_part_without_an_image_is_refused_before_anything_is_written(tmp_path,
     dataset = read_split(config, "train")
     part_N = np.full(3, parts.index("b"))
     with pytest.raises(DataError, match=r"set\.json: 3 images, .* leave none for a: expected one"):
-        write_parts(config, dataset, part_N, parts, tmp_path / "out")
+        wanted = {name: {part} for part, name in enumerate(parts)}
+        write_parts(config, dataset, part_N, wanted, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -259,6 +259,8 @@ def test_images_put_together_bring_the_objects_of_all():
     assert most_objects(objects_N, plain.model_copy(update={"mosaic": 1.0})) == 12
     both = plain.model_copy(update={"mosaic": 1.0, "mixup": 0.1})
     assert 18 < most_objects(objects_N, both) <= 24
+    every = both.model_copy(update={"cutmix": 0.1, "copy_paste": 0.1})
+    assert 24 < most_objects(objects_N, every) <= 39
     assert most_objects([0, 0], plain) == 1
     many_N = np.random.default_rng(0).poisson(7, 5000)
     drawn = most_objects(many_N.tolist(), plain.model_copy(update={"mosaic": 1.0}))

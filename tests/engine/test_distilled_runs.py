@@ -29,10 +29,10 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def run(data, output_dir, *overrides, resume=False, changed=False, evaluate=False):
+def run(data, output_dir, *overrides, resume=False, changed=False, evaluate=False, model="ppyoloe"):
     dist.init("cpu", dist.DistributedConfig())
     experiment = build_training(
-        tiny_config(data, [*OVERRIDES, *overrides]),
+        tiny_config(data, [*OVERRIDES, *overrides], model),
         output_dir=output_dir,
         evaluate=evaluate,
         resume=output_dir if resume else None,
@@ -74,9 +74,18 @@ def taught(shapes, teacher, tmp_path_factory):
 
 def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher):
     text = (taught / "train.log").read_text()
-    assert f"teacher: {teacher}/checkpoints/last, 1.98 M parameters (" in text
-    assert "times the student's); it teaches logits, features, boxes" in text
+    assert (
+        f"teacher: {teacher}/checkpoints/last, 2.02 M parameters (3.6 times the student's); it "
+        f"teaches logits, features, boxes" in text
+    )
     assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
+
+
+def test_a_run_with_other_anchors_than_its_teacher_does_not_begin(shapes, tmp_path):
+    teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
+    other = f"model.anchors={[[[20, 20]] * 3] * 3}"
+    with pytest.raises(UserError, match=r"checkpoints/last: its anchors are others than the stud"):
+        run(shapes, tmp_path / "out", *teach(teacher), other, model="yolov5")
 
 
 def test_weights_of_a_student_need_no_teacher(taught, tmp_path):

@@ -7,7 +7,14 @@ import pytest
 
 from ppdist.errors import LaunchError
 from ppdist.launch import network
-from ppdist.launch.cards import Card, expand_ids, parse_nvidia_smi, visible_labels
+from ppdist.launch.cards import (
+    Card,
+    cards_of_runs,
+    deal_out,
+    expand_ids,
+    parse_nvidia_smi,
+    visible_labels,
+)
 from ppdist.launch.network import Network
 from ppdist.launch.options import parse_options
 from ppdist.launch.plan import LaunchPlan, Machine, make_plan
@@ -348,6 +355,18 @@ def test_restarts_are_refused_with_paddles_rendezvous_rather_than_pretended() ->
 def test_ranges_ignore_spaces_and_quotes() -> None:
     assert expand_ids(" '0 - 2, 5' ".strip()) == expand_ids("0-2,5") == ["0", "1", "2", "5"]
     assert expand_ids("0 1") == ["0", "1"]
+
+
+def test_runs_side_by_side_have_cards_of_their_own() -> None:
+    assert cards_of_runs("0,1|2-3") == [["0", "1"], ["2", "3"]]
+    assert deal_out(["4", "6", "7"], 3, 1) == [["4"], ["6"], ["7"]]
+    assert deal_out(["0", "1", "2", "3", "4"], 2, 2) == [["0", "1"], ["2", "3"]]
+    with pytest.raises(LaunchError, match=r"cards '0-1\|2': give each as many"):
+        cards_of_runs("0-1|2")
+    with pytest.raises(LaunchError, match=r"cards '0-1\|1,2': 1 is of two of them"):
+        cards_of_runs("0-1|1,2")
+    with pytest.raises(LaunchError, match="2 at a time with 2 cards each need 4, and this"):
+        deal_out(["0", "1", "2"], 2, 2)
 
 
 def test_the_listing_of_nvidia_smi_is_read_and_mig_slices_are_left_out() -> None:

@@ -82,8 +82,8 @@ def test_results_are_shown_and_put_into_a_document_from_a_file_alone(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--cards", "0,1|"], "--cards 0,1|: a worker without cards"),
-        (["--cards", "0,1|2"], "--cards 0,1|2: workers of unlike numbers of cards"),
+        (["--cards", "0,1|"], "cards '': '' is no card id"),
+        (["--cards", "0,1|2"], "cards '0,1|2': give each as many"),
         (["--cards", "0", "--workers", "2"], "--cards says how many workers"),
         (["--budget", "nan"], "expected a number of minutes above 0, found 'nan'"),
         (["--budget", "-1"], "expected a number of minutes above 0, found '-1'"),

@@ -296,6 +296,15 @@ def test_no_training_outlives_an_error_of_the_search(
         assert not lives(int(file.read_text(encoding="utf-8")))
 
 
+def test_rows_say_with_how_many_workers_they_were_made(tmp_path: Path) -> None:
+    study = study_of(tmp_path, GRID)
+    for workers, most in ((2, 1), (1, None)):
+        store = Store(tmp_path / "out", study.model_copy(update={"workers": workers}))
+        assert search_in(store)[0].run(most) == 0
+        store.close()
+    assert [row["workers"] for row in read_rows(tmp_path / "out")] == [2, 1, 1, 1]
+
+
 def test_a_search_draws_its_curves_and_what_decided(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, SEARCH.replace("6", "20")))
     assert search_in(store, workers=2)[0].run() == 0
