@@ -99,7 +99,10 @@ def test_a_teacher_may_be_named_by_its_folder_its_best_or_its_checkpoint(teacher
 def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
     teacher = write_teacher(tmp_path, seen=False, more="gone: {key: 1}\n")
     config = distilled_config(tmp_path, teacher)
-    read_teacher(teacher, config.model, build_model(config))
+    source, read = read_teacher(teacher, config.model, build_model(config))
+    kept, arrays = load_file(source / "ema.safetensors"), arrays_of(read)
+    unmerged = arrays.keys() & kept.keys()
+    assert unmerged and all((kept[key] == arrays[key]).all() for key in unmerged)
 
 
 @pytest.mark.parametrize("model", FAMILIES)
