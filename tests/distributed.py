@@ -2,23 +2,29 @@
 
     results = run_on_ranks(2, "tests.test_dist:sums", argument)
 
-Each rank is a process that calls the function with the argument and returns what JSON can hold.
+Each rank is a process that calls the function with the argument and returns what JSON can hold.  It
+is forked from a process that has imported Paddle and ppdist, once for all tests of a file, and done
+nothing else: the imports are three seconds of every rank.  So these ranks share their hash seed;
+those of tools/launch.py, in tests/tools and tests/faults, do not.
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _AFTER_FAILURE_SECONDS = 40.0  # gloo takes 30 to notice
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ppdist.engine.experiment"])
 
 
 def run_on_ranks(
@@ -26,7 +32,6 @@ def run_on_ranks(
     target: str,
     argument: Any = None,
     seconds: float = 120,
-    threads: int = 1,
     hosts: int | None = None,
 ) -> list[Any]:
     """Results of `module:function(argument)` on `count` ranks, in rank order.
@@ -36,7 +41,7 @@ def run_on_ranks(
     Raises: AssertionError: a rank failed or the time is over; it holds that rank's stderr.
     """
     try:
-        return _run_once(count, target, argument, seconds, threads, hosts)
+        return _run_once(count, target, argument, seconds, hosts)
     except AssertionError as error:
         # While ranks find each other, before any code of ours runs, gloo on a busy machine now and
         # then connects to a port that its peer has closed, or is not answered in time; a third
@@ -44,12 +49,12 @@ def run_on_ranks(
         signs = ("Connection refused", "] TIMEOUT", "_new_process_group_impl")
         lost = any(sign in str(error) for sign in signs)
         if "gloo/transport/tcp/pair.cc" in str(error) and lost:
-            return _run_once(count, target, argument, seconds, threads, hosts)
+            return _run_once(count, target, argument, seconds, hosts)
         raise
 
 
 def _run_once(
-    count: int, target: str, argument: Any, seconds: float, threads: int, hosts: int | None
+    count: int, target: str, argument: Any, seconds: float, hosts: int | None
 ) -> list[Any]:
     ports = _free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports[:count]]
@@ -58,8 +63,6 @@ def _run_once(
         processes = []
         for rank in range(count):
             environment = clean | {
-                "OMP_NUM_THREADS": str(threads),
-                "PYTHONPATH": str(ROOT),
                 "PADDLE_TRAINER_ID": str(rank),
                 "PADDLE_TRAINERS_NUM": str(count),
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
@@ -74,18 +77,13 @@ def _run_once(
                     "PADDLE_LOCAL_SIZE": str(local),
                     "PADDLE_LOCAL_RANK": str(rank % local),
                 }
-            command = [sys.executable, "-m", "tests.distributed", target, json.dumps(argument)]
-            with (Path(folder) / f"{rank}.err").open("wb") as stderr:
-                processes.append(
-                    subprocess.Popen(
-                        [*command, str(Path(folder) / f"{rank}.json")],
-                        cwd=ROOT,
-                        env=environment,
-                        stdout=stderr,
-                        stderr=stderr,
-                        start_new_session=True,
-                    )
+            processes.append(
+                _context.Process(
+                    target=_rank,
+                    args=(environment, target, json.dumps(argument), f"{folder}/{rank}"),
                 )
+            )
+        _start(processes)
         try:
             codes = _wait(processes, seconds)
         finally:
@@ -102,22 +100,50 @@ def _run_once(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _wait(processes: list[subprocess.Popen], seconds: float) -> list[int | None]:
+def _start(processes: list[BaseProcess]) -> None:
+    """The process they are forked from starts with the first, and with the threads of its
+    environment: one, as a thread that is there does not live on in a fork."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _rank(environment: dict[str, str], target: str, argument: str, files: str) -> None:
+    os.setsid()
+    stderr = os.open(f"{files}.err", os.O_WRONLY | os.O_CREAT)
+    os.dup2(stderr, 1)
+    os.dup2(stderr, 2)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    module, _, function = target.partition(":")
+    value = getattr(importlib.import_module(module), function)(json.loads(argument))
+    Path(f"{files}.json").write_text(json.dumps(value))
+
+
+def _wait(processes: list[BaseProcess], seconds: float) -> list[int | None]:
     """Exit codes; None: not ended in time, of which little is left once a rank has failed."""
     now = time.monotonic()
     deadline, failed = now + seconds, False
-    while now < deadline and any(process.poll() is None for process in processes):
-        if not failed and any(process.returncode for process in processes):
+    while now < deadline and any(process.exitcode is None for process in processes):
+        if not failed and any(process.exitcode for process in processes):
             deadline, failed = min(deadline, now + _AFTER_FAILURE_SECONDS), True
         time.sleep(0.02)
         now = time.monotonic()
-    return [process.poll() for process in processes]
+    return [process.exitcode for process in processes]
 
 
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
+def _end(process: BaseProcess) -> None:
+    if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.join()
 
 
 def _free_ports(count: int) -> list[int]:
@@ -128,9 +154,3 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-if __name__ == "__main__":
-    module, _, function = sys.argv[1].partition(":")
-    value = getattr(importlib.import_module(module), function)(json.loads(sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(value))
