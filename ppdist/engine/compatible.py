@@ -128,11 +128,6 @@ def _ignored(config: Any) -> Iterator[str]:
 
 
 def _of_ppyoloe(config: Any) -> Iterator[str]:
-    loss = config.loss
-    if loss.one_to_many_weight is not None and not getattr(config.model, "one_to_one", False):
-        yield (
-            "loss.one_to_many_weight: means nothing without model.one_to_one: true; set that too"
-        )
     for key in ("iou_threshold", "candidates"):
         default = type(config.nms).model_fields[key].default
         if getattr(config.nms, key) not in (default, None) and config.suppression != config.nms:

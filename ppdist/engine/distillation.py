@@ -176,11 +176,10 @@ class Distillation:
         output: LossOutput,
         outputs: Any,
         taught: Any,
-        step: int,
         totals: Tensor | None,
     ) -> LossOutput:
         """A micro-batch's loss with what the teacher adds; see `Loss.distil`."""
-        return loss.distil(output, outputs, taught, self.teaching, step, totals)
+        return loss.distil(output, outputs, taught, self.teaching, totals)
 
 
 def build_distillation(

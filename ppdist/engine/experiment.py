@@ -289,11 +289,7 @@ def build_train_step(config: ExperimentConfig, derived: Derived, model: ImageMod
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = LOSSES[config.model.name].build(
-        config.loss,
-        model,
-        derived.steps_per_written_epoch,
-        derived.reference_batch,
-        derived.schedule.total_steps,
+        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
     optimizer = build_optimizer(
         model, derived.scaled, derived.schedule.peak_lr, master_weights=low_precision

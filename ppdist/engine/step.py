@@ -284,7 +284,7 @@ class TrainStep:
         clock.lap("forward")
         output = self.loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, totals)
         if self.distillation is not None:
-            output = self.distillation.teach(self.loss, output, outputs, taught, step, totals)
+            output = self.distillation.teach(self.loss, output, outputs, taught, totals)
         if not batch.real:  # a rank past the end of an epoch: same graph, same collectives, no say
             output = terms.blank(output)
         clock.lap("loss")

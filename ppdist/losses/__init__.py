@@ -51,7 +51,6 @@ class Loss(nn.Layer):
         model: Any,
         steps_per_epoch: float,
         reference_batch: int = 64,
-        run_steps: int = 1,
     ) -> "Loss":
         """The loss of a `loss:` section for the model it belongs to; every rank builds one.
 
@@ -59,7 +58,6 @@ class Loss(nn.Layer):
             steps_per_epoch: optimizer steps of an epoch as the section counts them; not whole
                 where the run was lengthened (train.epochs_compensation).
             reference_batch: images of a step that the learning rate was tuned for.
-            run_steps: optimizer steps of the run as its schedule spans them.
         """
         raise NotImplementedError
 
@@ -112,7 +110,6 @@ class Loss(nn.Layer):
         outputs: Any,
         taught: Any,
         teaching: Teaching,
-        step: int,
         totals: Tensor | None,
     ) -> LossOutput:
         """The loss of one micro-batch with what a teacher adds to it; computed in float32.
@@ -123,7 +120,7 @@ class Loss(nn.Layer):
             teaching: which terms.  A weight of 1 makes logits count like the classes of the ground
                 truth, and features and boxes like its boxes (a PP-YOLOE's boxes like its
                 distributions of sides).
-            step, totals: as in `forward`.
+            totals: as in `forward`.
         Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` besides,
             weights and gains included.
         """

@@ -46,7 +46,6 @@ class ClassificationLoss(Loss):
         model: ImageModel,
         steps_per_epoch: float,
         reference_batch: int = 64,
-        run_steps: int = 1,
     ) -> "ClassificationLoss":
         return cls(config.label_smoothing)
 

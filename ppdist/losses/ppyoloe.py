@@ -1,6 +1,6 @@
 """The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -30,8 +30,6 @@ from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.detector import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
 
-_Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class PPYOLOELossConfig(Section):
     """Assignment and gains."""
@@ -54,12 +52,6 @@ class PPYOLOELossConfig(Section):
         gt=0,
         description="TAL: an object names cells nearer to its centre than this many of their "
         "strides (published for t: 2); null: cells inside it",
-    )
-    one_to_many_weight: tuple[_Share, _Share] | None = Field(
-        default=None,
-        description="model.one_to_one: weight of the usual loss at the first and at the last step, "
-        "linear between; the one-to-one head's has what is missing from 1 (YOLO26 has [0.8, 0.1]); "
-        "null: both count fully throughout (YOLOv10)",
     )
     auxiliary_attached_epochs: float = Field(
         default=5.0,
@@ -102,7 +94,6 @@ class PPYOLOELoss(Loss):
         attached_steps: int = 0,
         strides: tuple[int, ...] = (32, 16, 8),
         one_to_one: bool = False,
-        run_steps: int = 1,
     ) -> None:
         """
         Args:
@@ -111,7 +102,6 @@ class PPYOLOELoss(Loss):
             attached_steps: optimizer steps before the auxiliary head is detached; see `prepare`.
             strides: pixels per cell of each output level, in the order of the outputs.
             one_to_one: the model has such a head.
-            run_steps: optimizer steps of the run; see `one_to_many_weight`.
         """
         super().__init__()
         self.config = config
@@ -119,7 +109,6 @@ class PPYOLOELoss(Loss):
         self.static_steps = static_steps
         self.attached_steps = attached_steps
         self.strides = strides
-        self.run_steps = run_steps
         self.apart = ("one_to_one_head.",) if one_to_one else ()
 
     @classmethod
@@ -129,7 +118,6 @@ class PPYOLOELoss(Loss):
         model: PPYOLOE,
         steps_per_epoch: float,
         reference_batch: int = 64,
-        run_steps: int = 1,
     ) -> "PPYOLOELoss":
         return cls(
             config,
@@ -138,7 +126,6 @@ class PPYOLOELoss(Loss):
             attached_steps=round(config.auxiliary_attached_epochs * steps_per_epoch),
             strides=model.strides,
             one_to_one=model.one_to_one_head is not None,
-            run_steps=run_steps,
         )
 
     def prepare(self, model: PPYOLOE, step: int) -> None:
@@ -178,20 +165,7 @@ class PPYOLOELoss(Loss):
                 return result
             one = self._one_to_one(outputs.one_class_logits, outputs.one_side_logits, truth)
             parts = {"loss_one_to_one": one.total.detach()}
-            if self.config.one_to_many_weight is None:
-                return result._replace(apart=one._replace(parts=parts))
-            weight = self._usual_weight(step)
-            return result._replace(
-                total=weight * result.total,
-                apart=one._replace(total=(1.0 - weight) * one.total, parts=parts),
-            )
-
-    def _usual_weight(self, step: int) -> float:
-        """Of all but the one-to-one head's loss."""
-        if self.config.one_to_many_weight is None:
-            return 1.0
-        first, last = self.config.one_to_many_weight
-        return first + (last - first) * min(1.0, step / max(1, self.run_steps - 1))
+            return result._replace(apart=one._replace(parts=parts))
 
     def _one_to_many(self, outputs: PPYOLOEOutputs, truth: Truth, step: int) -> LossOutput:
         predictions, guide = _side_by_side(outputs, self.strides)
@@ -221,7 +195,6 @@ class PPYOLOELoss(Loss):
         outputs: PPYOLOEOutputs,
         taught: PPYOLOEOutputs,
         teaching: Teaching,
-        step: int,
         totals: Tensor | None,
     ) -> LossOutput:
         """See `Loss.distil`; class scores and distributions of all cells, those of boxes by the
@@ -250,7 +223,7 @@ class PPYOLOELoss(Loss):
                 score_BN = where_sure(F.sigmoid(theirs.logits_BCN).max(1))
                 loss = localisation_distillation(sides, target, score_BN, term.temperature)
                 terms["boxes"] = term.weight * gains.dfl_gain * loss
-            return with_terms(output, terms, self._usual_weight(step))
+            return with_terms(output, terms)
 
     @paddle.no_grad()
     def assign(

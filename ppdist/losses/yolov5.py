@@ -98,7 +98,6 @@ class YOLOv5Loss(Loss):
         model: YOLOv5,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
-        run_steps: int = 1,
     ) -> "YOLOv5Loss":
         """Gains as the original scales them: an even share of each level, objectness by area."""
         share = 3 / len(model.strides)
@@ -215,7 +214,6 @@ class YOLOv5Loss(Loss):
         outputs: YOLOv5Outputs,
         taught: YOLOv5Outputs,
         teaching: Teaching,
-        step: int,
         totals: Tensor | None,
     ) -> LossOutput:
         """See `Loss.distil`; with the divisors of `forward`.

@@ -239,7 +239,7 @@ class PPYOLOE(Detector):
         detach_auxiliary: keep the auxiliary head's gradient to itself; set by the loss.
         one_to_one_head: predicts, where it is there; features come to it detached, so its gradient
             stays in it.  The rest gets the gradients that it gets without, but for
-            `loss.one_to_many_weight` and for train.clip_norm, which looks at all gradients.
+            train.clip_norm, which looks at all gradients.
     """
 
     class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.", "one_to_one_head.pred_cls.")

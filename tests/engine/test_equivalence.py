@@ -39,11 +39,7 @@ TRAINED = {
     "ppyoloe one to one": (
         "ppyoloe",
         0.1,
-        [
-            "loss.static_assigner_epochs=2.5",
-            "model.one_to_one=true",
-            "loss.one_to_many_weight=[0.8, 0.1]",
-        ],
+        ["loss.static_assigner_epochs=2.5", "model.one_to_one=true"],
     ),
     "ppyoloe on yolov5's body": (
         "ppyoloe",

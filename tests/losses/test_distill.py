@@ -144,7 +144,7 @@ FAMILIES = {
 def distilled(family, ours, theirs, teaching=ALL, images=slice(0, 2)) -> LossOutput:
     loss = FAMILIES[family][0]()
     totals = paddle.to_tensor(TOTALS)
-    return loss.distil(nothing(images), ours, theirs, teaching, 0, totals)
+    return loss.distil(nothing(images), ours, theirs, teaching, totals)
 
 
 def values(output: LossOutput) -> dict[str, float]:
@@ -180,16 +180,6 @@ def test_a_ppyoloe_learns_by_the_gains_of_its_own_loss() -> None:
     )
     assert float(found.total) == pytest.approx(sum(values(found).values()), rel=1e-6)
     assert float(found.normalizer) == sum(SHARES[:2])
-
-
-def test_what_a_teacher_adds_has_the_weight_of_the_head_that_it_teaches() -> None:
-    ours, theirs = ppyoloe_outputs(seed=0), ppyoloe_outputs(seed=1)
-    config = PPYOLOELossConfig(one_to_many_weight=(0.8, 0.1))
-    loss = PPYOLOELoss(config, num_classes=CLASSES, static_steps=0, one_to_one=True, run_steps=8)
-    for step, weight in ((0, 0.8), (7, 0.1)):
-        found = loss.distil(nothing(), ours, theirs, ALL, step, None)
-        assert float(found.total) == pytest.approx(weight * sum(values(found).values()), rel=1e-6)
-        assert values(found) == pytest.approx(values(distilled("ppyoloe", ours, theirs)))
 
 
 def yolov5_boxes(maps: np.ndarray, anchors: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ def truth() -> list[paddle.Tensor]:
 
 
 def loss_of(model: PPYOLOE, **keys: object) -> PPYOLOELoss:
-    return PPYOLOELoss.build(PPYOLOELossConfig.model_validate(keys), model, 1, run_steps=11)
+    return PPYOLOELoss.build(PPYOLOELossConfig.model_validate(keys), model, 1)
 
 
 def gradients(model: PPYOLOE) -> dict[str, np.ndarray]:
@@ -129,21 +129,6 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
     assert divided({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
 
 
-def test_the_weights_of_both_losses_go_linearly_over_the_run() -> None:
-    model = tiny(one_to_one=True)
-    shake(model)
-    outputs, plain = model(paddle.randn([2, 3, 64, 64])), loss_of(model, static_assigner_epochs=0)
-    whole = plain(outputs, *truth(), 0)
-    weighted = loss_of(model, static_assigner_epochs=0, one_to_many_weight=(0.8, 0.1))
-    for step, weight in ((0, 0.8), (5, 0.45), (10, 0.1), (99, 0.1)):
-        part = weighted(outputs, *truth(), step)
-        np.testing.assert_allclose(float(part.total), weight * float(whole.total), rtol=1e-6)
-        other = (1 - weight) * float(whole.apart.total)
-        np.testing.assert_allclose(float(part.apart.total), other, rtol=1e-6)
-        assert float(part.parts["loss_cls"]) == float(whole.parts["loss_cls"])
-        assert float(part.apart.parts["loss_one_to_one"]) == float(whole.apart.total)
-
-
 def test_the_second_head_alone_predicts_and_alone_is_deployed(tmp_path: Path) -> None:
     model, image = tiny(one_to_one=True, auxiliary=True), paddle.randn([2, 3, 64, 96])
     shake(model)
@@ -215,7 +200,6 @@ def test_such_a_model_is_evaluated_without_suppression(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["loss.one_to_many_weight=[0.8, 0.1]"], "means nothing without model.one_to_one"),
         (["model.one_to_one=true", "nms.iou_threshold=0.5"], "which needs no suppression"),
         (["model.one_to_one=true", "nms.candidates=10"], "which needs no suppression"),
         (["model.body=yolov5", "model.levels=P2-P5"], "yolov5 has the levels P3-P5 or P3-P6"),
