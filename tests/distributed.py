@@ -3,9 +3,9 @@
     results = run_on_ranks(2, "tests.test_dist:sums", argument)
 
 Each rank is a process that calls the function with the argument and returns what JSON can hold.  It
-is forked from a process that has imported Paddle and ppdist, once for all tests of a file, and done
-nothing else: the imports are three seconds of every rank.  So these ranks share their hash seed;
-those of tools/launch.py, in tests/tools and tests/faults, do not.
+is forked from a process that has imported Paddle and ppdist, once for all tests of one pytest,
+and done nothing else: the imports would be three seconds of every rank.  So these ranks share their
+hash seed; those of tools/launch.py, in tests/tools and tests/faults, do not.
 """
 
 import importlib
@@ -19,6 +19,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 _AFTER_FAILURE_SECONDS = 40.0  # gloo takes 30 to notice
@@ -63,6 +64,8 @@ def _run_once(
         processes = []
         for rank in range(count):
             environment = clean | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
                 "PADDLE_TRAINER_ID": str(rank),
                 "PADDLE_TRAINERS_NUM": str(count),
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
@@ -83,7 +86,11 @@ def _run_once(
                     args=(environment, target, json.dumps(argument), f"{folder}/{rank}"),
                 )
             )
-        _start(processes)
+        # The process they are forked from starts with the first of them, and in this environment:
+        # one thread, as those that are there do not live on in a fork.
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            for process in processes:
+                process.start()
         try:
             codes = _wait(processes, seconds)
         finally:
@@ -100,21 +107,6 @@ def _run_once(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _start(processes: list[BaseProcess]) -> None:
-    """The process they are forked from starts with the first, and with the threads of its
-    environment: one, as a thread that is there does not live on in a fork."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        for process in processes:
-            process.start()
-    finally:
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
-
-
 def _rank(environment: dict[str, str], target: str, argument: str, files: str) -> None:
     os.setsid()
     stderr = os.open(f"{files}.err", os.O_WRONLY | os.O_CREAT)
@@ -122,7 +114,7 @@ def _rank(environment: dict[str, str], target: str, argument: str, files: str) -
     os.dup2(stderr, 2)
     os.chdir(ROOT)
     os.environ.clear()
-    os.environ.update(environment, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    os.environ.update(environment)
     module, _, function = target.partition(":")
     value = getattr(importlib.import_module(module), function)(json.loads(argument))
     Path(f"{files}.json").write_text(json.dumps(value))

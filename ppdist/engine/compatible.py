@@ -115,8 +115,7 @@ def _ignored(config: Any) -> Iterator[str]:
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     yield from _of_scaling(config)
-    if config.loss.name == "ppyoloe":
-        yield from _of_ppyoloe(config)
+    yield from _of_suppression(config)
     if config.optimizer.name == "adamw":
         of_momentum = {
             "optimizer.nesterov": config.optimizer.nesterov,
@@ -127,7 +126,7 @@ def _ignored(config: Any) -> Iterator[str]:
                 yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"
 
 
-def _of_ppyoloe(config: Any) -> Iterator[str]:
+def _of_suppression(config: Any) -> Iterator[str]:
     for key in ("iou_threshold", "candidates"):
         default = type(config.nms).model_fields[key].default
         if getattr(config.nms, key) not in (default, None) and config.suppression != config.nms:

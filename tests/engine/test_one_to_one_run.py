@@ -9,10 +9,7 @@ import pytest
 from ppdist.errors import CheckpointError
 from tests.engine.test_resume import assert_same_checkpoint, run
 
-SWITCHES = (
-    "model.one_to_one=true",
-    "loss.static_assigner_epochs=1",
-)
+SWITCHES = ("model.one_to_one=true", "loss.static_assigner_epochs=1")
 
 
 def records(output_dir: Path) -> list[dict]:
