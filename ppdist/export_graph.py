@@ -36,6 +36,10 @@ paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_to
 """
 
 
+# Nothing below a forward branches on a tensor, and sizes are asked for by `paddle.shape`: not
+# translating its source (`not_to_static`) makes the same graph in a fifth of the time.
+
+
 class RawModel(nn.Layer):
     """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
     input pixels of a detector, probabilities_BC of a classifier."""
@@ -44,6 +48,7 @@ class RawModel(nn.Layer):
         super().__init__()
         self.model = model
 
+    @paddle.jit.not_to_static
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.model.predict(images)
 
@@ -56,6 +61,7 @@ class KeptModel(nn.Layer):
         self.detector = detector
         self.nms = nms
 
+    @paddle.jit.not_to_static
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         scores, boxes = self.detector.predict(images)
         return multiclass_nms(scores, boxes, self.nms)

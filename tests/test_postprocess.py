@@ -97,6 +97,7 @@ def test_a_saved_graph_suppresses_like_eager(
     nms = NMSConfig(score_threshold=0.3, multi_label=multi_label, iou_threshold=overlap)
 
     class Suppress(paddle.nn.Layer):
+        @paddle.jit.not_to_static
         def forward(self, scores: paddle.Tensor, boxes: paddle.Tensor) -> tuple:
             return multiclass_nms(scores, boxes, nms)
 

@@ -24,7 +24,6 @@ from tests.engine.tiny import tiny_config
 HERE = "tests.engine.test_auto_batch"
 AUTO = (
     "train.batch_size_per_card=auto", "log.every_steps=1", "checkpoint.every_steps=1",
-    "train.cpu_convolutions=plain",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ HERE = "tests.engine.test_distilled_runs"
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=2", "log.every_steps=1",
     "checkpoint.every_steps=2", "optimizer.reference_batch_size=8", "train.max_steps=4",
+    "train.cpu_convolutions=auto",
 )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def assert_same_run(first, second):
 
 # What a step depends on besides weights, by what has most of it: model, overrides.
 RESUMED = {
-    "ppyoloe": ("ppyoloe", []),
+    "ppyoloe": ("ppyoloe", ["train.cpu_convolutions=auto"]),
     "an auxiliary head": (
         "ppyoloe", ["model.size=t", "model.auxiliary=true", "loss.auxiliary_attached_epochs=3"],
     ),

@@ -15,6 +15,7 @@ class Decoded(paddle.nn.Layer):
         super().__init__()
         self.model = model
 
+    @paddle.jit.not_to_static
     def forward(self, images: paddle.Tensor) -> Any:
         return self.model.decode(self.model(images))
 
