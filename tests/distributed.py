@@ -2,30 +2,22 @@
 
     results = run_on_ranks(2, "tests.test_dist:sums", argument)
 
-Each rank is a process that calls the function with the argument and returns what JSON can hold.  It
-is forked from a process that has imported Paddle and ppdist, once for all tests of one pytest,
-and done nothing else: the imports would be three seconds of every rank.  So these ranks share their
-hash seed; those of tools/launch.py, in tests/tools and tests/faults, do not.
+Each rank is a process of tests/forked.py that calls the function with the argument and returns what
+JSON can hold.
 """
 
 import importlib
 import json
-import multiprocessing
-import os
-import signal
 import socket
 import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forked import clean_environment, end, start
+
 _AFTER_FAILURE_SECONDS = 40.0  # gloo takes 30 to notice
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ppdist.engine.experiment"])
 
 
 def run_on_ranks(
@@ -59,13 +51,10 @@ def _run_once(
 ) -> list[Any]:
     ports = _free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports[:count]]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(count):
-            environment = clean | {
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
+            environment = clean_environment() | {
                 "PADDLE_TRAINER_ID": str(rank),
                 "PADDLE_TRAINERS_NUM": str(count),
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
@@ -80,22 +69,15 @@ def _run_once(
                     "PADDLE_LOCAL_SIZE": str(local),
                     "PADDLE_LOCAL_RANK": str(rank % local),
                 }
-            processes.append(
-                _context.Process(
-                    target=_rank,
-                    args=(environment, target, json.dumps(argument), f"{folder}/{rank}"),
-                )
-            )
-        # The process they are forked from starts with the first of them, and in this environment:
-        # one thread, as those that are there do not live on in a fork.
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            for process in processes:
-                process.start()
+            files = Path(folder) / str(rank)
+            err = files.with_suffix(".err")
+            arguments = (target, json.dumps(argument), files.with_suffix(".json"))
+            processes.append(start(_rank, arguments, environment, err, err))
         try:
             codes = _wait(processes, seconds)
         finally:
             for process in processes:
-                _end(process)
+                end(process)
         failed = [rank for rank, code in enumerate(codes) if code != 0]
         if failed:
             texts = (
@@ -107,17 +89,10 @@ def _run_once(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _rank(environment: dict[str, str], target: str, argument: str, files: str) -> None:
-    os.setsid()
-    stderr = os.open(f"{files}.err", os.O_WRONLY | os.O_CREAT)
-    os.dup2(stderr, 1)
-    os.dup2(stderr, 2)
-    os.chdir(ROOT)
-    os.environ.clear()
-    os.environ.update(environment)
+def _rank(target: str, argument: str, file: Path) -> None:
     module, _, function = target.partition(":")
     value = getattr(importlib.import_module(module), function)(json.loads(argument))
-    Path(f"{files}.json").write_text(json.dumps(value))
+    file.write_text(json.dumps(value))
 
 
 def _wait(processes: list[BaseProcess], seconds: float) -> list[int | None]:
@@ -130,12 +105,6 @@ def _wait(processes: list[BaseProcess], seconds: float) -> list[int | None]:
         time.sleep(0.02)
         now = time.monotonic()
     return [process.exitcode for process in processes]
-
-
-def _end(process: BaseProcess) -> None:
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
 
 
 def _free_ports(count: int) -> list[int]:

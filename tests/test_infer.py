@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ppdist.inference import load_all_weights
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
 from ppdist.pictures import PictureWriter, find_sources, frames_of, picture_names
 from ppdist.predictions import require_own_folder
+from tests.forked import run_tool
 from tests.test_export import tiny_model
 from tools import infer
 
@@ -39,14 +39,6 @@ model:
 nms:
   score_threshold: 0.3
 """
-
-
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """An ONNX model in 8-bit integers: what stays in float, what it still finds, what is noted."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from ppdist.postprocess import NMSConfig
 from ppdist.runtime import OnnxGraph, RuntimeOptions
 from ppdist.sample_accuracy import precision_on, take_sample
 from ppdist.samples import Pictures, readable, spread
+from tests.forked import run_tool
 from tests.test_export import NMS, SIZE, pictures, tiny_model, tiny_spec
 
 pytest.importorskip("paddle2onnx")
@@ -211,9 +210,6 @@ def on_cpu() -> None:
 def test_options_of_int8_alone_are_refused(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
-    command = [sys.executable, "tools/export.py", "-c", "x.yml", "-w", "x", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
-    )
+    done = run_tool("export", "-c", "x.yml", "-w", "x", "--out", tmp_path, *options)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,9 +1,7 @@
 """The tools on a classifier: check, stats, train, eval, export, infer, each as a user runs it."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,26 +11,12 @@ import pytest
 
 from ppdist.infer_spec import read_spec
 from tests.data.classified import CONFIG, PATTERNS, write_patterns
+from tests.forked import ROOT, run_tool, succeeded
 from tests.test_infer import write_video
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"tools/{name}.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 def succeed(name: str, *arguments: object) -> str:
-    done = run_tool(name, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return succeeded(run_tool(name, *arguments))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.data.synthetic import make_shapes
-from tests.tools.test_tools import ROOT, run_tool
+from tests.forked import ROOT, run_tool
 
 CONFIG = """
 data:

@@ -15,7 +15,8 @@ from ppdist.engine.experiment import build_evaluator, build_model
 from ppdist.errors import ConfigError, UserError
 from ppdist.inference import load_all_weights
 from ppdist.models.weight_files import read_arrays
-from tests.tools.test_tools import on_two_ranks, run_tool, succeeded
+from tests.forked import run_tool, succeeded
+from tests.tools.test_tools import on_two_ranks
 from tools import ensemble
 
 CONFIG = """

@@ -13,7 +13,7 @@ from ppdist.engine.experiment import build_model
 from ppdist.metrics.coco import METRICS
 from tests.data.classified import CONFIG as CLASSIFIER
 from tests.data.classified import PATTERNS, write_patterns
-from tests.tools.test_tools import run_tool, succeeded
+from tests.forked import run_tool, succeeded
 
 CONFIG = """
 data:

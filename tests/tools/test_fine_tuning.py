@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.data.synthetic import make_shapes
-from tests.tools.test_tools import run_tool, succeeded
+from tests.forked import run_tool, succeeded
 
 CONFIG = """
 data:

@@ -1,11 +1,9 @@
 """tools/*.py one after the other as a user runs them, on a tiny set that is trained on once."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import cv2
@@ -15,8 +13,8 @@ from pycocotools.cocoeval import COCOeval
 
 from ppdist.config import load_config
 from ppdist.metrics.coco import METRICS
+from tests.forked import ROOT, run_tool, succeeded
 
-ROOT = Path(__file__).resolve().parents[2]
 TWO_RANKS = ("launch", "--nproc_per_node", "2", "--log_dir")
 STEPS = 44
 CONFIG = """
@@ -39,32 +37,10 @@ log: {{every_steps: 1}}
 # Six images, two ranks of three: a step an epoch, 46 in all, of which --resume makes the last two.
 
 
-def run_tool(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs tools/<name>.py as a command; nothing it prints may be a traceback."""
-    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
-    environment = {key: value for key, value in os.environ.items() if "PADDLE" not in key}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr + done.stdout, done.stderr + done.stdout
-    return done
-
-
 def on_two_ranks(folder: Path, tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs a tool through tools/launch.py on two gloo ranks."""
     script = ROOT / "tools" / f"{tool}.py"
     return run_tool(*TWO_RANKS, folder / f"log_{tool}", script, *arguments, cwd=folder)
-
-
-def succeeded(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from tests.tools.test_tools import ROOT, run_tool, succeeded
+from tests.forked import ROOT, run_tool, succeeded
 from tests.tune.test_table import seeds_of
 
 EXPERIMENT = """

@@ -10,7 +10,7 @@ from ppdist import coco_example
 from ppdist.coco_example import PUBLISHED, RESULTS, TRUTH, Row, compare, lines
 from ppdist.errors import DataError
 from ppdist.metrics.coco import METRICS
-from tests.tools.test_tools import run_tool
+from tests.forked import run_tool
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from ppdist.optim.ema import EMA, EMAConfig
 from ppdist.optim.optimizer import OptimizerConfig
 from ppdist.optim.schedule import ScheduleConfig
 from tests.distributed import run_on_ranks
-from tests.tools.test_tools import ROOT, run_tool, succeeded
+from tests.forked import ROOT, run_tool, succeeded
 
 STEPS = 5
 CONFIG = """

@@ -1,0 +1,100 @@
+"""Processes forked from one that has imported Paddle and ppdist, and done nothing else.
+
+The imports would be three seconds of every process; this is one process for all tests of one
+pytest.  So what is forked shares its hash seed; ranks of tools/launch.py do not.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ppdist.engine.experiment"])
+
+
+def start(
+    target: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: Mapping[str, str],
+    out: Path,
+    err: Path,
+    cwd: Path = ROOT,
+) -> BaseProcess:
+    """A process, in a group of its own, that calls target(*arguments) and writes to these files."""
+    files = (str(out), str(err))
+    process = _context.Process(target=_begin, args=(target, arguments, environment, files, cwd))
+    # What it is forked from starts with the first of them, and in this environment: one thread, as
+    # those that are there do not live on in a fork.
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        process.start()
+    return process
+
+
+def _begin(
+    target: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: Mapping[str, str],
+    files: tuple[str, str],
+    cwd: Path,
+) -> None:
+    os.setsid()
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
+
+
+def end(process: BaseProcess) -> None:
+    """Kills it and all that it has started, if it is still there."""
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def clean_environment() -> dict[str, str]:
+    """Of one thread, without a job's variables."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run_tool(
+    name: str, *arguments: object, cwd: Path = ROOT, seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Runs tools/<name>.py as a command; nothing it prints may be a traceback."""
+    command = [str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = start(_program, (command,), clean_environment(), out, err, cwd)
+        process.join(seconds)
+        code = process.exitcode
+        end(process)
+        texts = [file.read_text(errors="replace") for file in (out, err)]
+    if code is None:
+        raise subprocess.TimeoutExpired(command, seconds, *texts)
+    assert "Traceback" not in texts[0] + texts[1], texts[1] + texts[0]
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+def _program(command: list[str]) -> None:
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    """What it printed."""
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
