@@ -104,7 +104,13 @@ RESUMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each == "an auxiliary head"))
+        for each in RESUMED
+    ],
+)
 def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, tmp_path):
     model, overrides = RESUMED[case]
     data = shapes

@@ -372,8 +372,14 @@ run(main)
 @pytest.mark.parametrize(
     ("hang", "why"),
     [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped (SIGSTOP), in its own work"),
-        ("while True: ctypes.PyDLL(None).sleep(100)", "in its own work"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "stopped (SIGSTOP), in its own work",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "while True: ctypes.PyDLL(None).sleep(100)", "in its own work", marks=pytest.mark.slow
+        ),
         ("pulse.at('waiting for its images'); time.sleep(1000)", "waiting for its images"),
     ],
 )

@@ -97,7 +97,7 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-@pytest.mark.parametrize("classes", [1, 3, 80])
+@pytest.mark.parametrize("classes", [1, 3, pytest.param(80, marks=pytest.mark.slow)])
 def test_every_picture_of_a_run_is_written_and_shows_something(tmp_path, classes):
     run = write(tmp_path / "$run_", trained(400, ranks=2), detected(tmp_path / "images", classes))
     paths = draw_run(run, image_folders=[tmp_path])

@@ -82,6 +82,7 @@ def train_too_fast(argument) -> dict:
     return equivalence.verify_ranks(config, STEPS, command)
 
 
+@pytest.mark.slow
 def test_gradients_two_per_cent_too_large_are_found_out(config_file: Path) -> None:
     target = f"{__name__}:train_too_fast"
     report, same = run_on_ranks(2, target, str(config_file), seconds=300)
