@@ -20,8 +20,8 @@ from ppdist.engine.memory_estimate import Estimate, estimate, saved_bytes, short
 from ppdist.engine.precision import AmpConfig
 from ppdist.log import LogConfig, RunLog
 from ppdist.models.freeze import frozen_keys
-from tests.distributed import ROOT
 from tests.engine.tiny import SIZE, tiny_config
+from tests.forked import ROOT
 
 FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
 GIB = 1 << 30

@@ -22,8 +22,9 @@ from ppdist.engine.feed import require_the_same
 from ppdist.engine.preflight import differences, flat_config, preflight, within
 from ppdist.errors import ConfigError, UserError
 from ppdist.own_keys import HOSTS_OWN_KEYS
-from tests.distributed import ROOT, run_on_ranks
+from tests.distributed import run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
+from tests.forked import ROOT
 
 HOST = socket.gethostname()
 CHANGES = (

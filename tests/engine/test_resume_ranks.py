@@ -14,8 +14,9 @@ from ppdist import dist
 from ppdist.engine.experiment import build_training
 from ppdist.engine.resume import AUTO
 from ppdist.errors import UserError
-from tests.distributed import ROOT, run_on_ranks
+from tests.distributed import run_on_ranks
 from tests.engine.tiny import freeze_statistics, norms_of, tiny_config
+from tests.forked import ROOT
 
 HERE = "tests.engine.test_resume_ranks"
 TOTAL_BATCH = 4  # of ten images: three steps an epoch, the last of them smaller

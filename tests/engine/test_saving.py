@@ -17,8 +17,9 @@ from ppdist.engine.records import Stopwatch
 from ppdist.engine.run_state import take
 from ppdist.errors import ConfigError
 from ppdist.saving_speed import measure_saving
-from tests.distributed import ROOT, run_on_ranks
+from tests.distributed import run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
+from tests.forked import ROOT
 
 HERE = "tests.engine.test_saving"
 
