@@ -37,7 +37,7 @@ paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_to
 
 
 # Nothing below a forward branches on a tensor, and sizes are asked for by `paddle.shape`: not
-# translating its source (`not_to_static`) makes the same graph in a fifth of the time.
+# translating its source (`not_to_static`) makes the same graph, sooner.
 
 
 class RawModel(nn.Layer):

@@ -134,6 +134,7 @@ def test_a_sample_ends_with_its_time_and_images_that_cannot_be_read_do_not_count
     assert take_sample(half, eager, tiny_spec()) is None
 
 
+@pytest.mark.slow
 def test_a_float_file_of_another_accuracy_is_not_kept(
     tmp_path: Path, validation: DetectionSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def test_local_sgd_stops_is_saved_and_evaluated_where_ranks_agree_and_resumes_ex
         assert steps >= {"step-00000006", "step-00000009", "step-00000010"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_state_of_all_shares_and_resumes_on_any_number_of_ranks(
     shapes, tmp_path
 ):

@@ -28,6 +28,7 @@ def write_experiment(folder: Path, epochs: int) -> None:
     (folder / "cfg.yml").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_two_processes_are_compared_and_measured_and_the_report_is_written(tmp_path: Path) -> None:
     write_experiment(tmp_path, epochs=2)
     file = tmp_path / "report.json"
