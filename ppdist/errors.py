@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
 # Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
@@ -49,31 +49,67 @@ def printable(text: str) -> str:
 
 
 class UserError(ValueError):
-    """Something the user can put right: where, what was found, what was expected, what to do."""
+    """An error that the user can put right.
+
+    Its text is `where: what; fix`.  Programs, tests and the launcher compare `code`, never the
+    text; `kind` is that of the class.
+
+    Args:
+        what: what happened, with the values that were found and expected.
+        code: snake_case, one for each remedy; docs/errors.md lists all.
+        where: file, line, key, rank or host; "" where there is no such place.
+        fix: what to do; "" where `what` says it.
+    """
+
+    kind = "user"
+
+    def __init__(self, what: str, *, code: str = "", where: str = "", fix: str = "") -> None:
+        self.what, self.code, self.where, self.fix = what, code, where, fix
+        text = f"{where}: {what}" if where else what
+        super().__init__(f"{text}; {fix}" if fix else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # keyword-only arguments are lost by default
+        return _restore_error, (type(self), self.what, self.code, self.where, self.fix)
+
+
+def _restore_error(kind: type[UserError], what: str, code: str, where: str, fix: str) -> UserError:
+    return kind(what, code=code, where=where, fix=fix)
 
 
 class ConfigError(UserError):
     """The configuration or the command line is wrong."""
 
+    kind = "config"
+
 
 class DataError(UserError):
     """The images or annotations are wrong."""
+
+    kind = "data"
 
 
 class WeightsError(UserError):
     """A weight file is missing, unreadable, unsafe, or does not fit the model."""
 
+    kind = "weights"
+
 
 class CheckpointError(UserError):
     """A checkpoint is missing, torn, or belongs to another run."""
+
+    kind = "checkpoint"
 
 
 class ExportError(UserError):
     """A model cannot be exported, or its export does not compute what the model computes."""
 
+    kind = "export"
+
 
 class LaunchError(UserError):
     """The processes of a run cannot be started as asked."""
+
+    kind = "launch"
 
 
 def hold_signals() -> None:
