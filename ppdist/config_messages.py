@@ -38,7 +38,7 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
         is_a_type = detail["type"].endswith("_type")
         if path not in problems and not (deeper and is_a_type):
             problems[path] = Problem(
-                _place(detail, path, tree), _message(detail, path, tree, schema)
+                _place(detail, path, tree), _message(detail, path, tree, schema), _code(detail)
             )
     return list(problems.values())
 
@@ -89,6 +89,14 @@ def _place(detail: Any, path: Path, tree: Node) -> Place:
     node = _nearest(tree, path)
     at_key = detail["type"] in ("extra_forbidden", "union_tag_not_found") or _is_absent(detail)
     return node.key_place if at_key or isinstance(node.value, dict) else node.place
+
+
+def _code(detail: Any) -> str:
+    if detail["type"] == "extra_forbidden":
+        return "unknown_key"
+    if detail["type"] == "union_tag_not_found" or _is_absent(detail):
+        return "missing_key"
+    return "bad_value"
 
 
 def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:

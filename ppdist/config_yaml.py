@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -70,19 +70,36 @@ class Node:
 
 
 class Problem(NamedTuple):
-    """One line of a ConfigError: the place, and `key.path: what is wrong; what to do`."""
+    """One line of an InvalidConfig: the place, and `key.path: what is wrong; what to do`.
+
+    code: as of a UserError.
+    """
 
     place: Place
     message: str
+    code: str
 
 
-def problems_error(problems: Sequence[Problem]) -> ConfigError:
-    """All problems as one error, in the order of the files, each on a line of its own."""
-    ordered = sorted(set(problems), key=lambda problem: problem.place.order())
-    lines = [f"{problem.place}: {problem.message}" for problem in ordered]
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    return ConfigError("\n  ".join([f"{len(lines)} problems in the configuration:", *lines]))
+class InvalidConfig(ConfigError):
+    """All problems of a configuration, each on a line; of one alone the error has its code."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        if len(problems) == 1:
+            (only,) = problems
+            super().__init__(only.message, code=only.code, where=str(only.place))
+            return
+        lines = [f"{problem.place}: {problem.message}" for problem in problems]
+        text = "\n  ".join([f"{len(lines)} problems in the configuration:", *lines])
+        super().__init__(text, code="invalid_config")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InvalidConfig, (self.problems,)
+
+
+def problems_error(problems: Sequence[Problem]) -> InvalidConfig:
+    """All problems as one error, in the order of the files."""
+    return InvalidConfig(tuple(sorted(set(problems), key=lambda one: one.place.order())))
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,11 +164,13 @@ class Reader:
             opened: real paths of the files being read, outermost first (finds cycles).
             place: where `path` was written, None for the command line.
         """
-        where = f"{place}: {BASE_KEY}: " if place else ""
+        where = f"{place}: {BASE_KEY}" if place else ""
         real = os.path.realpath(path)
         if real in opened:
             chain = " -> ".join(os.path.relpath(item) for item in [*opened, real])
-            raise ConfigError(f"{where}the files include each other: {chain}")
+            raise ConfigError(
+                f"the files include each other: {chain}", code="include_cycle", where=where
+            )
         tree = self.read_alone(path, where)
         assert isinstance(tree.value, dict)
         keys = dict(tree.value)
@@ -167,23 +186,32 @@ class Reader:
     def read_alone(self, path: str, where: str = "") -> Node:
         """The mapping that one file holds, `_BASE_` too; no other file is opened.
 
-        Args: where: what messages begin with.
+        Args: where: the place that names the file, which messages begin with; "" for none.
         """
+        where = f"{where}: {path}" if where else path
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except FileNotFoundError:
-            raise ConfigError(f"{where}{path}: no such file (looked in {Path.cwd()})") from None
+            raise ConfigError(
+                f"no such file (looked in {Path.cwd()})", code="config_missing", where=where
+            ) from None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}{path}: not UTF-8 text: {error}") from None
+            raise ConfigError(f"not UTF-8 text: {error}", code="not_utf8", where=where) from None
         except OSError as error:
-            raise ConfigError(f"{where}{path}: cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot be read: {error.strerror}", code="config_unreadable", where=where
+            ) from None
         start = Place(path, 1, 1)
         root = self._compose(text, path)
         if root is None:
             return Node({}, start, start)
         tree = _Converter(self.problems, path, start).convert(root, ())
         if not isinstance(tree.value, dict):
-            raise ConfigError(f"{tree.place}: expected `key: value` lines, found {found(tree)}")
+            raise ConfigError(
+                f"expected `key: value` lines, found {found(tree)}",
+                code="not_a_mapping",
+                where=str(tree.place),
+            )
         return replace(tree, place=start, key_place=start)
 
     def _base_names(self, bases: Node | None) -> Iterator[Node]:
@@ -194,7 +222,7 @@ class Reader:
                 yield base
             else:
                 message = f"{BASE_KEY}: found {found(base)}, expected a file name or a list of them"
-                self.problems.append(Problem(base.place, message))
+                self.problems.append(Problem(base.place, message, "bad_value"))
 
     def read_override(self, item: str) -> Node | None:
         """The tree of one `a.b=value`, or None (and a problem) where it is not one."""
@@ -202,12 +230,12 @@ class Reader:
         dotted, equals, text = item.partition("=")
         keys = [key.strip() for key in dotted.split(".")]
         if not equals or not all(keys):
-            self.problems.append(
-                Problem(place, "expected key.path=value, as in -o train.epochs=10")
-            )
+            message = "expected key.path=value, as in -o train.epochs=10"
+            self.problems.append(Problem(place, message, "bad_override"))
             return None
         if keys[0] == BASE_KEY:
-            self.problems.append(Problem(place, f"{BASE_KEY} belongs in the file, not in -o"))
+            message = f"{BASE_KEY} belongs in the file, not in -o"
+            self.problems.append(Problem(place, message, "base_in_override"))
             return None
         try:
             root = self._compose(text, place.source)
@@ -215,7 +243,8 @@ class Reader:
             message = (
                 f"{dotted}: {text!r} is not a YAML value; to give it as text, quote it twice: "
             )
-            self.problems.append(Problem(place, message + f"-o '{dotted}=\"...\"'"))
+            message += f"-o '{dotted}=\"...\"'"
+            self.problems.append(Problem(place, message, "override_not_yaml"))
             return None
         # An empty value (`-o model.pretrained=`) means null, as it does in a file.
         converter = _Converter(self.problems, None, place)
@@ -228,20 +257,27 @@ class Reader:
         try:
             return yaml.compose(text, Loader=_Loader)
         except RecursionError:
-            raise ConfigError(f"{source}: lists or mappings are nested too deeply") from None
+            raise ConfigError(
+                "lists or mappings are nested too deeply", code="nested_too_deeply", where=source
+            ) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
             reason = ", ".join(filter(None, [error.context, error.problem]))
             if "'\\t'" in reason:
                 reason = "a tab; indent with spaces"
-            raise ConfigError(f"{source}:{line}:{column}: not YAML: {reason}") from None
+            raise ConfigError(
+                f"not YAML: {reason}", code="not_yaml", where=f"{source}:{line}:{column}"
+            ) from None
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
             code = error.character if isinstance(error.character, int) else ord(error.character)
-            reason = f"character U+{code:04X} is not allowed"
-            raise ConfigError(f"{source}:{line}:{column}: not YAML: {reason}") from None
+            raise ConfigError(
+                f"not YAML: character U+{code:04X} is not allowed",
+                code="not_yaml",
+                where=f"{source}:{line}:{column}",
+            ) from None
 
 
 class _Converter:
@@ -266,13 +302,19 @@ class _Converter:
         self.converted += 1
         if self.converted > _MOST_VALUES:
             raise ConfigError(
-                f"{place}: {'.'.join(path)}: more than {_MOST_VALUES} values, aliases written out"
+                f"more than {_MOST_VALUES} values, aliases written out",
+                code="too_many_values",
+                where=f"{place}: {'.'.join(path)}",
             )
         if isinstance(node, yaml.ScalarNode):
             quoted = node.style in ("'", '"')
             return Node(self.scalar(node, path), place, key_place, node.value, quoted)
         if id(node) in self.open:
-            raise ConfigError(f"{place}: {'.'.join(path)}: the alias contains itself")
+            raise ConfigError(
+                "the alias contains itself",
+                code="alias_contains_itself",
+                where=f"{place}: {'.'.join(path)}",
+            )
         self.open.add(id(node))
         if node.tag not in (_TAG + "seq", _TAG + "map"):
             self.bad_tag(node, path)
@@ -295,13 +337,13 @@ class _Converter:
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 message = f"{'.'.join(path) or 'a key'}: a key must be text, not a list or mapping"
-                self.problems.append(Problem(self.place(key), message))
+                self.problems.append(Problem(self.place(key), message, "key_not_text"))
                 continue
             here = (*path, key.value)
             if key.value in own:
-                message = f"{'.'.join(here)}: given twice; the first is at "
                 first = own[key.value].key_place
-                self.problems.append(Problem(self.place(key), f"{message}{first}; remove one"))
+                message = f"{'.'.join(here)}: given twice; the first is at {first}; remove one"
+                self.problems.append(Problem(self.place(key), message, "duplicate_key"))
             own[key.value] = self.convert(item, here, key)
         return {**below, **own}
 
@@ -310,7 +352,7 @@ class _Converter:
         if isinstance(converted.value, dict):
             return converted.value
         message = f"{'.'.join((*path, '<<'))}: found {found(converted)}, expected a mapping"
-        self.problems.append(Problem(converted.place, message))
+        self.problems.append(Problem(converted.place, message, "not_a_mapping"))
         return {}
 
     def scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
@@ -331,7 +373,7 @@ class _Converter:
     def bad_tag(self, node: yaml.Node, path: tuple[str, ...]) -> None:
         tag = node.tag.replace(_TAG, "!!")
         message = f"{'.'.join(path)}: the tag {tag} has no meaning here; write a plain value"
-        self.problems.append(Problem(self.place(node), message))
+        self.problems.append(Problem(self.place(node), message, "unknown_tag"))
 
 
 def found(node: Node) -> str:

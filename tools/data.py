@@ -126,10 +126,19 @@ def check(arguments: argparse.Namespace) -> int:
         make_parent(arguments.json)
     if arguments.fix:
         if config.data.classifies:
-            raise errors.ConfigError(f"--fix: data.format {config.data.format} has no boxes to fix")
+            raise errors.ConfigError(
+                f"data.format {config.data.format} has no boxes to fix",
+                code="no_boxes_to_fix",
+                where="--fix",
+            )
         make_folder(arguments.fix)
         if any(arguments.fix.iterdir()):
-            raise errors.ConfigError(f"--fix {arguments.fix}: is not empty; choose a new folder")
+            raise errors.ConfigError(
+                "is not empty",
+                code="folder_not_empty",
+                where=f"--fix {arguments.fix}",
+                fix="choose a new folder",
+            )
     workers = arguments.workers or max(1, int(available_cores()))
     report = audit(config.data, decode=not arguments.fast, workers=workers)
     for split, audited in report.splits.items():
@@ -239,12 +248,15 @@ def show(arguments: argparse.Namespace) -> None:
     augment = config.data.augment.stretched(config.train.phases_factor)
     if arguments.epoch >= epochs:
         raise errors.ConfigError(
-            f"--epoch {arguments.epoch}: the run has {epochs} (train.epochs), counted from 0; "
-            f"expected {epochs - 1} at most"
+            f"the run has {epochs} (train.epochs), counted from 0; expected {epochs - 1} at most",
+            code="epoch_beyond_run",
+            where=f"--epoch {arguments.epoch}",
         )
     if arguments.out.suffix.lower() != ".png":
         raise errors.ConfigError(
-            f"--out {arguments.out}: the picture is a PNG file; expected a name ending in .png"
+            "the picture is a PNG file; expected a name ending in .png",
+            code="bad_suffix",
+            where=f"--out {arguments.out}",
         )
     make_parent(arguments.out)
     split = "val" if arguments.eval else "train"
@@ -329,7 +341,11 @@ def fit(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.override)
     if not hasattr(config.model, "anchors"):
-        raise errors.ConfigError(f"model.name: {config.model.name} has no anchors; yolov5 has")
+        raise errors.ConfigError(
+            f"{config.model.name} has no anchors; yolov5 has",
+            code="model_without_anchors",
+            where="model.name",
+        )
     model = build_model(config)
     if config.model.pretrained and not config.model.anchors:
         load_weights(model, config.model.pretrained)

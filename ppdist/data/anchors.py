@@ -102,7 +102,9 @@ def fit_anchors(
     if len(wh_N2) < wanted:
         raise DataError(
             f"{len(wh_N2)} boxes of at least {SMALLEST:g} pixels in the input are too few to fit "
-            f"{wanted} anchors to; set model.auto_anchor: false, or give model.anchors"
+            f"{wanted} anchors to",
+            code="too_few_boxes",
+            fix="set model.auto_anchor: false, or give model.anchors",
         )
     rng = np.random.Generator(np.random.Philox(seed))
     sample = rng.permutation(len(wh_N2))[:_MOST_BOXES]

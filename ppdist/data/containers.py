@@ -34,9 +34,9 @@ _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's
 
 
 class Damage(NamedTuple):
-    """kind: one of findings.KINDS; text: what is wrong, to follow the file's name."""
+    """code: one of findings.KINDS; text: what is wrong, to follow the file's name."""
 
-    kind: str
+    code: str
     text: str
 
 

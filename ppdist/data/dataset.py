@@ -183,14 +183,21 @@ def read_raw(config: DataConfig, split: Literal["train", "val"], complain: Compl
 def _check_folder(config: DataConfig, split: Literal["train", "val"]) -> None:
     _, images = _places(config, split)
     if not images.is_dir():
-        raise DataError(f"data.{split}.images: {images} is not a folder")
+        raise DataError(
+            f"{images} is not a folder", code="image_folder_missing", where=f"data.{split}.images"
+        )
 
 
 def _places(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, Path]:
     """data.root, and the folder of a split's images."""
     root = Path(config.root)
     if not root.is_dir():
-        raise DataError(f"data.root: {root} is not a folder; set -o data.root=PATH")
+        raise DataError(
+            f"{root} is not a folder",
+            code="data_root_missing",
+            where="data.root",
+            fix="set -o data.root=PATH",
+        )
     return root, root / (config.train if split == "train" else config.val).images
 
 
@@ -234,15 +241,23 @@ def _annotation_files(config: DataConfig, split: Literal["train", "val"]) -> tup
     root = Path(config.root)
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotations:
-            raise DataError(f"data.{key}.annotations is missing: format {config.format} needs it")
+            raise DataError(
+                f"data.{key}.annotations is missing: format {config.format} needs it",
+                code="missing_key",
+            )
     naming = root / config.train.annotations
     annotations = naming if split == "train" else root / config.val.annotations
     if not annotations.exists():
-        raise DataError(f"data.{split}.annotations: {annotations} does not exist")
+        raise DataError(
+            f"{annotations} does not exist",
+            code="annotation_file_missing",
+            where=f"data.{split}.annotations",
+        )
     if annotations.is_dir() and config.format != "yolo":
         raise DataError(
-            f"data.{split}.annotations: {annotations} is a folder; expected a "
-            f"{_ANNOTATIONS[config.format]}"
+            f"{annotations} is a folder; expected a {_ANNOTATIONS[config.format]}",
+            code="annotation_file_expected",
+            where=f"data.{split}.annotations",
         )
     return naming, annotations
 

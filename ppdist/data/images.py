@@ -50,7 +50,7 @@ def read_image(
     content = _content(path)
     found = damage(content)
     if found is not None:
-        raise DataError(f"{path}: {found.text}")
+        raise DataError(found.text, code=found.code, where=str(path))
     if reduced > 1 and _is_jpeg(content) and not _turns_unnoticed(size, reduced):
         image_HW3 = _decode(path, content, _REDUCED[reduced])
         if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
@@ -61,7 +61,9 @@ def read_image(
     if size is not None and image_HW3.shape[:2] != size:
         height, width = image_HW3.shape[:2]
         raise DataError(
-            f"{path}: the image is {width}x{height} but its annotation says {size[1]}x{size[0]}"
+            f"the image is {width}x{height} but its annotation says {size[1]}x{size[0]}",
+            code="size_mismatch",
+            where=str(path),
         )
     if reduced > 1:
         height, width = _reduced_size(image_HW3.shape[:2], reduced)
@@ -75,12 +77,22 @@ def _content(path: str | Path) -> bytes:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{path}: not a file")
+                raise DataError("not a file", code="image_unreadable", where=str(path))
             if status.st_size > _MOST_BYTES:
-                raise DataError(f"{path}: {status.st_size} bytes: too large for an image")
+                raise DataError(
+                    f"{status.st_size} bytes: too large for an image",
+                    code="image_unreadable",
+                    where=str(path),
+                )
             return file.read()
+    except FileNotFoundError as error:
+        raise DataError(
+            error.strerror or str(error), code="image_missing", where=str(path)
+        ) from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError(
+            error.strerror or str(error), code="image_unreadable", where=str(path)
+        ) from error
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -107,7 +119,9 @@ def _decode(path: str | Path, content: bytes, flags: int = 0) -> np.ndarray:
     try:
         image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB | flags)
     except cv2.error as error:
-        raise DataError(f"{path}: OpenCV cannot decode it: {error.err}") from error
+        raise DataError(
+            f"OpenCV cannot decode it: {error.err}", code="image_unreadable", where=str(path)
+        ) from error
     if image_HW3 is None:
-        raise DataError(f"{path}: not an image, or damaged")
+        raise DataError("not an image, or damaged", code="image_unreadable", where=str(path))
     return image_HW3

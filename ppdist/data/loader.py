@@ -23,7 +23,6 @@ from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
 from ppdist.data.samples import Arrays, EvalSamples, Made, Samples, padded
 from ppdist.data.train_samples import TrainSamples, reductions
 from ppdist.data.workers import Pool
-from ppdist.errors import DataError
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -99,7 +98,7 @@ class _Loader:
 
     def _report(self, made: Made) -> None:
         if made.user_error:
-            raise DataError(made.user_error)
+            raise made.user_error
         if made.our_error:
             raise RuntimeError(made.our_error)
         for problem in made.problems:

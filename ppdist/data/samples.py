@@ -59,15 +59,14 @@ class Made(NamedTuple):
     """What came of the keys of a batch.
 
     arrays: None if an error is given; problems: lines to warn of; bad_images: position in the set's
-    records -> why, without the path, of those that could not be used; user_error, our_error: text,
-    or "": a user's mistake, our own with its traceback.  Text crosses processes, where an exception
-    need not.
+    records -> why, without the path, of those that could not be used; user_error: a user's mistake,
+    or None; our_error: our own as text with its traceback, or "".  All of it crosses processes.
     """
 
     arrays: Arrays | None
     problems: list[str]
     bad_images: dict[int, str]
-    user_error: str = ""
+    user_error: DataError | None = None
     our_error: str = ""
 
 
@@ -122,10 +121,14 @@ class Samples:
                 samples.append(self.make(key) if key.index >= 0 else _padding(key))
             return Made(collate(samples, out), self._problems, self._bad)
         except DataError as error:
-            return Made(None, [], {}, user_error=str(error))
+            return Made(None, [], {}, user_error=error)
         except (OSError, cv2.error, MemoryError) as error:
-            text = f"{self.path(key.index)}: {type(error).__name__}: {error}"
-            return Made(None, [], {}, user_error=text)
+            why = DataError(
+                f"{type(error).__name__}: {error}",
+                code="image_unreadable",
+                where=self.path(key.index),
+            )
+            return Made(None, [], {}, user_error=why)
         except Exception:
             text = f"{self.path(key.index)}: loading failed\n{traceback.format_exc()}"
             return Made(None, [], {}, our_error=text)
@@ -139,18 +142,20 @@ class Samples:
         Raises: DataError: it cannot be read and data.bad_images is `error`.
         """
         path = self.path(index)
-        why = self._dataset.unreadable.get(index, "") or _quarantined(self.quarantine_N[index])
+        code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
+        if not why:
+            code, why = _quarantined(self.quarantine_N[index])
         if not why:
             self.reading[0], self.beat[0] = index, time.monotonic()
             try:
                 return self._pixels(index)
             except DataError as error:
-                why = str(error)
+                code, why = error.code, error.what
             finally:
                 self.reading[0] = NOTHING
-        why = why.removeprefix(f"{path}: ")
         if self._bad_images == "error":
-            raise DataError(f"{path}: {why}; remove it, or set data.bad_images: skip")
+            fix = "remove it, or set data.bad_images: skip"
+            raise DataError(why, code=code, where=path, fix=fix)
         self._problems.append(f"{path}: {why}; {consequence}")
         self._bad[index] = why
         return None
@@ -200,14 +205,15 @@ class EvalSamples(Samples):
         return boxes_M4[learnt_M], record.labels_M[learnt_M]
 
 
-def _quarantined(code: int) -> str:
-    """Why a record is never opened again, "" if it may be."""
-    if not code:
-        return ""
-    if code == HUNG:
-        return "reading it took a worker longer than data.worker_timeout_seconds, twice"
-    how = "" if code == EXITED else f" with {signal.Signals(code).name}"
-    return f"reading it ended a worker{how}, twice"
+def _quarantined(ended: int) -> tuple[str, str]:
+    """Code and text of why a record is never opened again; "", "" if it may be."""
+    if not ended:
+        return "", ""
+    if ended == HUNG:
+        why = "reading it took a worker longer than data.worker_timeout_seconds, twice"
+        return "image_hangs_decoder", why
+    how = "" if ended == EXITED else f" with {signal.Signals(ended).name}"
+    return "image_crashes_decoder", f"reading it ended a worker{how}, twice"
 
 
 def _padding(key: SampleKey) -> Sample:

@@ -45,13 +45,17 @@ def shares_of(texts: Sequence[str]) -> dict[str, float]:
             shares[name] = 0.0
         if not _NAME.fullmatch(name) or not 0 < shares[name] < 1:
             raise ConfigError(
-                f"--parts {text}: expected a name (letters, digits, - and _) and a share between 0 "
-                f"and 1, such as train=0.8"
+                "expected a name (letters, digits, - and _) and a share between 0 and 1, such as "
+                "train=0.8",
+                code="bad_parts",
+                where=f"--parts {text}",
             )
     if len(shares) < max(2, len(texts)) or abs(sum(shares.values()) - 1) > 1e-6:
         raise ConfigError(
-            f"--parts {' '.join(texts)}: expected two parts or more, of different names, whose "
-            f"shares make 1, such as train=0.8 val=0.2"
+            "expected two parts or more, of different names, whose shares make 1, such as "
+            "train=0.8 val=0.2",
+            code="bad_parts",
+            where=f"--parts {' '.join(texts)}",
         )
     return shares
 
@@ -203,9 +207,11 @@ def write_parts(
     empty = [name for name, parts in wanted.items() if not np.isin(part_N, [*parts]).any()]
     if empty:
         raise DataError(
-            f"{dataset.source}: {len(part_N)} images, copies of one another together, leave none "
-            f"for {', '.join(empty)}: expected one for each part; give it a larger share, or make "
-            f"fewer parts"
+            f"{len(part_N)} images, copies of one another together, leave none for "
+            f"{', '.join(empty)}: expected one for each part",
+            code="empty_part",
+            where=dataset.source,
+            fix="give it a larger share, or make fewer parts",
         )
     root, source = Path(config.root), Path(config.root) / config.train.annotations
     if config.format == "folder" or source.is_dir():
@@ -217,7 +223,12 @@ def write_parts(
     files = [folder / f"{stem}_{name}{suffix}" for name in wanted]
     there = [str(file) for file in files if file.exists()]
     if there:
-        raise UserError(f"{', '.join(there)}: is there already; remove it, or choose --out")
+        raise UserError(
+            "is there already",
+            code="file_exists",
+            where=", ".join(there),
+            fix="remove it, or choose --out",
+        )
     texts = _texts(config, dataset, part_N, [*wanted.values()])
     for file, text in zip(files, texts):
         make_parent(file)
@@ -249,8 +260,11 @@ def _texts(
         header, lines = "", read_list(source, _quietly)
     if len(lines) != len(dataset.records):
         raise DataError(
-            f"{source}: {len(lines)} lines for {len(dataset.records)} images: it cannot be divided "
-            f"line by line; `tools/data.py check` says what is wrong with it"
+            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
+            f"line",
+            code="list_not_divisible",
+            where=str(source),
+            fix="`tools/data.py check` says what is wrong with it",
         )
     texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
     return [header + "\n".join(text) + "\n" for text in texts]
@@ -291,9 +305,10 @@ def _require_labels_beside_images(config: DataConfig) -> None:
     expected = Path(*above, "labels") if last == "images" else None
     if Path(config.train.annotations) != expected:
         raise DataError(
-            f"{Path(config.root) / config.train.annotations}: a list of images finds their labels "
-            f"only in `labels` beside `images`; rename the folders {config.train.images} and "
-            f"{config.train.annotations} so"
+            "a list of images finds their labels only in `labels` beside `images`",
+            code="labels_not_beside_images",
+            where=str(Path(config.root) / config.train.annotations),
+            fix=f"rename the folders {config.train.images} and {config.train.annotations} so",
         )
 
 

@@ -58,7 +58,11 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
     except OSError as error:
-        raise DataError(f"{root}: cannot be written: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot be written: {error.strerror or error}",
+            code="folder_unwritable",
+            where=str(root),
+        ) from error
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -68,9 +72,12 @@ def _holds(path: Path, content: bytes) -> bool:
 def _refuse(root: Path, others: Sequence[str]) -> None:
     if others:
         raise DataError(
-            f"{root}: holds {len(others)} files that these arguments do not make, such as "
-            f"{others[0]}; expected no `annotations` and `images` in it, or those of an earlier "
-            f"call with the same arguments; remove both folders, or choose another --out"
+            f"holds {len(others)} files that these arguments do not make, such as {others[0]}; "
+            f"expected no `annotations` and `images` in it, or those of an earlier call with the "
+            f"same arguments",
+            code="folder_not_empty",
+            where=str(root),
+            fix="remove both folders, or choose another --out",
         )
 
 

@@ -67,8 +67,11 @@ def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
     """Raises: DataError: objects are to be pasted, and the set, read with masks, has no outline."""
     if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
         raise DataError(
-            f"{dataset.source}: data.augment.copy_paste: {augment.copy_paste:g} needs outlines of "
-            f"objects, and there is none; set it to 0"
+            f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
+            f"is none",
+            code="outlines_missing",
+            where=dataset.source,
+            fix="set it to 0",
         )
 
 
@@ -270,8 +273,10 @@ class TrainSamples(Samples):
             if image_HW3 is not None:
                 return candidate, image_HW3
         raise DataError(
-            f"{self._dataset.source}: {tries} images in a row cannot be read; "
-            f"the first: {self._problems[-tries].partition(';')[0]}"
+            f"{tries} images in a row cannot be read; the first: {self.path(index)}: "
+            f"{self._bad[index]}",
+            code="no_good_image",
+            where=self._dataset.source,
         )
 
 

@@ -68,8 +68,10 @@ class Pool:
         except OSError as error:
             self.close()
             raise DataError(
-                f"data.workers: the processes that prepare images cannot be started "
-                f"({error.strerror or error}); lower data.workers or train.batch_size_per_card"
+                f"the processes that prepare images cannot be started ({error.strerror or error})",
+                code="workers_not_started",
+                where="data.workers",
+                fix="lower data.workers or train.batch_size_per_card",
             ) from error
 
     def close(self) -> None:

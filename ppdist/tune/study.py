@@ -224,7 +224,7 @@ def _problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
     for name, items in study.variants.items():
         place, wrong = _place(tree, "variants", name), _refused(study, items)
         if wrong:
-            yield Problem(place, f"variants.{name}: {wrong}")
+            yield Problem(place, f"variants.{name}: {wrong}", "bad_variant")
         else:
             bases.append(items)
     for key, dimension in study.space.items():
@@ -232,12 +232,12 @@ def _problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
         try:
             values = dimension.examples(study.sampler == "grid")
         except ValueError as error:
-            yield Problem(place, f"{name}: {error}")
+            yield Problem(place, f"{name}: {error}", "bad_space")
             continue
         tried = (_refused(study, (*b, item_of(key, v))) for v in values for b in bases or [()])
         wrong = next(filter(None, tried), "")
         if wrong:
-            yield Problem(place, f"{name}: {wrong}")
+            yield Problem(place, f"{name}: {wrong}", "bad_space")
 
 
 def _refused(study: StudyConfig, items: tuple[str, ...]) -> str:

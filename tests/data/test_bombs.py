@@ -203,7 +203,7 @@ def test_xml_with_entities_or_endless_depth_is_one_short_finding(text: str, tmp_
     found: list[Finding] = []
     read_voc(tmp_path, tmp_path, tmp_path / "list.txt", ("x",), found.append)
     (finding,) = found
-    assert finding.kind in ("annotation_unreadable", "size_invalid")
+    assert finding.code in ("annotation_unreadable", "size_invalid")
     assert len(finding.text) < 500 and "/etc" not in finding.text
 
 

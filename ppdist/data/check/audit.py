@@ -71,7 +71,7 @@ class Report:
         found: defaultdict[str, list[tuple[str, Finding]]] = defaultdict(list)
         for split, audited in self.splits.items():
             for finding in audited.findings:
-                found[finding.kind].append((split, finding))
+                found[finding.code].append((split, finding))
         rows = [
             Row(
                 name,
@@ -105,7 +105,7 @@ class Report:
                 for row in self.rows()
             ],
             "findings": [
-                {"split": split, "kind": finding.kind, "text": finding.text, "image": finding.image}
+                {"split": split, "kind": finding.code, "text": finding.text, "image": finding.image}
                 for split, audited in self.splits.items()
                 for finding in audited.findings
             ],
@@ -131,8 +131,8 @@ def audit(config: DataConfig, *, decode: bool, workers: int) -> Report:
             findings += _of_boxes(raw)
         splits[split] = Audited(raw, looks, findings)
         for path, first in duplicates(splits[split].looked).items():
-            text = f"{path}: the same content as {first}"
-            findings.append(Finding("image_duplicate", text, path))
+            what = f"the same content as {first}"
+            findings.append(Finding("image_duplicate", what, path, path))
     train, val = splits["train"], splits["val"]
     train.findings.extend(_classes(train.raw, val.raw))
     train.findings.extend(_leakage(train, val))
@@ -153,9 +153,9 @@ def _of_images(raw: RawSet, looks: list[Look]) -> Iterator[Finding]:
         if found.problem[0]:
             yield Finding(*found.problem, path)
         for kind in found.notes:
-            yield Finding(kind, f"{path}: {KINDS[kind].meaning}", path)
+            yield Finding(kind, KINDS[kind].meaning, path, path)
         if not image.objects:
-            yield Finding("image_no_boxes", f"{image.where}: {path} shows no object", path)
+            yield Finding("image_no_boxes", f"{path} shows no object", path, image.where)
 
 
 def _of_boxes(raw: RawSet) -> Iterator[Finding]:
@@ -171,12 +171,12 @@ def _of_boxes(raw: RawSet) -> Iterator[Finding]:
             if problem is not None:
                 inside = f" of {path} ({image.width}x{image.height})"
                 meaning = KINDS[problem].meaning
-                yield Finding(problem, f"{entry.where}: {shown}{inside}: {meaning}", path)
+                yield Finding(problem, f"{shown}{inside}: {meaning}", path, entry.where)
             first = before.setdefault((entry.label, entry.crowd, *entry.box), entry.where)
             if first != entry.where:
                 name = raw.class_names[entry.label]
-                text = f"{entry.where}: {shown}, {name!r}, of {path} is there already ({first})"
-                yield Finding("box_duplicate", text, path)
+                what = f"{shown}, {name!r}, of {path} is there already ({first})"
+                yield Finding("box_duplicate", what, path, entry.where)
 
 
 def _leakage(train: Audited, val: Audited) -> Iterator[Finding]:
@@ -184,12 +184,12 @@ def _leakage(train: Audited, val: Audited) -> Iterator[Finding]:
     if same_list(train.looked, val.looked):
         return
     for path, held in leaks(train.looked, val.looked).items():
-        text = (
-            f"{path}: in the training and the validation split"
+        what = (
+            "in the training and the validation split"
             if path == held
-            else f"{path}: the same content as {held} of the validation split"
+            else f"the same content as {held} of the validation split"
         )
-        yield Finding("leakage", text, path)
+        yield Finding("leakage", what, path, path)
 
 
 def _classes(train: RawSet, val: RawSet) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _unused(raw: RawSet) -> Iterator[Finding]:
     used = {entry.label for image in raw.images for entry in image.objects if not entry.crowd}
     for label, name in enumerate(raw.class_names):
         if label not in used:
-            yield Finding("class_unused", f"{raw.source}: no object of class {name!r}")
+            yield Finding("class_unused", f"no object of class {name!r}", where=raw.source)
 
 
 def _unlisted(config: DataConfig, splits: Mapping[str, Audited]) -> dict[str, list[Finding]]:
@@ -221,6 +221,6 @@ def _unlisted(config: DataConfig, splits: Mapping[str, Audited]) -> dict[str, li
         for path in files_below(Path(config.root) / name):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))
-                text = f"{path}: not listed by {splits[split].raw.source}"
-                found[split].append(Finding("image_unlisted", text, path))
+                what = f"not listed by {splits[split].raw.source}"
+                found[split].append(Finding("image_unlisted", what, path, path))
     return found

@@ -74,12 +74,16 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
         done = Counter(left_out.values())
         raws[split] = _clean(audited.raw, left_out, done)
         if not raws[split].images:
-            raise DataError(f"{audited.raw.source}: not one image is good; nothing was written")
-        done.update(f.kind for f in audited.findings if f.kind in _BY_WRITING)
+            raise DataError(
+                "not one image is good; nothing was written",
+                code="no_good_image",
+                where=audited.raw.source,
+            )
+        done.update(f.code for f in audited.findings if f.code in _BY_WRITING)
         done.update(  # where the reader left the image out
-            finding.kind
+            finding.code
             for finding in audited.findings
-            if finding.kind == "annotation_unreadable" and finding.image not in left_out
+            if finding.code == "annotation_unreadable" and finding.image not in left_out
         )
         lines += [
             f"{split}: {count} {kind}: {KINDS[kind].fix}"
@@ -92,7 +96,9 @@ def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) 
     """Under another name first: whatever fails, no half of it stays there."""
     make_folder(out)
     if any(out.iterdir()):
-        raise DataError(f"{out}: is not empty; choose a new folder")
+        raise DataError(
+            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
+        )
     with writing(out):
         draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
     lines = []
@@ -130,9 +136,9 @@ def _left_out(report: Report) -> dict[str, dict[str, str]]:
 def _bad(audited: Audited) -> dict[str, str]:
     listed = {path for path, _ in audited.looked}
     return {
-        finding.image: finding.kind
+        finding.image: finding.code
         for finding in reversed(audited.findings)  # so that the first kind of each image counts
-        if finding.kind in _LEAVES_OUT and finding.image in listed
+        if finding.code in _LEAVES_OUT and finding.image in listed
     }
 
 

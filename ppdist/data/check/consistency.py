@@ -14,7 +14,7 @@ def check_files(dataset: DetectionSet) -> None:
     Raises: DataError: no image is listed, listed ones do not exist, or a folder cannot be listed.
     """
     if not dataset.records:
-        raise DataError(f"{dataset.source}: lists no image")
+        raise DataError("lists no image", code="no_images", where=dataset.source)
     wanted: defaultdict[str, list[str]] = defaultdict(list)
     for record in dataset.records:
         folder, name = os.path.split(record.path)
@@ -29,8 +29,11 @@ def check_files(dataset: DetectionSet) -> None:
     if absent:
         first = [record.path for record in dataset.records if record.path in absent][:3]
         raise DataError(
-            f"{dataset.source}: {len(absent)} of {len(dataset.records)} images do not exist, "
-            f"first {', '.join(first)}; check data.root and the images folder"
+            f"{len(absent)} of {len(dataset.records)} images do not exist, first "
+            f"{', '.join(first)}",
+            code="image_missing",
+            where=dataset.source,
+            fix="check data.root and the images folder",
         )
 
 
@@ -43,8 +46,10 @@ def _listing(folder: str, source: str) -> dict[str, bool]:
         return {}
     except OSError as error:
         raise DataError(
-            f"{folder}: the folder of images that {source} lists cannot be listed: "
-            f"{error.strerror or error}; give this user the right to read it"
+            f"the folder of images that {source} lists cannot be listed: {error.strerror or error}",
+            code="folder_unreadable",
+            where=folder,
+            fix="give this user the right to read it",
         ) from error
 
 
@@ -62,13 +67,15 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
     """The data have as many classes as the model.  Raises: DataError."""
     found = len(dataset.class_names)
     if found != num_classes:
-        message = (
-            f"model.num_classes is {num_classes} but {dataset.source} has {found} categories "
-            f"({_listed(dataset.class_names)}): set model.num_classes: {found}"
-        )
+        fix = f"set model.num_classes: {found}"
         if dataset.class_names[:1] == ("0",) and all(0 not in r.labels_M for r in dataset.records):
-            message += "; nothing there is of class 0, and numbers of classes start at 0"
-        raise DataError(message)
+            fix += "; nothing there is of class 0, and numbers of classes start at 0"
+        raise DataError(
+            f"model.num_classes is {num_classes} but {dataset.source} has {found} categories "
+            f"({_listed(dataset.class_names)})",
+            code="num_classes_differ",
+            fix=fix,
+        )
 
 
 def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:
@@ -79,7 +86,9 @@ def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:
     if configured and configured != dataset.class_names:
         raise DataError(
             f"data.class_names is {_listed(configured)} but the categories of {dataset.source} "
-            f"are {_listed(dataset.class_names)}; its names count: leave data.class_names out"
+            f"are {_listed(dataset.class_names)}",
+            code="class_names_differ",
+            fix="its names count: leave data.class_names out",
         )
 
 
@@ -101,6 +110,7 @@ def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet)
         differing += [pair for pair in theirs if pair not in ours][:5]
         shown = ", ".join(f"{number} {name}" for number, name in differing)
         raise DataError(
-            f"{train.source} and {val.source} have different categories ({shown}); "
-            f"give both files the same list of ids and names"
+            f"{train.source} and {val.source} have different categories ({shown})",
+            code="classes_differ",
+            fix="give both files the same list of ids and names",
         )

@@ -85,11 +85,11 @@ def _look(file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool)
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
     found = damage(head, length) if whole or head[:2] not in _ENDS else None
     if found is not None:
-        return Look((found.kind, f"{path}: {found.text}"), (), digest.hexdigest())
+        return Look((found.code, f"{path}: {found.text}"), (), digest.hexdigest())
     header = _header(file, path, length)
     doubtful = header is None or header.cut_short or (size and size not in header.sizes)
     found = _decoded(path, size) if decode or doubtful else None
-    problem = ("", "") if found is None else (found.kind, found.text)
+    problem = ("", "") if found is None else (found.code, found.text)
     return Look(problem, header.notes if header else (), digest.hexdigest())
 
 
@@ -147,7 +147,7 @@ def _decoded(path: str, size: tuple[int, int] | None) -> Damage | None:
                 raise cause from None
             if isinstance(cause, cv2.error) and cause.code == cv2.Error.StsNoMem:
                 raise MemoryError from error
-            mismatch = "but its annotation says" in str(error)
+            mismatch = error.code == "size_mismatch"
             return Damage("size_mismatch" if mismatch else "image_unreadable", str(error))
         said.seek(0)
         heard = said.read()

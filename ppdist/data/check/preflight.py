@@ -22,7 +22,7 @@ from ppdist.errors import DataError
 from ppdist.files import user_cache
 
 _LOGGER = logging.getLogger("ppdist.data")
-_VERSION = 2  # of what is kept: raise it when a look at an image sees more
+_VERSION = 3  # of what is kept: raise it when a look at an image sees more
 _EXAMPLES = 3
 
 
@@ -54,23 +54,29 @@ def check_before_training(
     decode = config.check_images == "decode"
     found = dist.on_main(lambda: _remembered(sets, decode=decode, workers=workers))
     checked = {name: _without(dataset, found["bad"][name]) for name, dataset in sets.items()}
-    for dataset in checked.values():
-        bad = (f"{dataset.records[at].path}: {why}" for at, why in dataset.unreadable.items())
-        first = next(bad, "")
-        if first and config.bad_images == "error":
-            raise DataError(f"{first}; remove it, or set data.bad_images: skip")
+    for name, dataset in checked.items():
+        if found["bad"][name] and config.bad_images == "error":
+            at, why, code = found["bad"][name][0]
+            fix = "remove it, or set data.bad_images: skip"
+            raise DataError(why, code=code, where=dataset.records[at].path, fix=fix)
         if len(dataset.unreadable) == len(dataset.records):
-            raise DataError(f"{dataset.source}: not one image can be used, first {first}")
+            at, why = next(iter(dataset.unreadable.items()))
+            raise DataError(
+                f"not one image can be used, first {dataset.records[at].path}: {why}",
+                code="no_good_image",
+                where=dataset.source,
+            )
     return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
 
 
-def _without(dataset: DetectionSet, bad: list[tuple[int, str]]) -> DetectionSet:
-    return replace(dataset, unreadable={**dataset.unreadable, **dict(bad)})
+def _without(dataset: DetectionSet, bad: list[tuple[int, str, str]]) -> DetectionSet:
+    found = {position: why for position, why, _ in bad}
+    return replace(dataset, unreadable={**dataset.unreadable, **found})
 
 
 def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
-    """{"bad": split -> [position, why] pairs, "lines": for the log}; kept from the last time where
-    no file changed since."""
+    """{"bad": split -> [position, why, kind] each, "lines": for the log}; kept from the last time
+    where no file changed since."""
     started = time.monotonic()
     fingerprint = _fingerprint(sets, decode)
     kept = _kept_in(sets)
@@ -103,7 +109,7 @@ def _outcome(sets: Mapping[str, DetectionSet], looked: Mapping[str, Looked]) -> 
     for split, images in looked.items():
         problems = [found.problem for _, found in images]
         bad[split] = [
-            (position, found.problem[1].removeprefix(f"{path}: "))
+            (position, found.problem[1].removeprefix(f"{path}: "), found.problem[0])
             for position, (path, found) in enumerate(images)
             if found.problem[0]
         ]
@@ -159,7 +165,7 @@ def _load(file: Path | None, fingerprint: str, splits: Sequence[str]) -> dict[st
             return None
         return {
             "bad": {
-                split: [(int(position), str(why)) for position, why in known["bad"][split]]
+                split: [(int(at), str(why), str(kind)) for at, why, kind in known["bad"][split]]
                 for split in splits
             },
             "lines": [str(line) for line in known["lines"]],

@@ -61,9 +61,9 @@ def scan(
                 position, *rest = child.busy
                 waiting.extendleft(reversed(rest))
                 crashes[position] += 1
-                if child.ended.kind == "image_hangs_decoder" or crashes[position] == _TRIES:
+                if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
                     text = f"{files[position].path}: {child.ended.text}"
-                    looks[position] = Look((child.ended.kind, text), passing=True)
+                    looks[position] = Look((child.ended.code, text), passing=True)
                 else:
                     waiting.appendleft(position)
                 child.stop()
@@ -75,7 +75,7 @@ def scan(
 
 
 class _End(NamedTuple):
-    kind: str
+    code: str
     text: str
 
 

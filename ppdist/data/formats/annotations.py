@@ -42,12 +42,12 @@ class Strictly:
 
     def __call__(self, finding: Finding) -> None:
         """Raises: DataError: the finding is an error."""
-        severity = KINDS[finding.kind].severity
+        severity = KINDS[finding.code].severity
         if severity == "error":
-            raise DataError(finding.text)
+            raise DataError(finding.what, code=finding.code, where=finding.where)
         if severity == "warning":
-            self._first.setdefault(finding.kind, finding.text)
-            self._counts[finding.kind] += 1
+            self._first.setdefault(finding.code, finding.text)
+            self._counts[finding.code] += 1
 
     def report(self) -> tuple[str, ...]:
         """Logs the lines and returns them; nothing where nothing was found."""
@@ -173,9 +173,11 @@ class BoxPolicy:
         if problem is not None and self._policy == "error":
             x1, y1, x2, y2 = box
             raise DataError(
-                f"{where}: box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g}) "
-                f"{_SAID[problem][0].format(width, height)}; "
-                f"fix the file, or set data.bad_boxes: clip"
+                f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g}) "
+                f"{_SAID[problem][0].format(width, height)}",
+                code=problem,
+                where=where,
+                fix="fix the file, or set data.bad_boxes: clip",
             )
         clips = self._policy == "clip"
         if clips and problem == "box_swapped":
@@ -225,8 +227,8 @@ def find_repeats(images: Sequence[RawImage], complain: Complain) -> None:
     seen: set[Path] = set()
     for image in images:
         if image.path in seen:
-            text = f"{image.where}: {image.path.name} is listed a second time"
-            complain(Finding("image_listed_twice", text, str(image.path)))
+            what = f"{image.path.name} is listed a second time"
+            complain(Finding("image_listed_twice", what, str(image.path), image.where))
         seen.add(image.path)
 
 
@@ -242,10 +244,12 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
     except UnicodeEncodeError:  # half a surrogate pair, from a damaged JSON file
         usable = False
     if not usable:
-        raise DataError(f"{where}: {name!r} cannot be a file name")
+        raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(os.path.join(os.path.normpath(folder), "")):
-        raise DataError(f"{where}: file name {name!r} leads out of {folder}")
+        raise DataError(
+            f"file name {name!r} leads out of {folder}", code="path_outside", where=where
+        )
     return Path(path)
 
 
@@ -265,7 +269,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
             if os.path.isfile(elsewhere):
                 return elsewhere
     except DataError as error:
-        complain(Finding("path_outside", str(error)))
+        complain(Finding("path_outside", error.what, where=error.where))
         return None
     return path
 
@@ -290,14 +294,16 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError(
+            error.strerror or str(error), code="file_unreadable", where=str(path)
+        ) from error
     if complain is not None and b"\r\n" in content:
-        complain(Finding("line_ends", f"{path}: lines end as on Windows"))
+        complain(Finding("line_ends", "lines end as on Windows", where=str(path)))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if complain is None:
-            raise DataError(f"{path}: not UTF-8 text: {error}") from error
+            raise DataError(f"not UTF-8 text: {error}", code="not_utf8", where=str(path)) from error
         problem = error
     declared = _XML_ENCODING.match(content)
     for encoding in ([declared[1].decode()] if declared else []) + ["gb18030"]:
@@ -306,9 +312,14 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
         except (UnicodeDecodeError, LookupError):
             continue
         shown = "GBK" if encoding == "gb18030" else encoding
-        complain(Finding("encoding", f"{path}: not UTF-8 text: read as {shown}"))
+        complain(Finding("encoding", f"not UTF-8 text: read as {shown}", where=str(path)))
         return text
-    raise DataError(f"{path}: neither UTF-8 nor GBK text: {problem}; save it as UTF-8")
+    raise DataError(
+        f"neither UTF-8 nor GBK text: {problem}",
+        code="not_utf8",
+        where=str(path),
+        fix="save it as UTF-8",
+    )
 
 
 def write_text(path: Path, text: str) -> None:

@@ -49,12 +49,12 @@ def read_coco(
         try:
             image, thing = _object(entry, number, annotations, image_of, categories, label_of)
         except _Wrong as wrong:
-            complain(Finding(wrong.kind, str(wrong), wrong.image))
+            complain(wrong.finding)
             continue
         identity = _whole(entry.get("id"))
         if identity is not None and identity in seen:
-            text = f"{thing.where}: an annotation before it has the same id"
-            complain(Finding("annotation_id_duplicate", text, str(image.path) if image else ""))
+            what, path = "an annotation before it has the same id", str(image.path) if image else ""
+            complain(Finding("annotation_id_duplicate", what, path, thing.where))
         elif identity is not None:
             seen.add(identity)
         if image is not None:
@@ -74,10 +74,9 @@ def read_coco(
 class _Wrong(Exception):
     """What is wrong with one entry; it never leaves this file."""
 
-    def __init__(self, kind: str, text: str, image: str = "") -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.image = image
+    def __init__(self, code: str, what: str, image: str = "", where: str = "") -> None:
+        self.finding = Finding(code, what, image, where)
+        super().__init__(self.finding.text)
 
 
 def _load(path: Path, complain: Complain) -> dict[str, Any]:
@@ -86,15 +85,21 @@ def _load(path: Path, complain: Complain) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path}: not JSON: {error}") from error
+        raise DataError(f"not JSON: {error}", code="not_json", where=str(path)) from error
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise DataError(f"{path}: not COCO detection JSON: expected an object, found a {kind}")
+        raise DataError(
+            f"not COCO detection JSON: expected an object, found a {kind}",
+            code="not_coco",
+            where=str(path),
+        )
     for part in _NEEDED:
         if not isinstance(content.get(part), list):
             found = ", ".join(list(content)[:8]) or "nothing"
             raise DataError(
-                f"{path}: not COCO detection JSON: it has no list {part!r} (it has: {found})"
+                f"not COCO detection JSON: it has no list {part!r} (it has: {found})",
+                code="not_coco",
+                where=str(path),
             )
     return content
 
@@ -104,8 +109,8 @@ def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
     if missing:
         raise _Wrong(
             "annotation_line",
-            f"{file}: not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: "
-            f"{str(entry)[:120]}",
+            f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {str(entry)[:120]}",
+            where=str(file),
         )
 
 
@@ -116,22 +121,28 @@ def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[
         try:
             _check_keys("categories", number, entry, file)
         except _Wrong as wrong:
-            raise DataError(str(wrong)) from wrong
+            raise DataError(wrong.finding.what, code="not_coco", where=str(file)) from wrong
         identity = _whole(entry["id"])
         if identity is None:
             raise DataError(
-                f"{file}: categories[{number}]: id {entry['id']!r}: expected a whole number"
+                f"id {entry['id']!r}: expected a whole number",
+                code="bad_category_id",
+                where=f"{file}: categories[{number}]",
             )
         if identity in found:
-            raise DataError(f"{file}: two entries of 'categories' have the same id")
+            raise DataError(
+                "two entries of 'categories' have the same id",
+                code="category_id_duplicate",
+                where=str(file),
+            )
         found[identity] = str(entry["name"])
     ordered = dict(sorted(found.items()))
     ids = list(ordered)
     if ids not in ([*range(len(ids))], [*range(1, len(ids) + 1)]):
         shown = ", ".join(f"{i} {n} -> {k}" for k, (i, n) in enumerate([*ordered.items()][:10]))
         more = ", ..." if len(ids) > 10 else ""
-        text = f"{file}: category ids are not 1 to {len(ids)}: used as classes {shown}{more}"
-        complain(Finding("class_ids_gap", text))
+        what = f"category ids are not 1 to {len(ids)}: used as classes {shown}{more}"
+        complain(Finding("class_ids_gap", what, where=str(file)))
     return ordered
 
 
@@ -147,15 +158,16 @@ def _images(
         try:
             _check_keys("images", number, entry, file)
             if identity is None:
-                text = f"{where}: id {entry['id']!r}: expected a whole number"
-                raise _Wrong("annotation_line", text)
+                what = f"id {entry['id']!r}: expected a whole number"
+                raise _Wrong("annotation_line", what, where=where)
             if identity in number_of:
-                text = f"{where} has the same id as images[{number_of[identity]}]: {identity}"
-                raise _Wrong("image_id_duplicate", text)
+                first = number_of[identity]
+                what = f"images[{number}] has the same id as images[{first}]: {identity}"
+                raise _Wrong("image_id_duplicate", what, where=str(file))
             number_of[identity], found[identity] = number, None
             found[identity] = _image(entry, identity, folder, file, where, complain)
         except _Wrong as wrong:
-            complain(Finding(wrong.kind, str(wrong), wrong.image))
+            complain(wrong.finding)
     return found
 
 
@@ -164,7 +176,7 @@ def _image(
 ) -> RawImage | None:
     name = entry["file_name"]
     if not isinstance(name, str):
-        raise _Wrong("annotation_line", f"{where}: file_name {name!r}: expected a name")
+        raise _Wrong("annotation_line", f"file_name {name!r}: expected a name", where=where)
     path = find_image(folder, name, str(file), complain)
     if path is None:
         return None
@@ -172,8 +184,9 @@ def _image(
     if width is None or height is None or not (0 < width < 2**31 and 0 < height < 2**31):
         raise _Wrong(
             "size_invalid",
-            f"{where}: width {entry['width']!r}, height {entry['height']!r}: expected whole pixels",
+            f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels",
             str(path),
+            where,
         )
     extra = _further(entry, _NEEDED["images"])
     return RawImage(path, identity, width, height, [], where, extra)
@@ -192,8 +205,8 @@ def _object(
     where = f"{file}: annotation {entry.get('id', f'number {number}')}"
     identity, category = _whole(entry["image_id"]), _whole(entry["category_id"])
     if identity is None or identity not in image_of:
-        text = f"{where}: image_id {entry['image_id']} is not among the file's images"
-        raise _Wrong("image_unknown", text)
+        what = f"image_id {entry['image_id']} is not among the file's images"
+        raise _Wrong("image_unknown", what, where=where)
     image = image_of[identity]
     path = str(image.path) if image is not None else ""
     if category is None or category not in label_of:
@@ -201,9 +214,10 @@ def _object(
         more = ", ..." if len(categories) > 10 else ""
         raise _Wrong(
             "class_unknown",
-            f"{where}: category_id {entry['category_id']} is not among the file's categories "
+            f"category_id {entry['category_id']} is not among the file's categories "
             f"({known}{more})",
             path,
+            where,
         )
     if image is not None:
         where = f"{where} of image {image.path.name!r}"
@@ -227,8 +241,8 @@ def _add_area(thing: RawObject, entry: dict[str, Any], image: RawImage, complain
     given = entry.get("area")
     thing.area = area_in(given)
     if given is not None and thing.area is None:
-        text = f"{thing.where}: area {given!r:.80}: expected a number"
-        complain(Finding("area_invalid", text, str(image.path)))
+        what = f"area {given!r:.80}: expected a number"
+        complain(Finding("area_invalid", what, str(image.path), thing.where))
 
 
 def _add_everything(
@@ -242,8 +256,8 @@ def _add_everything(
         return
     outlines = outlines_in([] if given is None else given)
     if outlines is None:
-        text = f"{thing.where}: segmentation: expected lists of x1, y1, x2, y2, ..."
-        complain(Finding("outline_malformed", text, str(image.path)))
+        what = "segmentation: expected lists of x1, y1, x2, y2, ..."
+        complain(Finding("outline_malformed", what, str(image.path), thing.where))
     thing.polygons = outlines or ()
 
 
@@ -267,13 +281,13 @@ def _whole(value: Any) -> int | None:
 
 def _numbers(bbox: Any, where: str, image: str) -> list[float]:
     if not isinstance(bbox, list) or len(bbox) != 4:
-        text = f"{where}: bbox {bbox!r}: expected [x, y, width, height]"
-        raise _Wrong("annotation_line", text, image)
+        what = f"bbox {bbox!r}: expected [x, y, width, height]"
+        raise _Wrong("annotation_line", what, image, where)
     try:
         return [float(value) for value in bbox]
     except (TypeError, ValueError, OverflowError) as error:
-        text = f"{where}: bbox {bbox!r}: expected four numbers"
-        raise _Wrong("annotation_line", text, image) from error
+        what = f"bbox {bbox!r}: expected four numbers"
+        raise _Wrong("annotation_line", what, image, where) from error
 
 
 def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:

@@ -110,10 +110,16 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
 
 def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> None:
     if any(image.width <= 0 or image.height <= 0 for image in raw.images):
-        raise DataError(f"{raw.source}: images of unknown size (classified, without boxes)")
+        raise DataError(
+            "images of unknown size (classified, without boxes)",
+            code="size_unknown",
+            where=raw.source,
+        )
     if form == "yolo" and images == "none":
         raise DataError(
-            "YOLO labels lie beside the images: choose to copy the images or to link them"
+            "YOLO labels lie beside the images",
+            code="images_needed",
+            fix="choose to copy the images or to link them",
         )
     targets = {
         "coco": [f"annotations/instances_{split}.json"],
@@ -123,18 +129,29 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
     targets += [f"images/{split}"] if images != "none" else []
     for target in targets:
         if os.path.lexists(out / target):
-            raise DataError(f"{out / target} is there already; choose a new folder")
+            raise DataError(
+                "is there already",
+                code="file_exists",
+                where=str(out / target),
+                fix="choose a new folder",
+            )
     if form == "coco":
         return
     twice = [name for name, count in Counter(raw.class_names).items() if count > 1]
     if twice:
         raise DataError(
-            f"{raw.source}: two classes are called {twice[0]!r}; only COCO tells them apart"
+            f"two classes are called {twice[0]!r}; only COCO tells them apart",
+            code="class_name_duplicate",
+            where=raw.source,
         )
     strange = [name for name in raw.class_names if name != name.strip() or _NO_NAME.search(name)]
     if strange or "" in raw.class_names:
         first = strange[0] if strange else ""
-        raise DataError(f"{raw.source}: class {first!r}: {form} files cannot hold this name")
+        raise DataError(
+            f"class {first!r}: {form} files cannot hold this name",
+            code="class_name_unwritable",
+            where=raw.source,
+        )
 
 
 def _sized(raw: RawSet, lines: list[str]) -> RawSet:
@@ -262,15 +279,22 @@ def _named(part: str) -> str:
 def _check_names_stay(form: Format, names: Sequence[str]) -> None:
     strange = [name for name in names if _NO_NAME.search(name) or name != name.strip()]
     if form == "voc" and strange:
-        raise DataError(f"XML cannot hold the file name {strange[0]!r}: choose to copy the images")
+        raise DataError(
+            f"XML cannot hold the file name {strange[0]!r}",
+            code="file_name_unwritable",
+            fix="choose to copy the images",
+        )
 
 
 def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
         raise DataError(
-            f"{out}: there are files of other classes ({', '.join(known[:5])}) than those of "
-            f"{raw.source} ({', '.join(raw.class_names[:5])}); choose a new folder"
+            f"there are files of other classes ({', '.join(known[:5])}) than those of "
+            f"{raw.source} ({', '.join(raw.class_names[:5])})",
+            code="folder_of_other_classes",
+            where=str(out),
+            fix="choose a new folder",
         )
     if known:
         return

@@ -51,8 +51,10 @@ def read_folder(
     strange = [name for name in folders if name not in set(known)]
     if strange:
         raise DataError(
-            f"{images}: {len(strange)} folders are no class, first {_listed(strange)}; the "
-            f"{len(known)} classes are {_listed(known)}"
+            f"{len(strange)} folders are no class, first {_listed(strange)}; the {len(known)} "
+            f"classes are {_listed(known)}",
+            code="class_unknown",
+            where=str(images),
         )
     label_of = {name: label for label, name in enumerate(known)}
     others: Counter[str] = Counter()
@@ -69,13 +71,19 @@ def read_folder(
 
 def _class_folders(images: Path) -> list[str]:
     if not images.is_dir():
-        raise DataError(f"{images} is not a folder; it should hold one folder of images per class")
+        raise DataError(
+            f"{images} is not a folder",
+            code="image_folder_missing",
+            fix="it should hold one folder of images per class",
+        )
     with os.scandir(images) as entries:
         folders = sorted(e.name for e in entries if e.is_dir() and not is_no_data(e.name))
     if not folders:
         raise DataError(
-            f"{images}: there are no folders in it; expected one per class, such as "
-            f"{images / 'cat' / '1.jpg'}"
+            f"there are no folders in it; expected one per class, such as "
+            f"{images / 'cat' / '1.jpg'}",
+            code="class_folders_missing",
+            where=str(images),
         )
     return folders
 
@@ -126,8 +134,10 @@ def read_csv(
         if not 0 <= label < len(known):
             hint = " (numbers start at 0)" if text.isdecimal() else ""
             raise DataError(
-                f"{where}: label {text!r} is no class; expected a name ({_listed(known)}) or a "
-                f"number from 0 to {len(known) - 1}{hint}"
+                f"label {text!r} is no class; expected a name ({_listed(known)}) or a number from "
+                f"0 to {len(known) - 1}{hint}",
+                code="class_unknown",
+                where=where,
             )
         found.append((str(inside_folder(images, name, where)), label))
     return _set_of(found, known, table)
@@ -145,8 +155,10 @@ def _rows(table: Path) -> list[tuple[int, str, str]]:
     elif _is_strange_header(lines):
         number, cells = lines[0]
         raise DataError(
-            f"{table}:{number}: {','.join(cells)[:80]!r}: a header that names other columns than "
-            f"`path` and `label`; rename these two, or remove the line"
+            f"{','.join(cells)[:80]!r}: a header that names other columns than `path` and `label`",
+            code="bad_csv_header",
+            where=f"{table}:{number}",
+            fix="rename these two, or remove the line",
         )
     for number, cells in lines:
         if len(cells) != columns or not cells[path_column] or not cells[label_column]:
@@ -154,7 +166,11 @@ def _rows(table: Path) -> list[tuple[int, str, str]]:
             found = next((name for mark, name in _SEPARATORS if mark in cells[0]), None)
             if found and len(cells) == 1:
                 expected += f" with a comma between, found a {found}"
-            raise DataError(f"{table}:{number}: {','.join(cells)[:80]!r}: expected {expected}")
+            raise DataError(
+                f"{','.join(cells)[:80]!r}: expected {expected}",
+                code="bad_csv_line",
+                where=f"{table}:{number}",
+            )
     return [(number, cells[path_column], cells[label_column]) for number, cells in lines]
 
 
@@ -169,7 +185,9 @@ def _cells(table: Path) -> list[tuple[int, list[str]]]:
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except csv.Error as error:
-        raise DataError(f"{table}:{reader.line_num}: not a CSV file: {error}") from error
+        raise DataError(
+            f"not a CSV file: {error}", code="not_csv", where=f"{table}:{reader.line_num}"
+        ) from error
     return [(number, cells) for number, cells in lines if any(cells)]
 
 
@@ -180,8 +198,10 @@ def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     largest = max(map(int, used))
     if largest >= _MOST_NUMBERED:
         raise DataError(
-            f"{table}: label {largest} is too large for the number of a class (numbers start at "
-            f"0); where labels are names that consist of digits, list them in data.class_names"
+            f"label {largest} is too large for the number of a class (numbers start at 0)",
+            code="class_number_too_large",
+            where=str(table),
+            fix="where labels are names that consist of digits, list them in data.class_names",
         )
     return tuple(map(str, range(largest + 1)))
 

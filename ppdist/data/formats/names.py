@@ -41,7 +41,12 @@ def class_names(
         named = {file: found for file, found in named.items() if found}
         if len(set(named.values())) > 1:
             files = ", ".join(map(str, named))
-            raise DataError(f"{files}: give different class names; set data.class_names")
+            raise DataError(
+                "give different class names",
+                code="class_names_ambiguous",
+                where=files,
+                fix="set data.class_names",
+            )
         for file, found in named.items():
             names, source = found, str(file)
     return _distinct(names, source)
@@ -58,7 +63,9 @@ def read_names(file: Path) -> tuple[str, ...]:
 def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise DataError(f"{source}: class {twice[0]!r} is listed twice")
+        raise DataError(
+            f"class {twice[0]!r} is listed twice", code="class_name_duplicate", where=source
+        )
     return names
 
 
@@ -72,7 +79,11 @@ def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
     names = content.get("names") if isinstance(content, dict) else None
     if isinstance(names, dict):
         if set(names) != set(range(len(names))):
-            raise DataError(f"{file}: names: expected the numbers 0 to {len(names) - 1} as keys")
+            raise DataError(
+                f"expected the numbers 0 to {len(names) - 1} as keys",
+                code="bad_class_numbers",
+                where=f"{file}: names",
+            )
         names = [names[number] for number in range(len(names))]
     if not isinstance(names, list) or any(isinstance(name, list | dict) for name in names):
         return ()

@@ -22,13 +22,20 @@ Box = tuple[float, float, float, float]
 class Finding:
     """One thing wrong, or worth knowing.
 
-    kind: a key of `ppdist.data.check.findings.KINDS`; text: a sentence for the user, with file and
-    line; image: path of the image it is about, "" where there is none.
+    code: a key of `ppdist.data.check.findings.KINDS`, and that of the error where training stops;
+    what: a sentence for the user; image: path of the image it is about, "" where there is none;
+    where: file, line or annotation.
     """
 
-    kind: str
-    text: str
+    code: str
+    what: str
     image: str = ""
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """`where: what`."""
+        return f"{self.where}: {self.what}" if self.where else self.what
 
 
 Complain = Callable[[Finding], None]

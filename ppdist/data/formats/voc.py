@@ -64,8 +64,8 @@ def read_voc(
         for thing, name in zip(image.objects, labels):
             thing.label = label_of.get(name, -1)
             if name not in label_of:
-                text = f"{thing.where}: class {name!r} is not among {', '.join(known)}"
-                complain(Finding("class_unknown", text, str(image.path)))
+                what = f"class {name!r} is not among {', '.join(known)}"
+                complain(Finding("class_unknown", what, str(image.path), thing.where))
         image.objects = [thing for thing in image.objects if thing.label >= 0]
     kept = [image for image, _ in found]
     _take_ids(kept)
@@ -85,9 +85,9 @@ def _take_ids(images: Sequence[RawImage]) -> None:
 class _Wrong(Exception):
     """What is wrong with one file; it never leaves this one."""
 
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+    def __init__(self, code: str, what: str, where: str) -> None:
+        super().__init__(f"{where}: {what}")
+        self.code, self.what, self.where = code, what, where
 
 
 def _read(
@@ -115,7 +115,7 @@ def _read(
                 image = _image(tree, file, path, position, everything)
                 result.append((image, _add_objects(image, tree, complain, everything)))
         except _Wrong as wrong:
-            complain(Finding(wrong.kind, str(wrong), str(path or "")))
+            complain(Finding(wrong.code, wrong.what, str(path or ""), wrong.where))
     return result
 
 
@@ -130,17 +130,19 @@ def _stem(root: Path, line: str) -> str:
 
 def _parse(file: Path, complain: Complain) -> ElementTree.Element:
     if not os.path.isfile(file):
-        raise _Wrong("annotation_missing", f"{file}: does not exist, but its image is listed")
+        what = "does not exist, but its image is listed"
+        raise _Wrong("annotation_missing", what, str(file))
     try:
         text = read_text(file, complain)
         if "<!ENTITY" in text:  # a few of them can stand for gigabytes, and no annotation has any
             raise ValueError("it defines XML entities")
         return ElementTree.fromstring(text)
     except DataError as error:
-        raise _Wrong("annotation_unreadable", str(error)) from error
+        what = f"{error.what}; {error.fix}" if error.fix else error.what
+        raise _Wrong("annotation_unreadable", what, error.where) from error
     except (ElementTree.ParseError, ValueError) as error:
-        text = f"{file}: not a Pascal VOC annotation: {error}"
-        raise _Wrong("annotation_unreadable", text) from error
+        what = f"not a Pascal VOC annotation: {error}"
+        raise _Wrong("annotation_unreadable", what, str(file)) from error
 
 
 def _named(
@@ -167,8 +169,8 @@ def _image(
 ) -> RawImage:
     size = tree.find("size")
     if size is None:
-        text = f"{file}: has no <size>; expected the image's width and height"
-        raise _Wrong("size_invalid", text)
+        what = "has no <size>; expected the image's width and height"
+        raise _Wrong("size_invalid", what, str(file))
     sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
     try:
         width, height = (int(float(side)) for side in sides)
@@ -176,8 +178,8 @@ def _image(
         width, height = 0, 0
     if not (0 < width < 2**31 and 0 < height < 2**31):
         shown = "x".join(side[:20] for side in sides)
-        text = f"{file}: <size> is {shown}; expected the image's size in pixels"
-        raise _Wrong("size_invalid", text)
+        what = f"<size> is {shown}; expected the image's size in pixels"
+        raise _Wrong("size_invalid", what, str(file))
     extra: dict[str, Any] = {}
     if everything:
         extra = _unreadable_as(file, lambda: _children(tree, _IMAGE_TAGS))
@@ -190,8 +192,8 @@ def _unreadable_as(file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, 
     try:
         return read()
     except (ValueError, RecursionError) as error:
-        text = f"{file}: not a Pascal VOC annotation: {error}"
-        raise _Wrong("annotation_unreadable", text) from error
+        what = f"not a Pascal VOC annotation: {error}"
+        raise _Wrong("annotation_unreadable", what, str(file)) from error
 
 
 def _add_objects(
@@ -204,7 +206,7 @@ def _add_objects(
         try:
             name = (entry.findtext("name") or "").strip()
             if not name:
-                raise _Wrong("annotation_line", f"{where}: has no <name>")
+                raise _Wrong("annotation_line", "has no <name>", where)
             box = _box(entry, where)
             difficult = (entry.findtext("difficult") or "").strip() == "1"
             thing = RawObject(box, -1, where, crowd=difficult)
@@ -215,7 +217,7 @@ def _add_objects(
                 )
                 _take_foreign(thing, image, complain)
         except _Wrong as wrong:
-            complain(Finding("annotation_line", str(wrong), str(image.path)))
+            complain(Finding("annotation_line", wrong.what, str(image.path), wrong.where))
             continue
         image.objects.append(thing)
         names.append(name)
@@ -228,8 +230,8 @@ def _box(entry: ElementTree.Element, where: str) -> Box:
         x1, y1, x2, y2 = (float(text or "") for text in texts)
     except ValueError as error:
         shown = ", ".join(f"{side} {text!r}" for side, text in zip(_SIDES, texts))
-        text = f"{where}: <bndbox> has {shown}: expected four numbers"
-        raise _Wrong("annotation_line", text) from error
+        what = f"<bndbox> has {shown}: expected four numbers"
+        raise _Wrong("annotation_line", what, where) from error
     return x1, y1, x2, y2
 
 
@@ -242,8 +244,8 @@ def _take_foreign(thing: RawObject, image: RawImage, complain: Complain) -> None
     if isinstance(extra.get("segmentation"), list):
         outlines = outlines_in(extra.pop("segmentation"))
         if outlines is None:
-            text = f"{thing.where}: <segmentation>: expected lists of x1, y1, x2, y2, ..."
-            complain(Finding("outline_malformed", text, str(image.path)))
+            what = "<segmentation>: expected lists of x1, y1, x2, y2, ..."
+            complain(Finding("outline_malformed", what, str(image.path), thing.where))
         thing.polygons = outlines or ()
     thing.extra = extra
 

@@ -39,8 +39,10 @@ def read_yolo(
     known = class_names(root, names, complain)
     if not known:
         raise DataError(
-            f"{root}: YOLO labels do not name their classes; set data.class_names: [...] or write "
-            f"them, one a line, to {root / 'classes.txt'}"
+            "YOLO labels do not name their classes",
+            code="class_names_missing",
+            where=str(root),
+            fix=f"set data.class_names: [...] or write them, one a line, to {root / 'classes.txt'}",
         )
     if annotations.is_dir():
         start = len(os.path.join(os.path.abspath(images), ""))
@@ -56,8 +58,9 @@ def read_yolo(
         labels = [_label_file(path, root) for path in paths]
     if labels and not any(map(os.path.isfile, labels)):
         raise DataError(
-            f"{annotations}: none of {len(labels)} images has a label file; expected the first at "
-            f"{labels[0]}"
+            f"none of {len(labels)} images has a label file; expected the first at {labels[0]}",
+            code="label_files_missing",
+            where=str(annotations),
         )
     kept = [
         _image(path, label, position, known, complain)
@@ -72,8 +75,8 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
     known = {os.path.abspath(label) for label in labels}
     for file in files_below(folder):
         if file.endswith(".txt") and file not in known and os.path.basename(file) not in NAME_FILES:
-            text = f"{file}: there is no image of this name in {images}"
-            complain(Finding("label_without_image", text))
+            what = f"there is no image of this name in {images}"
+            complain(Finding("label_without_image", what, where=file))
 
 
 def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
@@ -81,8 +84,8 @@ def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
     for image in images:
         first = first_of.setdefault(image.where, image)
         if first.path != image.path and image.objects:
-            text = f"{image.where}: the label file of both {first.path.name} and {image.path.name}"
-            complain(Finding("label_shared", text, str(image.path)))
+            what = f"the label file of both {first.path.name} and {image.path.name}"
+            complain(Finding("label_shared", what, str(image.path), image.where))
 
 
 def _label_file(image: Path, root: Path) -> Path:
@@ -107,7 +110,8 @@ def _image(
     try:
         text = read_text(label_file, complain) if os.path.isfile(label_file) else ""
     except DataError as error:
-        complain(Finding("annotation_unreadable", str(error), str(path)))
+        what = f"{error.what}; {error.fix}" if error.fix else error.what
+        complain(Finding("annotation_unreadable", what, str(path), error.where))
         return image
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
@@ -124,20 +128,20 @@ def _object(
     try:
         label, *numbers = (float(word) for word in words)
     except ValueError:
-        text = f"{where}: {line[:80]!r}: expected five numbers: class cx cy w h"
-        complain(Finding("annotation_line", text, str(image.path)))
+        what = f"{line[:80]!r}: expected five numbers: class cx cy w h"
+        complain(Finding("annotation_line", what, str(image.path), where))
         return None
     outlined = len(words) >= _FEWEST_OUTLINE and len(words) % 2 == 1
     if len(words) != 5 and not outlined:
-        text = (
-            f"{where}: {line[:80]!r} has {len(words)} numbers; expected five: class cx cy w h, or "
-            f"an outline: class x1 y1 x2 y2 x3 y3 ..."
+        what = (
+            f"{line[:80]!r} has {len(words)} numbers; expected five: class cx cy w h, or an "
+            f"outline: class x1 y1 x2 y2 x3 y3 ..."
         )
-        complain(Finding("annotation_line", text, str(image.path)))
+        complain(Finding("annotation_line", what, str(image.path), where))
         return None
     if not 0 <= label < len(names) or label != int(label):
-        text = f"{where}: class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
-        complain(Finding("class_unknown", text, str(image.path)))
+        what = f"class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
+        complain(Finding("class_unknown", what, str(image.path), where))
         return None
     if outlined:
         part_K2 = np.array(numbers).reshape(-1, 2) * (image.width, image.height)

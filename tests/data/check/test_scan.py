@@ -223,7 +223,7 @@ def test_every_prefix_of_a_file_is_cut_short(tmp_path, suffix):
     content = write_picture(tmp_path / f"a.{suffix}", 0).read_bytes()
     for length in range(12, len(content) - 1, 7):
         found = damage(content[:length])
-        assert found is not None and found.kind == "image_truncated", length
+        assert found is not None and found.code == "image_truncated", length
 
 
 def test_sizes_that_a_file_cannot_hold_are_refused_before_they_are_allocated(tmp_path):
@@ -234,6 +234,6 @@ def test_sizes_that_a_file_cannot_hold_are_refused_before_they_are_allocated(tmp
     jpeg[frame + 5 : frame + 9] = (30_000).to_bytes(2, "big") * 2
     for content in (png, jpeg):
         found = damage(bytes(content))
-        assert found is not None and found.kind == "image_unreadable"
+        assert found is not None and found.code == "image_unreadable"
         assert "claims 30000x30000 pixels" in found.text
-    assert damage(lying_png()).kind == "image_truncated"
+    assert damage(lying_png()).code == "image_truncated"

@@ -32,7 +32,7 @@ def read_converted(
 
 
 def complain(finding):
-    assert finding.kind == "class_ids_gap", finding
+    assert finding.code == "class_ids_gap", finding
 
 
 def plain_set(root: Path, count: int = 6) -> RawSet:

@@ -21,12 +21,12 @@ from tests.data.sets import coco_config, coco_content, write_images, write_json
 def found_in(config: DataConfig, split="train") -> tuple[RawSet, list[Finding]]:
     findings: list[Finding] = []
     raw = read_raw(config, split, findings.append)
-    assert all(finding.kind in KINDS for finding in findings)
+    assert all(finding.code in KINDS for finding in findings)
     return raw, findings
 
 
 def kinds_in(config: DataConfig) -> list[str]:
-    return [finding.kind for finding in found_in(config)[1]]
+    return [finding.code for finding in found_in(config)[1]]
 
 
 def test_a_check_goes_on_without_the_parts_of_a_coco_file_that_are_wrong(tmp_path):
@@ -53,7 +53,7 @@ def test_a_check_goes_on_without_the_parts_of_a_coco_file_that_are_wrong(tmp_pat
     three["category_id"] = 90
     write_json(tmp_path, content)
     raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.kind for finding in findings] == [
+    assert [finding.code for finding in findings] == [
         "class_ids_gap", "image_id_duplicate", "path_outside", "size_invalid", "annotation_line",
         "annotation_line", "image_unknown", "class_unknown", "annotation_id_duplicate",
         "area_invalid", "outline_malformed", "annotation_line", "image_listed_twice",
@@ -78,7 +78,7 @@ def test_a_check_goes_on_without_the_voc_files_and_objects_that_are_wrong(tmp_pa
     files["c"].write_text(files["c"].read_text().replace("<width>64", "<width>nan"))
     files["d"].write_text(files["d"].read_text().replace("<name>cat</name>", ""))
     raw, findings = found_in(config)
-    assert [finding.kind for finding in findings] == [
+    assert [finding.code for finding in findings] == [
         "annotation_unreadable", "size_invalid", "annotation_line", "annotation_missing",
         "path_outside", "class_unknown", "class_unknown", "image_listed_twice",
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_check_goes_on_without_the_yolo_lines_that_are_wrong(tmp_path):
     config = yolo_set(tmp_path, "7 0.5 0.5 0.1 0.1\n0 1 2\nnan nan 0 0 0\n0 nan 0.5 1 1")
     (tmp_path / "labels" / "001.txt").write_bytes(b"0 \xff\xff")
     raw, findings = found_in(config)
-    assert [finding.kind for finding in findings] == [
+    assert [finding.code for finding in findings] == [
         "class_unknown", "annotation_line", "class_unknown", "annotation_unreadable",
     ]  # fmt: skip
     assert findings[0].image == str(tmp_path / "images" / "000.jpg")
@@ -101,7 +101,7 @@ def test_warnings_do_not_stop_training_but_become_one_line_each(tmp_path, caplog
     config = yolo_set(tmp_path, "", names=None)
     (tmp_path / "classes.txt").write_bytes("猫\r\n狗\r\n".encode("gbk"))
     raw, findings = found_in(config)
-    assert [finding.kind for finding in findings] == ["line_ends", "encoding"]
+    assert [finding.code for finding in findings] == ["line_ends", "encoding"]
     with caplog.at_level(logging.WARNING, "ppdist"):
         dataset = read_split(config, "train", 2)
     assert dataset.class_names == raw.class_names == ("猫", "狗")
@@ -213,7 +213,7 @@ def test_an_object_keeps_its_box_where_its_outline_is_malformed(tmp_path, segmen
     content["annotations"][0]["segmentation"] = segmentation
     write_json(tmp_path, content)
     raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.kind for finding in findings] == ["outline_malformed"]
+    assert [finding.code for finding in findings] == ["outline_malformed"]
     assert findings[0].image == str(tmp_path / "images" / "001.jpg")
     (thing,) = raw.images[1].objects
     assert thing.polygons == () and "segmentation" not in thing.extra
@@ -240,7 +240,7 @@ def test_an_area_that_is_no_number_is_that_of_the_box(tmp_path, area):
     content["annotations"][0] |= {"area": area, "bbox": [1, 2, 3, 4]}
     write_json(tmp_path, content)
     raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.kind for finding in findings] == ["area_invalid"]
+    assert [finding.code for finding in findings] == ["area_invalid"]
     assert raw.images[1].objects[0].area is None
     assert read_split(coco_config(tmp_path), "train", 3).records[1].area_M.tolist() == [12]
 
@@ -288,12 +288,14 @@ def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
     assert findings == [
         Finding(
             "label_without_image",
-            f"{tmp_path}/labels/orphan.txt: there is no image of this name in {tmp_path}/images",
+            f"there is no image of this name in {tmp_path}/images",
+            where=f"{tmp_path}/labels/orphan.txt",
         ),
         Finding(
             "label_shared",
-            f"{tmp_path}/labels/000.txt: the label file of both 000.jpg and 000.png",
+            "the label file of both 000.jpg and 000.png",
             str(image),
+            f"{tmp_path}/labels/000.txt",
         ),
     ]
     assert [len(image.objects) for image in raw.images] == [1, 1, 0]
