@@ -1,6 +1,7 @@
 """Configuration: what a file means, and the exact line a user reads when it is wrong."""
 
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ppdist.config import Section, dump_yaml, parse_config
 from ppdist.config_schema import json_schema, markdown
+from ppdist.config_yaml import InvalidConfig
 from ppdist.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -97,10 +99,14 @@ def parse(text: str, *overrides: str, name: str = "cfg.yml") -> Tiny:
     return parse_config(name, overrides, Tiny)
 
 
-def error_of(text: str, *overrides: str) -> str:
+def refused(text: str, *overrides: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         parse(text, *overrides)
-    return str(caught.value)
+    return caught.value
+
+
+def error_of(text: str, *overrides: str) -> str:
+    return str(refused(text, *overrides))
 
 
 def test_a_file_becomes_a_frozen_typed_tree(folder: Path) -> None:
@@ -339,6 +345,47 @@ def test_a_wrong_file_gives_its_line_its_key_and_the_remedy(folder: Path, case: 
     assert expected.replace("{cwd}", str(folder)) in lines[-1] and len(lines) <= 4, message
 
 
+CODES_OF_FILES = {
+    "scalar for a section": "bad_value",
+    "unknown member of a union": "bad_value",
+    "missing key": "missing_key",
+    "no member of a union": "missing_key",
+    "key of another member of a union": "unknown_key",
+    "duplicate key": "duplicate_key",
+    "syntax": "not_yaml",
+    "control character": "not_yaml",
+    "tag of another program": "unknown_tag",
+    "alias of itself": "alias_contains_itself",
+    "top level is a list": "not_a_mapping",
+    "missing base": "config_missing",
+    "cyclic base": "include_cycle",
+    "base of the wrong type": "bad_value",
+}
+
+
+@pytest.mark.parametrize("case", CODES_OF_FILES)
+def test_a_wrong_file_is_told_by_its_code(folder: Path, case: str) -> None:
+    added = BAD_FILES[case][0]
+    error = refused(added[1:] if added.startswith("!") else GOOD + added)
+    assert error.code == CODES_OF_FILES[case]
+    assert error.where.startswith("cfg.yml:") and str(error) == f"{error.where}: {error.what}"
+
+
+def test_several_problems_keep_their_codes_and_places(folder: Path) -> None:
+    error = refused(GOOD + "modle: 1\n", "train.epochs=0", "oops", "_BASE_=x", "train.epochs=[1")
+    assert isinstance(error, InvalidConfig) and error.code == "invalid_config"
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.code == error.code
+    found = [(str(problem.place), problem.code) for problem in again.problems]
+    assert found == [
+        ("cfg.yml:7:1", "unknown_key"),
+        ("-o _BASE_=x", "base_in_override"),
+        ("-o oops", "bad_override"),
+        ("-o train.epochs=0", "bad_value"),
+        ("-o train.epochs=[1", "override_not_yaml"),
+    ]
+
+
 BAD_OVERRIDES = {
     "data.rot=../x": "-o data.rot=../x: data.rot: unknown key; did you mean data.root?",
     "train.epochs": "-o train.epochs: expected key.path=value, as in -o train.epochs=10",
@@ -361,13 +408,16 @@ def test_a_wrong_override_is_quoted_as_it_was_typed(folder: Path, item: str) -> 
 def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config("configs/no.yml", [], Tiny)
+    assert caught.value.code == "config_missing"
     assert str(caught.value) == f"configs/no.yml: no such file (looked in {folder})"
     (folder / "configs").mkdir()
-    with pytest.raises(ConfigError, match="configs: cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="configs: cannot be read: Is a directory") as caught:
         parse_config("configs", [], Tiny)
+    assert caught.value.code == "config_unreadable"
     (folder / "latin.yml").write_bytes(b"output_dir: caf\xe9\n")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
+    with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
         parse_config("latin.yml", [], Tiny)
+    assert caught.value.code == "not_utf8"
 
 
 def test_values_that_contradict_each_other_are_reported(folder: Path) -> None:

@@ -110,6 +110,7 @@ def test_boxes_that_are_all_alike_are_no_obstacle() -> None:
 def test_too_few_boxes_are_refused_with_what_to_do() -> None:
     with pytest.raises(DataError) as caught:
         anchors.fit_anchors(sizes(8), PUBLISHED)
+    assert caught.value.code == "too_few_boxes"
     assert str(caught.value) == (
         "8 boxes of at least 2 pixels in the input are too few to fit 9 anchors to; "
         "set model.auto_anchor: false, or give model.anchors"

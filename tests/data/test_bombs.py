@@ -114,8 +114,11 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
     file = tmp_path / f"bomb{suffix}"
     file.write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"bomb.*: the \w+ has \d+x\d+ pixels, more than .*tiles"):
+    with pytest.raises(
+        DataError, match=r"bomb.*: the \w+ has \d+x\d+ pixels, more than .*tiles"
+    ) as caught:
         read_image(file)
+    assert caught.value.code == "image_unreadable"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50_000, f"{grown} KB for {len(content)} bytes"
 
@@ -153,8 +156,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         ("folder", "Is a directory|not a file"),
         ("large", "8589934592 bytes: too large for an image"),
     ):
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=says) as caught:
             read_image(tmp_path / f"{name}.jpg")
+        assert caught.value.code == "image_unreadable"
 
 
 def laughs(levels: int, each: int = 10) -> str:

@@ -86,7 +86,7 @@ def test_check_exits_2_with_one_message_for_classes_that_do_not_fit(made):
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
         f"ppdist: error: model.num_classes is 80 but {made}/annotations/instances_train.json has 3 "
-        f"categories (circle, square, triangle): set model.num_classes: 3"
+        f"categories (circle, square, triangle); set model.num_classes: 3"
     )
     assert "Traceback" not in done.stderr and "ok:" not in done.stdout
 

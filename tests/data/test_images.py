@@ -63,8 +63,9 @@ def test_a_wrong_size_is_refused_reduced_also_where_it_is_the_size_on_its_side(t
     file.write_bytes(jpeg(smooth(1024, 1020)))
     assert read_image(file, (1024, 1020), 8).shape == (128, 128, 3)
     for wrong in ((1020, 1024), (1024, 1000), (1050, 1020)):
-        with pytest.raises(DataError, match="the image is 1020x1024 but its annotation says"):
+        with pytest.raises(DataError) as caught:
             read_image(file, wrong, 8)
+        assert caught.value.code == "size_mismatch"
 
 
 def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
@@ -74,8 +75,9 @@ def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
         read_image(file, (50, 64), 2)
     assert str(caught.value) == f"{file}: the image is 64x48 but its annotation says 64x50"
     file.write_bytes(file.read_bytes()[:600])
-    with pytest.raises(DataError, match="end early"):
+    with pytest.raises(DataError) as caught:
         read_image(file, (48, 64), 2)
+    assert caught.value.code == "image_truncated"
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "webp", "tif"])
@@ -85,8 +87,10 @@ def test_no_pixel_is_made_up_for_a_file_that_is_cut_short(tmp_path, suffix):
     content = file.read_bytes()
     for length in range(0, len(content), max(1, len(content) // 40)):
         file.write_bytes(content[:length])
-        with pytest.raises(DataError, match=r"a\.\w+: .*(empty|end early|no|damaged)"):
+        with pytest.raises(DataError) as caught:
             read_image(file)
+        expected = ("image_empty",) if length == 0 else ("image_truncated", "image_unreadable")
+        assert caught.value.code in expected and caught.value.where == str(file)
 
 
 def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
@@ -115,5 +119,6 @@ def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
 def test_a_header_that_lies_is_refused_before_the_decoder_believes_it(tmp_path):
     file = tmp_path / "lying.png"
     file.write_bytes(lying_png())
-    with pytest.raises(DataError, match=r"lying\.png: the PNG data end early"):
+    with pytest.raises(DataError) as caught:
         read_image(file)
+    assert caught.value.code == "image_truncated"

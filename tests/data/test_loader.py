@@ -241,6 +241,7 @@ def test_evaluation_counts_a_damaged_image_as_one_without_detections(damaged, wo
 def test_a_damaged_image_stops_the_run_when_asked_to(damaged, workers, make):
     with pytest.raises(DataError) as caught:
         list(make(damaged, workers, bad_images="error"))
+    assert caught.value.code == "image_truncated"
     assert str(caught.value) == (
         f"{damaged / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); remove it, "
         f"or set data.bad_images: skip"
@@ -253,6 +254,7 @@ def test_nothing_but_damaged_images_stops_the_run(damaged):
         file.write_bytes(b"")
     with pytest.raises(DataError) as caught:
         list(loader(damaged))
+    assert caught.value.code == "no_good_image"
     text = str(caught.value)
     assert text.startswith(f"{damaged / 'set.json'}: 11 images in a row cannot be read; the first:")
     assert text.endswith(".jpg: the file is empty")

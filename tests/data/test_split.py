@@ -194,8 +194,11 @@ def test_a_yolo_list_is_divided_into_another_folder(tmp_path):
 
 def test_yolo_labels_that_a_list_would_not_find_are_refused(tmp_path):
     config = write_yolo(tmp_path, "pictures", "texts")
-    with pytest.raises(DataError, match=r"only in `labels` beside `images`; rename the folders"):
+    with pytest.raises(
+        DataError, match=r"only in `labels` beside `images`; rename the folders"
+    ) as caught:
         halves(config)
+    assert caught.value.code == "labels_not_beside_images"
 
 
 @pytest.mark.parametrize("header", ["path,label\n", ""])
@@ -230,17 +233,21 @@ def test_a_part_without_an_image_is_refused_before_anything_is_written(tmp_path,
     config = write_coco(tmp_path, 3)
     dataset = read_split(config, "train")
     part_N = np.full(3, parts.index("b"))
-    with pytest.raises(DataError, match=r"set\.json: 3 images, .* leave none for a: expected one"):
+    with pytest.raises(
+        DataError, match=r"set\.json: 3 images, .* leave none for a: expected one"
+    ) as caught:
         wanted = {name: {part} for part, name in enumerate(parts)}
         write_parts(config, dataset, part_N, wanted, tmp_path / "out")
+    assert caught.value.code == "empty_part"
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path):
     config = write_coco(tmp_path)
     (tmp_path / "set_b.json").write_text("mine")
-    with pytest.raises(UserError, match=r"set_b\.json: is there already"):
+    with pytest.raises(UserError, match=r"set_b\.json: is there already") as caught:
         halves(config)
+    assert caught.value.code == "file_exists"
     assert (tmp_path / "set_b.json").read_text() == "mine"
     assert not (tmp_path / "set_a.json").exists()
 

@@ -55,8 +55,9 @@ def test_a_folder_with_files_of_another_origin_stays_as_it_is(tmp_path, file):
     (tmp_path / file).write_text("mine")
     (tmp_path / "images" / "val" / "00001.jpg").unlink()
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=rf"holds 1 files .* such as {file}; expected no"):
+    with pytest.raises(DataError, match=rf"holds 1 files .* such as {file}; expected no") as caught:
         make_shapes(tmp_path, train=3, val=2, size=96)
+    assert caught.value.code == "folder_not_empty"
     assert contents(tmp_path) == before
 
 
@@ -64,8 +65,11 @@ def test_another_set_is_not_written_over_the_first(tmp_path):
     make_shapes(tmp_path, train=3, val=2, size=96)
     before = contents(tmp_path)
     for other in ({"train": 2}, {"val": 3}, {"seed": 1}, {"size": 64}):
-        with pytest.raises(DataError, match="remove both folders, or choose another --out"):
+        with pytest.raises(
+            DataError, match="remove both folders, or choose another --out"
+        ) as caught:
             make_shapes(tmp_path, **{"train": 3, "val": 2, "size": 96, **other})
+        assert caught.value.code == "folder_not_empty"
     assert contents(tmp_path) == before
 
 

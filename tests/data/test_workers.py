@@ -237,6 +237,7 @@ def test_an_image_that_ends_workers_stops_the_run_when_asked_to(folder, monkeypa
     act_on(monkeypatch, "007.jpg", crash)
     with pytest.raises(DataError) as caught:
         list(loader(folder, bad_images="error"))
+    assert caught.value.code == "image_crashes_decoder"
     assert str(caught.value) == (
         f"{folder / 'images' / '007.jpg'}: {CRASH_REASON}; remove it, or set data.bad_images: skip"
     )
@@ -266,6 +267,7 @@ def test_workers_that_cannot_be_started_are_the_users_to_lower(folder, monkeypat
     monkeypatch.setattr(os, "fork", refused)
     with pytest.raises(DataError) as caught:
         list(loader(folder))
+    assert caught.value.code == "workers_not_started"
     assert str(caught.value) == (
         "data.workers: the processes that prepare images cannot be started (Resource temporarily "
         "unavailable); lower data.workers or train.batch_size_per_card"

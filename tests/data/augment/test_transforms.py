@@ -193,12 +193,12 @@ def test_what_is_no_image_is_named(tmp_path):
     text.write_text("no picture at all")
     small = tmp_path / "small.png"
     Image.new("RGB", (5, 4)).save(small)
-    for file, size, message in (
-        (absent, None, "No such file or directory"),
-        (empty, None, "the file is empty"),
-        (text, None, "not an image, or damaged"),
-        (small, (40, 50), "the image is 5x4 but its annotation says 50x40"),
+    for file, size, code, message in (
+        (absent, None, "image_missing", "No such file or directory"),
+        (empty, None, "image_empty", "the file is empty"),
+        (text, None, "image_unreadable", "not an image, or damaged"),
+        (small, (40, 50), "size_mismatch", "the image is 5x4 but its annotation says 50x40"),
     ):
         with pytest.raises(DataError) as caught:
             read_image(file, size)
-        assert str(caught.value) == f"{file}: {message}"
+        assert (caught.value.code, str(caught.value)) == (code, f"{file}: {message}")

@@ -148,8 +148,9 @@ def test_other_classes_in_validation_leave_nothing_written(tmp_path):
     file = tmp_path / "val.json"
     file.write_text(file.read_text().replace('"cat"', '"dog"'))
     report = audit(settings, decode=False, workers=1)
-    with pytest.raises(DataError, match="have different categories"):
+    with pytest.raises(DataError) as caught:
         clean_copy(report, "yolo", tmp_path / "out", images="copy")
+    assert caught.value.code == "classes_differ"
     assert not (tmp_path / "out").exists()
 
 
@@ -170,5 +171,6 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     assert [*out.iterdir()] == []
     monkeypatch.undo()
     assert clean_copy(report, "voc", out, images="copy").raws.keys() == {"train", "val"}
-    with pytest.raises(DataError, match="is not empty; choose a new folder"):
+    with pytest.raises(DataError, match="is not empty; choose a new folder") as caught:
         clean_copy(report, "voc", out, images="copy")
+    assert caught.value.code == "folder_not_empty"

@@ -87,15 +87,21 @@ def test_checking_can_be_left_out(home, broken):
 
 
 def test_bad_images_stop_training_where_they_are_errors(home, broken):
-    with pytest.raises(DataError, match=r"1\.jpg: the JPEG data end early.*; remove it, or set"):
+    with pytest.raises(
+        DataError, match=r"1\.jpg: the JPEG data end early.*; remove it, or set"
+    ) as caught:
         _check(broken.model_copy(update={"bad_images": "error"}))
+    assert caught.value.code == "image_truncated"
 
 
 def test_a_split_without_any_good_image_stops_training(home, broken):
     for name in ("0.jpg", "1.jpg"):
         open(os.path.join(broken.root, "images", name), "wb").close()
-    with pytest.raises(DataError, match=r"train\.json: not one image can be used, first .*0\.jpg"):
+    with pytest.raises(
+        DataError, match=r"train\.json: not one image can be used, first .*0\.jpg"
+    ) as caught:
         _check(broken)
+    assert caught.value.code == "no_good_image"
 
 
 @pytest.mark.parametrize("change", ["no lines", "no bad", "no val", "bad is a list", "odd pair"])
@@ -123,8 +129,9 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
         return [*good, Look(("image_unreadable", text), passing=True)]
 
     monkeypatch.setattr(preflight, "scan", denied)
-    with pytest.raises(DataError, match="Permission denied"):  # the one image of validation
+    with pytest.raises(DataError) as caught:  # the one image of validation
         _check(broken)
+    assert caught.value.code == "no_good_image"
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     assert not home.exists() and _check(broken).train.unreadable == {}

@@ -122,7 +122,9 @@ def test_xml_in_the_encoding_that_it_declares_is_read(tmp_path):
 def test_text_in_no_known_encoding_is_refused(tmp_path):
     config = yolo_set(tmp_path, "")
     (tmp_path / "classes.txt").write_bytes("cat".encode("utf-16"))
-    assert message_of(config).startswith(f"{tmp_path / 'classes.txt'}: neither UTF-8 nor GBK text")
+    assert message_of(config, "not_utf8").startswith(
+        f"{tmp_path / 'classes.txt'}: neither UTF-8 nor GBK text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,10 @@ def test_names_that_no_file_can_have_are_refused(tmp_path, name):
     content = coco_content(write_images(tmp_path / "images", 1))
     content["images"][0]["file_name"] = name
     file = write_json(tmp_path, content)
-    assert message_of(coco_config(tmp_path)) == f"{file}: {name!r} cannot be a file name"
+    assert (
+        message_of(coco_config(tmp_path), "path_outside")
+        == f"{file}: {name!r} cannot be a file name"
+    )
 
 
 @pytest.mark.parametrize("policy", ["clip", "drop", "error"])
@@ -162,7 +167,7 @@ def test_swapped_corners_are_put_in_order_dropped_or_an_error(tmp_path, policy):
     file = write_json(tmp_path, content)
     config = coco_config(tmp_path, bad_boxes=policy)
     if policy == "error":
-        assert message_of(config) == (
+        assert message_of(config, "box_swapped") == (
             f"{file}: annotation number 0 of image '000.jpg': box (x=30, y=5, w=-20, h=10) has "
             f"its corners the wrong way round; fix the file, or set data.bad_boxes: clip"
         )

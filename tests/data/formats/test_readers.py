@@ -19,9 +19,10 @@ from ppdist.errors import DataError
 from tests.data.sets import NAMES, coco_config, coco_content, write_coco, write_images, write_json
 
 
-def message_of(config: DataConfig, split="train", num_classes: int | None = 3) -> str:
+def message_of(config: DataConfig, code: str, split="train", num_classes: int | None = 3) -> str:
     with pytest.raises(DataError) as caught:
         read_split(config, split, num_classes)
+    assert caught.value.code == code
     return str(caught.value)
 
 
@@ -79,7 +80,7 @@ def test_the_real_set_names_its_zero_size_box_when_asked_to(shared_dir):
     file = Path(config.root) / config.train.annotations
     entries = json.loads(file.read_text())
     bad = next(entry for entry in entries["annotations"] if entry["bbox"][2] == 0)
-    assert message_of(config) == (
+    assert message_of(config, "box_no_area") == (
         f"{file}: annotation {bad['id']} of image 'BloodImage_00343.jpg': box (x=181, y=329, w=0, "
         f"h=0) has no area; fix the file, or set data.bad_boxes: clip"
     )
@@ -94,7 +95,7 @@ def test_class_names_beside_those_of_a_coco_file_must_be_the_same(tmp_path):
     config = coco_config(tmp_path, class_names=NAMES)
     assert read_split(config, "val", 3).class_names == NAMES
     config = coco_config(tmp_path, class_names=("red", *NAMES[1:]))
-    assert message_of(config) == (
+    assert message_of(config, "class_names_differ") == (
         f"data.class_names is red, WBC, Platelets but the categories of {tmp_path / 'set.json'} "
         f"are RBC, WBC, Platelets; its names count: leave data.class_names out"
     )
@@ -105,44 +106,50 @@ def test_the_classes_can_be_read_where_the_images_are_absent(tmp_path):
     shutil.rmtree(tmp_path / "images")
     found = read_annotations(config, "val", 3)
     assert (found.class_names, found.category_ids) == (NAMES, (1, 2, 3))
-    with pytest.raises(DataError, match="num_classes is 4"):
+    with pytest.raises(DataError) as caught:
         read_annotations(config, "val", 4)
+    assert caught.value.code == "num_classes_differ"
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
     config = coco_config(tmp_path / "nowhere")
-    assert message_of(config) == (
+    assert message_of(config, "data_root_missing") == (
         f"data.root: {tmp_path / 'nowhere'} is not a folder; set -o data.root=PATH"
     )
     config = coco_config(tmp_path)
-    assert message_of(config) == f"data.train.images: {tmp_path / 'images'} is not a folder"
+    assert (
+        message_of(config, "image_folder_missing")
+        == f"data.train.images: {tmp_path / 'images'} is not a folder"
+    )
     (tmp_path / "images").mkdir()
-    assert message_of(config, "val") == (
+    assert message_of(config, "annotation_file_missing", "val") == (
         f"data.val.annotations: {tmp_path / 'set.json'} does not exist"
     )
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("content", "code", "problem"),
     [
-        ("[1,", "not JSON: Expecting value: line 1 column 4 (char 3)"),
-        ("[]", "not COCO detection JSON: expected an object, found a list"),
+        ("[1,", "not_json", "not JSON: Expecting value: line 1 column 4 (char 3)"),
+        ("[]", "not_coco", "not COCO detection JSON: expected an object, found a list"),
         (
             '{"images": [], "shapes": []}',
+            "not_coco",
             "not COCO detection JSON: it has no list 'annotations' (it has: images, shapes)",
         ),
-        ("{}", "not COCO detection JSON: it has no list 'images' (it has: nothing)"),
+        ("{}", "not_coco", "not COCO detection JSON: it has no list 'images' (it has: nothing)"),
         (
             '{"images": [{"id": 1, "width": 3, "height": 2}], "annotations": [], "categories": []}',
+            "annotation_line",
             "not COCO detection JSON: images[0] has no 'file_name': "
             "{'id': 1, 'width': 3, 'height': 2}",
         ),
     ],
 )  # fmt: skip
-def test_json_that_is_not_coco_is_told_by_what_it_lacks(tmp_path, content, problem):
+def test_json_that_is_not_coco_is_told_by_what_it_lacks(tmp_path, content, code, problem):
     (tmp_path / "images").mkdir()
     (tmp_path / "set.json").write_text(content)
-    assert message_of(coco_config(tmp_path)) == f"{tmp_path / 'set.json'}: {problem}"
+    assert message_of(coco_config(tmp_path), code) == f"{tmp_path / 'set.json'}: {problem}"
 
 
 def test_annotations_of_unknown_categories_and_images_are_named(tmp_path):
@@ -150,18 +157,18 @@ def test_annotations_of_unknown_categories_and_images_are_named(tmp_path):
     file = write_json(tmp_path, content)
     content["annotations"][1]["category_id"] = 7
     write_json(tmp_path, content)
-    assert message_of(coco_config(tmp_path)) == (
+    assert message_of(coco_config(tmp_path), "class_unknown") == (
         f"{file}: annotation 2: category_id 7 is not among the file's categories "
         f"(1 RBC, 2 WBC, 3 Platelets)"
     )
     content["annotations"][1].update(category_id=1, image_id=99)
     write_json(tmp_path, content)
-    assert message_of(coco_config(tmp_path)) == (
+    assert message_of(coco_config(tmp_path), "image_unknown") == (
         f"{file}: annotation 2: image_id 99 is not among the file's images"
     )
     content["annotations"][1].update(image_id=2, bbox=[1, 2, 3])
     write_json(tmp_path, content)
-    assert message_of(coco_config(tmp_path)) == (
+    assert message_of(coco_config(tmp_path), "annotation_line") == (
         f"{file}: annotation 2 of image '001.jpg': bbox [1, 2, 3]: expected [x, y, width, height]"
     )
 
@@ -170,16 +177,16 @@ def test_two_images_of_one_id_are_refused(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 3))
     content["images"][2]["id"] = 1
     file = write_json(tmp_path, content)
-    assert message_of(coco_config(tmp_path)) == (
+    assert message_of(coco_config(tmp_path), "image_id_duplicate") == (
         f"{file}: images[2] has the same id as images[0]: 1"
     )
 
 
 def test_a_class_count_that_differs_from_the_model_says_what_to_set(tmp_path):
     config = write_coco(tmp_path)
-    assert message_of(config, num_classes=80) == (
+    assert message_of(config, "num_classes_differ", num_classes=80) == (
         f"model.num_classes is 80 but {tmp_path / 'set.json'} has 3 categories "
-        f"(RBC, WBC, Platelets): set model.num_classes: 3"
+        f"(RBC, WBC, Platelets); set model.num_classes: 3"
     )
     check_classes(read_split(config, "train", 3), 3)
 
@@ -192,6 +199,7 @@ def test_splits_with_other_categories_are_told_apart(tmp_path):
     check_same_classes(train, train)
     with pytest.raises(DataError) as caught:
         check_same_classes(train, val)
+    assert caught.value.code == "classes_differ"
     assert str(caught.value) == (
         f"{one / 'set.json'} and {two / 'set.json'} have different categories "
         f"(1 RBC, 2 WBC, 1 WBC, 2 RBC); give both files the same list of ids and names"
@@ -200,7 +208,7 @@ def test_splits_with_other_categories_are_told_apart(tmp_path):
 
 def test_a_set_without_images_is_refused(tmp_path):
     config = write_coco(tmp_path, images=[], annotations=[])
-    assert message_of(config) == f"{tmp_path / 'set.json'}: lists no image"
+    assert message_of(config, "no_images") == f"{tmp_path / 'set.json'}: lists no image"
 
 
 def test_absent_images_are_counted_and_the_first_three_named(tmp_path):
@@ -208,7 +216,7 @@ def test_absent_images_are_counted_and_the_first_three_named(tmp_path):
     images = tmp_path / "images"
     for name in ("001", "002", "004", "005"):
         (images / f"{name}.jpg").unlink()
-    assert message_of(config) == (
+    assert message_of(config, "image_missing") == (
         f"{tmp_path / 'set.json'}: 4 of 6 images do not exist, first {images / '001.jpg'}, "
         f"{images / '002.jpg'}, {images / '004.jpg'}; check data.root and the images folder"
     )
@@ -220,7 +228,7 @@ def test_file_names_cannot_leave_the_folder(tmp_path, name):
     content["images"][1]["file_name"] = name
     file = write_json(tmp_path, content)
     (tmp_path / "outside.jpg").write_bytes(b"")
-    assert message_of(coco_config(tmp_path)) == (
+    assert message_of(coco_config(tmp_path), "path_outside") == (
         f"{file}: file name {name!r} leads out of {tmp_path / 'images'}"
     )
 
@@ -261,7 +269,7 @@ def test_bad_boxes_are_clipped_or_dropped_and_reported_in_one_line(tmp_path, cap
 
 
 def test_bad_boxes_can_stop_the_run(tmp_path):
-    assert message_of(bad_box_set(tmp_path, "error")) == (
+    assert message_of(bad_box_set(tmp_path, "error"), "box_sticking_out") == (
         f"{tmp_path / 'set.json'}: annotation 1 of image '000.jpg': box (x=60, y=40, w=20, h=4) "
         f"sticks out of the 64x48 image; fix the file, or set data.bad_boxes: clip"
     )

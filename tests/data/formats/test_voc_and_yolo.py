@@ -57,24 +57,34 @@ def test_a_voc_file_that_is_absent_or_without_size_is_named(tmp_path):
     file = tmp_path / "Annotations" / "a.xml"
     content = file.read_text()
     file.write_text(content.replace("size>", "sizes>"))
-    assert message_of(config) == (f"{file}: has no <size>; expected the image's width and height")
+    assert message_of(config, "size_invalid") == (
+        f"{file}: has no <size>; expected the image's width and height"
+    )
     file.write_text(content.replace("<width>64", "<width>0"))
-    assert message_of(config) == f"{file}: <size> is 0x48; expected the image's size in pixels"
+    assert (
+        message_of(config, "size_invalid")
+        == f"{file}: <size> is 0x48; expected the image's size in pixels"
+    )
     file.write_text(content.replace("<xmin>1</xmin>", ""))
-    assert message_of(config) == (
+    assert message_of(config, "annotation_line") == (
         f"{file}: object 1: <bndbox> has xmin None, ymin '2', xmax '30', ymax '40': expected "
         f"four numbers"
     )
     file.write_text("<annotation>")
-    assert message_of(config).startswith(f"{file}: not a Pascal VOC annotation: no element found")
+    assert message_of(config, "annotation_unreadable").startswith(
+        f"{file}: not a Pascal VOC annotation: no element found"
+    )
     file.unlink()
-    assert message_of(config) == f"{file}: does not exist, but its image is listed"
+    assert (
+        message_of(config, "annotation_missing")
+        == f"{file}: does not exist, but its image is listed"
+    )
 
 
 def test_a_voc_class_outside_the_list_is_named_with_its_object(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat", "cow"]})
     (tmp_path / "label_list.txt").write_text("cat\ndog\n")
-    assert message_of(config, num_classes=2) == (
+    assert message_of(config, "class_unknown", num_classes=2) == (
         f"{tmp_path / 'Annotations' / 'a.xml'}: object 2: class 'cow' is not among cat, dog"
     )
 
@@ -111,7 +121,10 @@ def test_yolo_boxes_become_pixels_and_an_image_without_labels_has_none(tmp_path)
 )
 def test_a_wrong_yolo_line_is_named_with_its_number(tmp_path, line, problem):
     config = yolo_set(tmp_path, line)
-    assert message_of(config, num_classes=2) == f"{tmp_path / 'labels' / '000.txt'}:2: {problem}"
+    code = "class_unknown" if problem.startswith("class") else "annotation_line"
+    assert (
+        message_of(config, code, num_classes=2) == f"{tmp_path / 'labels' / '000.txt'}:2: {problem}"
+    )
 
 
 def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
@@ -122,13 +135,13 @@ def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
 
 def test_yolo_without_names_or_without_any_label_says_what_to_do(tmp_path):
     config = yolo_set(tmp_path, "", names=None)
-    assert message_of(config) == (
+    assert message_of(config, "class_names_missing") == (
         f"{tmp_path}: YOLO labels do not name their classes; set data.class_names: [...] or write "
         f"them, one a line, to {tmp_path / 'classes.txt'}"
     )
     (tmp_path / "labels" / "000.txt").unlink()
     (tmp_path / "classes.txt").write_text("cat\n")
-    assert message_of(config) == (
+    assert message_of(config, "label_files_missing") == (
         f"{tmp_path / 'labels'}: none of 2 images has a label file; expected the first at "
         f"{tmp_path / 'labels' / '000.txt'}"
     )
@@ -136,7 +149,10 @@ def test_yolo_without_names_or_without_any_label_says_what_to_do(tmp_path):
 
 def test_a_class_named_twice_is_refused(tmp_path):
     config = yolo_set(tmp_path, "", names="cat\ndog\ncat\n")
-    assert message_of(config) == f"{tmp_path / 'classes.txt'}: class 'cat' is listed twice"
+    assert (
+        message_of(config, "class_name_duplicate")
+        == f"{tmp_path / 'classes.txt'}: class 'cat' is listed twice"
+    )
 
 
 def test_a_yolo_line_with_an_outline_gives_its_box_and_the_outline(tmp_path):
