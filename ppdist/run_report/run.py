@@ -166,12 +166,18 @@ def read_run(folder: Path) -> Run:
 def require_run(folder: Path) -> None:
     """Raises: UserError: there is no such folder, or nothing of a run in it."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected the output_dir of a run")
+        raise UserError(
+            "no such folder; expected the output_dir of a run",
+            code="run_not_found",
+            where=str(folder),
+        )
     known = ("metrics.jsonl", "config.yml", "environment.json", "train.log", "evaluation.json")
     if not any((folder / name).is_file() for name in known):
         raise UserError(
-            f"{folder}: no run: it holds none of {', '.join(known)}; expected the output_dir of a "
-            f"training, or the --out folder of tools/eval.py"
+            f"no run: it holds none of {', '.join(known)}; expected the output_dir of a "
+            "training, or the --out folder of tools/eval.py",
+            code="run_not_found",
+            where=str(folder),
         )
 
 
