@@ -218,7 +218,7 @@ class _Tensors:
         storage = _Storage.of(reference)
         problem = _out_of_bounds(storage.count, offset, shape, strides)
         if problem:
-            raise WeightsError(problem, code="weights_not_arrays", where=f"{self._path}: {key}")
+            raise WeightsError(problem, code="weights_damaged", where=f"{self._path}: {key}")
         size = storage.dtype.itemsize
         if 0 in shape:
             return np.zeros(shape, storage.dtype)
