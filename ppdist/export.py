@@ -267,7 +267,7 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ExportError(
                 f"class name {name!r} holds half a character (a lone surrogate), and no file can",
-                code="class_name_surrogate",
+                code="class_name_unwritable",
                 fix="correct it in the annotations or give --class-names",
             )
     for key, value in model.state_dict().items():
@@ -348,7 +348,7 @@ def _draft_of(directory: Path) -> Iterator[Path]:
         draft.rename(directory)
     except OSError as error:
         raise ExportError(
-            f"cannot write the export: {error}", code="cannot_write", where=str(directory)
+            f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -56,7 +56,7 @@ def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
     if not images:
         raise DataError(
             "neither this nor another image can be read",
-            code="no_images",
+            code="no_good_image",
             where=str(dataset.records[0].path),
         )
     return images

@@ -370,4 +370,4 @@ def test_half_a_character_in_a_class_name_is_refused(tmp_path: Path, model: PPYO
         ExportError, match=r"class name 'gr\\ud800en' holds half a character"
     ) as error:
         export_detector(model, tmp_path / "model", spec)
-    assert error.value.code == "class_name_surrogate"
+    assert error.value.code == "class_name_unwritable"

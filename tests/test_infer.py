@@ -194,7 +194,7 @@ def test_a_source_without_one_readable_image_is_an_error(
     ) as error:
         call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
                    "--source", source, "--out", tmp_path / "out")  # fmt: skip
-    assert error.value.code == "no_images"
+    assert error.value.code == "no_good_image"
     assert "broken.jpg" in capsys.readouterr().err
 
 

@@ -222,7 +222,7 @@ def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image") as error:
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
         pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
-    assert error.value.code == "no_images"
+    assert error.value.code == "no_good_image"
 
 
 @pytest.mark.parametrize("backend", ["paddle", "onnx"])

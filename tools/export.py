@@ -164,7 +164,7 @@ def calibration_of(
     if not records:
         raise errors.DataError(
             "no image of the training set is readable",
-            code="no_images",
+            code="no_good_image",
             where=f"--int8: {dataset.source}",
         )
     return Pictures(records, spec)

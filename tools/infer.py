@@ -64,7 +64,9 @@ def main() -> int:
         warn(f"{report.unreadable} of {len(sources)} files could not be read")
     if not report.images:
         raise errors.DataError(
-            "no image or video there could be read", code="no_images", where=str(arguments.source)
+            "no image or video there could be read",
+            code="no_good_image",
+            where=str(arguments.source),
         )
     written = report.write()
     print(f"{report.total()}; pictures and {written.name} in {arguments.out}")

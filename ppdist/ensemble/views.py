@@ -100,7 +100,7 @@ def require_same_images(first: str, one: DetectionSet, second: str, other: Detec
         raise DataError(
             f"cannot be fused: the classes are {', '.join(one.class_names)} and "
             f"{', '.join(other.class_names)}",
-            code="classes_differ",
+            code="models_of_other_classes",
             where=f"{first} and {second}",
             fix="give models of the same classes in the same order",
         )

@@ -158,7 +158,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise WeightsError(
-            f"cannot be written: {error}", code="cannot_write", where=str(path)
+            f"cannot be written: {error}", code="file_unwritable", where=str(path)
         ) from error
 
 

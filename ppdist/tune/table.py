@@ -212,7 +212,7 @@ def write_into(document: Path, text: str) -> None:
         before = document.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            str(error.strerror), code="cannot_read", where=f"--document {document}"
+            str(error.strerror), code="file_unreadable", where=f"--document {document}"
         ) from error
     head, begin, rest = before.partition(BEGIN)
     _, end, tail = rest.partition(END)

@@ -75,7 +75,7 @@ def test_models_of_other_classes_or_images_are_refused() -> None:
     require_same_images("a.yml", one, "b.yml", replace(one, source="elsewhere"))
     with pytest.raises(DataError) as error:
         require_same_images("a.yml", one, "b.yml", replace(one, class_names=("dog", "cat")))
-    assert error.value.code == "classes_differ"
+    assert error.value.code == "models_of_other_classes"
     assert str(error.value) == (
         "a.yml and b.yml: cannot be fused: the classes are cat, dog and dog, cat; give models of "
         "the same classes in the same order"

@@ -199,6 +199,6 @@ def test_a_full_disk_leaves_the_older_file_in_place(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(WeightsError, match=r"w\.pt: cannot be written: .*No space left") as error:
         write_arrays(path, {"a": np.zeros(3, "float32")})
-    assert error.value.code == "cannot_write"
+    assert error.value.code == "file_unwritable"
     np.testing.assert_array_equal(read_arrays(path)["a"], np.ones(3))
     assert [file.name for file in tmp_path.iterdir()] == ["w.pt"]
