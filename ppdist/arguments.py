@@ -75,26 +75,37 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
     from ppdist.data.dataset import DataConfig, SplitConfig
 
     if bool(arguments.config) == bool(arguments.format):
-        raise ConfigError(f"{arguments.command} needs -c or --format, one of them")
+        raise ConfigError(
+            f"{arguments.command} needs -c or --format, one of them", code="option_missing"
+        )
     if arguments.config:
         unused = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
         if unused:
             raise ConfigError(
-                f"{', '.join(unused)} goes with --format; with -c the data is that of "
-                f"{arguments.config}: change it there, or by -o data.root=PATH ..."
+                f"{', '.join(unused)} goes with --format",
+                code="options_conflict",
+                fix=(
+                    f"with -c the data is that of {arguments.config}: change it there, or by -o "
+                    "data.root=PATH ..."
+                ),
             )
         data: DataConfig = load_config(arguments.config, arguments.override).data
         return data
     if arguments.override:
         raise ConfigError(
             f"-o {' '.join(arguments.override)} goes with -c; with --format the data is what "
-            f"--root, --images, --annotations and --names say"
+            "--root, --images, --annotations and --names say",
+            code="options_conflict",
         )
     if not arguments.annotations and arguments.format != "folder":
-        raise ConfigError(f"--annotations is missing: format {arguments.format} needs it")
+        raise ConfigError(
+            f"--annotations is missing: format {arguments.format} needs it", code="option_missing"
+        )
     root = "." if arguments.root is None else arguments.root
     if not Path(root).is_dir():
-        raise ConfigError(f"--root {root}: is not a folder; set --root DIR")
+        raise ConfigError(
+            "is not a folder", code="folder_not_found", where=f"--root {root}", fix="set --root DIR"
+        )
     part = SplitConfig(
         images="images" if arguments.images is None else arguments.images,
         annotations=arguments.annotations or "",

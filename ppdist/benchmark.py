@@ -167,8 +167,11 @@ def _require_same_joining(variants: Mapping[str, "ExperimentConfig"]) -> None:
             of_both = [attrgetter(key)(each) for each in (first, config)]
             if of_both[0] != of_both[1]:
                 raise ConfigError(
-                    f"{key}: {of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: ranks "
-                    f"settle it once, when they join; measure the two in runs of their own"
+                    f"{of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: ranks "
+                    "settle it once, when they join",
+                    code="variants_not_comparable",
+                    where=key,
+                    fix="measure the two in runs of their own",
                 )
 
 
@@ -240,6 +243,8 @@ def require_detector(config: "ExperimentConfig", what: str) -> None:
     """Raises: ConfigError: the model is a classifier."""
     if config.data.classifies:
         raise ConfigError(
-            f"model.name: {config.model.name} is a classifier, but {what} is measured of detectors "
-            "alone; of classifiers train and loader are"
+            f"{config.model.name} is a classifier, but {what} is measured of detectors alone; of "
+            "classifiers train and loader are",
+            code="needs_detector",
+            where="model.name",
         )

@@ -49,7 +49,9 @@ def compare(folder: Path) -> list[Row]:
     for file in (truth, results):
         if not file.is_file():
             raise DataError(
-                f"--reference: {file} does not exist; expected the example of the COCO API"
+                f"{file} does not exist; expected the example of the COCO API",
+                code="file_not_found",
+                where="--reference",
             )
     dataset = settle(read_coco(folder, truth, Strictly(), everything=False), "clip")
     ours = evaluate_boxes(dataset, _rows(results, dataset))
@@ -72,7 +74,9 @@ def _rows(results: Path, dataset: DetectionSet) -> np.ndarray:
             rows.append([*place, result["score"], x, y, x + width, y + height])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{results}: not a COCO result file of {dataset.source}: {error!r}"
+            f"not a COCO result file of {dataset.source}: {error!r}",
+            code="not_coco_results",
+            where=str(results),
         ) from error
     return np.array(rows, np.float64).reshape(-1, 7)
 

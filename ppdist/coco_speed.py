@@ -33,7 +33,9 @@ def measure_coco(*, images: int, detections: int, classes: int, repeats: int) ->
     """
     if importlib.util.find_spec("pycocotools") is None:
         raise UserError(
-            "pycocotools, with which this compares, is missing; pip install ppdist[dev]"
+            "pycocotools, with which this compares, is missing",
+            code="package_missing",
+            fix="pip install ppdist[dev]",
         )
     dataset, rows_R7 = made_up(images=images, detections=detections, classes=classes, seed=0)
     truth = truth_of(dataset)

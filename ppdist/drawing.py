@@ -165,8 +165,10 @@ def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
     height, width = image_HW3.shape[:2]
     if max(height, width) > _JPEG_PIXELS:
         raise UserError(
-            f"{path}: cannot be written: a picture of {width} x {height} pixels; expected at most "
-            f"{_JPEG_PIXELS} across and down, which is all that a JPEG has room for"
+            f"cannot be written: a picture of {width} x {height} pixels; expected at most "
+            f"{_JPEG_PIXELS} across and down, which is all that a JPEG has room for",
+            code="picture_too_large",
+            where=str(path),
         )
     image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
     _, encoded = cv2.imencode(".jpg", image_bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])

@@ -252,25 +252,34 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
     step = spec.input.size_multiple
     if height % step or width % step:
         raise ExportError(
-            f"image size {height}x{width}: height and width must be multiples of {step}; "
-            "set model.image_size"
+            f"height and width must be multiples of {step}",
+            code="image_size_not_multiple",
+            where=f"image size {height}x{width}",
+            fix="set model.image_size",
         )
     if len(spec.class_names) != model.num_classes:
         raise ExportError(
-            f"{len(spec.class_names)} class names for a model of {model.num_classes} classes; "
-            "give the names of the classes the model was trained on"
+            f"{len(spec.class_names)} class names for a model of {model.num_classes} classes",
+            code="class_names_count",
+            fix="give the names of the classes the model was trained on",
         )
     for name in spec.class_names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ExportError(
-                f"class name {name!r} holds half a character (a lone surrogate), and no file can; "
-                "correct it in the annotations or give --class-names"
+                f"class name {name!r} holds half a character (a lone surrogate), and no file can",
+                code="class_name_unwritable",
+                fix="correct it in the annotations or give --class-names",
             )
     for key, value in model.state_dict().items():
         if value.dtype in (paddle.float16, paddle.bfloat16):
-            raise ExportError(f"{key} is {value.dtype}: export the float32 weights")
+            raise ExportError(
+                f"{key} is {value.dtype}: export the float32 weights", code="weights_not_float32"
+            )
         if not bool(paddle.isfinite(value).all()):
-            raise ExportError(f"{key} holds values that are not finite; these weights are broken")
+            raise ExportError(
+                f"{key} holds values that are not finite; these weights are broken",
+                code="weights_not_finite",
+            )
 
 
 def _complete(
@@ -324,8 +333,10 @@ def _draft_of(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()
     if directory.exists() and not _replaceable(directory):
         raise ExportError(
-            f"{directory}: is there already and is not an export (no {SPEC_FILE}); "
-            "choose another --out or remove it"
+            f"is there already and is not an export (no {SPEC_FILE})",
+            code="out_not_ours",
+            where=str(directory),
+            fix="choose another --out or remove it",
         )
     draft = directory.with_name(f".{directory.name}.{os.getpid()}")
     old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
@@ -336,7 +347,9 @@ def _draft_of(directory: Path) -> Iterator[Path]:
             directory.rename(old)
         draft.rename(directory)
     except OSError as error:
-        raise ExportError(f"{directory}: cannot write the export: {error}") from error
+        raise ExportError(
+            f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if old.exists() and not directory.exists():

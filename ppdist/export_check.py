@@ -109,7 +109,9 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
         try:
             graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn))
         except _PADDLE_ERRORS as error:
-            raise ExportError(f"{backend} cannot load the exported model: {error}") from error
+            raise ExportError(
+                f"{backend} cannot load the exported model: {error}", code="runtime_load_failed"
+            ) from error
     return graphs
 
 
@@ -135,7 +137,8 @@ def compare_raw(
             differ += f", boxes by up to {found.box:.3g} px (allowed {BOX_TOLERANCE:g})"
         raise ExportError(
             f"{backend} does not compute what the model computes, it differs in {differ}; "
-            "nothing was kept"
+            "nothing was kept",
+            code="export_differs",
         )
     return largest_of(list(each.values()))
 
@@ -174,7 +177,9 @@ def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarra
     try:
         return graph(images_B3HW)
     except Exception as error:  # those of ONNX Runtime share no narrower base
-        raise ExportError(f"{backend} cannot run the exported model: {error}") from error
+        raise ExportError(
+            f"{backend} cannot run the exported model: {error}", code="runtime_failed"
+        ) from error
 
 
 def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
@@ -184,11 +189,14 @@ def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
     """
     shapes = [[list(part.shape) for part in side] for side in (got, true)]
     if shapes[0] != shapes[1]:
-        raise ExportError(f"{where} gives outputs of the shapes {shapes[0]}, eager of {shapes[1]}")
+        raise ExportError(
+            f"{where} gives outputs of the shapes {shapes[0]}, eager of {shapes[1]}",
+            code="export_differs",
+        )
     score = float(np.abs(got[0] - true[0]).max())
     box = float(_apart(got[1], true[1]).max()) if len(true) > 1 else None
     if not np.isfinite([score, box or 0.0]).all():
-        raise ExportError(f"{where} gives numbers that are not finite")
+        raise ExportError(f"{where} gives numbers that are not finite", code="export_differs")
     return Agreement(score, box, boxes=0 if box is None else true[1].shape[0] * true[1].shape[1])
 
 
@@ -204,8 +212,10 @@ def kept_differences(
     fit = len(count_B) == batch and count_B.sum() == len(rows_R6)
     if not fit or not np.isin(rows_R6[:, 0], np.arange(classes)).all():
         raise ExportError(
-            f"{where}: {len(rows_R6)} rows with the counts {count_B.tolist()} are not what "
-            f"suppression leaves of {batch} images and {classes} classes"
+            f"{len(rows_R6)} rows with the counts {count_B.tolist()} are not what suppression "
+            f"leaves of {batch} images and {classes} classes",
+            code="export_differs",
+            where=where,
         )
     with paddle.no_grad():
         expected = suppress(paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms)
@@ -214,8 +224,10 @@ def kept_differences(
         strange = unexplained_rows(got_R6, true_R6, nms, image_raw)
         if strange:
             raise ExportError(
-                f"{where}: {strange} of {len(got_R6)} boxes after the non-maximum suppression in "
-                f"the graph are not those of eager ({len(true_R6)})"
+                f"{strange} of {len(got_R6)} boxes after the non-maximum suppression in the "
+                f"graph are not those of eager ({len(true_R6)})",
+                code="export_differs",
+                where=where,
             )
         pairs_P2 = _partners(got_R6, true_R6)
         one, other = got_R6[pairs_P2[:, 0]], true_R6[pairs_P2[:, 1]]

@@ -124,7 +124,9 @@ def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> N
             static = paddle.jit.to_static(model, input_spec=[images], backend=None, full_graph=True)
             paddle.jit.save(static, str(directory / "model"))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ExportError(f"Paddle cannot make a static graph of this model: {error}") from error
+        raise ExportError(
+            f"Paddle cannot make a static graph of this model: {error}", code="no_static_graph"
+        ) from error
 
 
 def require_onnx(int8: bool) -> None:
@@ -135,7 +137,8 @@ def require_onnx(int8: bool) -> None:
     if missing:
         raise ExportError(
             f"ONNX export needs {', '.join(missing)}: pip install 'ppdist[onnx]', or leave onnx "
-            "out of --format"
+            "out of --format",
+            code="package_missing",
         )
 
 
@@ -149,8 +152,10 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
     need, free = 2 * os.path.getsize(weights), shutil.disk_usage(file.parent).free
     if free < need:
         raise ExportError(
-            f"the disk of --out has {free / 1e6:.0f} MB left, but making the ONNX model takes "
-            f"{need / 1e6:.0f} MB; make room or choose another --out"
+            f"the disk of --out has {free / 1e6:.0f} MB left, but making the ONNX model "
+            f"takes {need / 1e6:.0f} MB",
+            code="disk_full",
+            fix="make room or choose another --out",
         )
     command = [sys.executable, "-c", _CONVERT, program, weights, str(file), str(ONNX_OPSET)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -161,12 +166,15 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ExportError(
-            f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended"
+            f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended",
+            code="conversion_timeout",
         ) from None
     if done.returncode or not file.is_file():
         raise ExportError(
-            f"paddle2onnx cannot convert this model: {_reason(done.stdout + done.stderr)} "
-            f"(it ended with {done.returncode}); leave onnx out of --format"
+            f"paddle2onnx cannot convert this model: {_reason(done.stdout + done.stderr)} (it "
+            f"ended with {done.returncode})",
+            code="conversion_failed",
+            fix="leave onnx out of --format",
         )
     _tidy(file, outputs)
 
@@ -194,7 +202,9 @@ def _tidy(file: Path, outputs: Sequence[str]) -> None:
     try:
         onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its exceptions share no narrower base
-        raise ExportError(f"ONNX Runtime cannot load the exported model: {error}") from error
+        raise ExportError(
+            f"ONNX Runtime cannot load the exported model: {error}", code="runtime_load_failed"
+        ) from error
     model = onnx.load(str(file))
     standard = [opset for opset in model.opset_import if not opset.domain]
     del model.opset_import[:]  # it names domains of its own, which no node is of

@@ -242,5 +242,9 @@ def write_table(document: Path, text: str) -> None:
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"{document}: expected a line {BEGIN} and below it a line {END}")
+        raise ConfigError(
+            f"expected a line {BEGIN} and below it a line {END}",
+            code="document_marks_missing",
+            where=str(document),
+        )
     document.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

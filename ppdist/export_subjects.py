@@ -104,7 +104,11 @@ def trained(
 def require_known(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in MODELS]
     if unknown:
-        raise ConfigError(f"--models {unknown[0]}: expected some of {', '.join(MODELS)}")
+        raise ConfigError(
+            f"expected some of {', '.join(MODELS)}",
+            code="option_invalid",
+            where=f"--models {unknown[0]}",
+        )
 
 
 def images_of(folder: Path | None) -> list[np.ndarray]:
@@ -117,7 +121,7 @@ def images_of(folder: Path | None) -> list[np.ndarray]:
         return [picture for picture, *_ in scenes]
     files = sorted(file for file in folder.glob("*") if is_image_name(file.name))
     if not files:
-        raise DataError(f"--images {folder}: no image in this folder")
+        raise DataError("no image in this folder", code="no_images", where=f"--images {folder}")
     return [read_image(file) for file in files[:IMAGES]]
 
 

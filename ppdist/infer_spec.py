@@ -197,7 +197,9 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
     if given and given != config.model.num_classes:
         raise ConfigError(
             f"data.class_names has {given} names but model.num_classes is "
-            f"{config.model.num_classes}; give a name for each class of the model"
+            f"{config.model.num_classes}",
+            code="class_names_count",
+            fix="give a name for each class of the model",
         )
     shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
@@ -220,8 +222,10 @@ def read_spec(directory: Path) -> InferenceSpec:
     file = directory / SPEC_FILE
     if not file.is_file():
         raise ExportError(
-            f"{directory}: no {SPEC_FILE} here, so this is not an exported model; "
-            f"make one with tools/export.py -c CONFIG -w WEIGHTS --out {directory}"
+            f"no {SPEC_FILE} here, so this is not an exported model",
+            code="not_an_export",
+            where=str(directory),
+            fix=f"make one with tools/export.py -c CONFIG -w WEIGHTS --out {directory}",
         )
     return parse_config(file, (), InferenceSpec)
 

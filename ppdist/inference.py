@@ -24,14 +24,19 @@ def load_all_weights(model: ImageModel, path: Path) -> None:
     report = load_weights(model, path)
     if report.copied:
         raise WeightsError(
-            f"{path}: {report.copied[0]}: that starts a training, it has not learned "
-            f"to predict without suppression; give the config these weights were trained with"
+            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
+            "suppression",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
         )
     fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
     if fresh:
         raise WeightsError(
-            f"{path}: holds no values for {len(fresh)} tensors ({fresh[0]}, ...): "
-            f"{report.reason}; give the config these weights were trained with"
+            f"holds no values for {len(fresh)} tensors ({fresh[0]}, ...): {report.reason}",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
         )
 
 
@@ -86,18 +91,33 @@ def open_exported(
     """
     spec = read_spec(directory)
     if spec.task != task:
-        raise ExportError(f"{directory}: made to {spec.task}, not to {task}; take another export")
+        raise ExportError(
+            f"made to {spec.task}, not to {task}",
+            code="export_of_other_task",
+            where=str(directory),
+            fix="take another export",
+        )
     form, name, remedy = {
         ("paddle", False): (spec.paddle, "Paddle", "--format paddle"),
         ("onnx", False): (spec.onnx, "ONNX", "--format onnx"),
         ("onnx", True): (spec.onnx_int8, "int8 ONNX", "--format onnx --int8"),
     }[options.backend, options.precision == "int8"]
     if form is None:
-        raise ExportError(f"{directory}: holds no {name} model; export with {remedy}")
+        raise ExportError(
+            f"holds no {name} model",
+            code="export_lacks_format",
+            where=str(directory),
+            fix=f"export with {remedy}",
+        )
     files = [directory / name for name in form.files]
     for file in files:
         if not file.is_file():
-            raise ExportError(f"{file}: named by {SPEC_FILE} but not there; export again")
+            raise ExportError(
+                f"named by {SPEC_FILE} but not there",
+                code="export_incomplete",
+                where=str(file),
+                fix="export again",
+            )
     if options.backend == "onnx":
         return spec, form, OnnxGraph(files[0], options)
     return spec, form, PaddleGraph(files[0], files[1], options)

@@ -34,10 +34,16 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
     known = IMAGE_SUFFIXES + VIDEO_SUFFIXES
     if source.is_file():
         if source.suffix.lower() not in known:
-            raise DataError(f"{source}: neither an image nor a video ({_listed(known)})")
+            raise DataError(
+                f"neither an image nor a video ({_listed(known)})",
+                code="not_a_picture",
+                where=str(source),
+            )
         return [source]
     if not source.is_dir():
-        raise DataError(f"{source}: no such image, folder or video")
+        raise DataError(
+            "no such image, folder or video", code="source_not_found", where=str(source)
+        )
     excluded = leave_out.resolve() if leave_out else None
     found = [
         file
@@ -48,7 +54,11 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         and (excluded is None or excluded not in file.resolve().parents)
     ]
     if not found:
-        raise DataError(f"{source}: no image or video in this folder ({_listed(known)})")
+        raise DataError(
+            f"no image or video in this folder ({_listed(known)})",
+            code="no_images",
+            where=str(source),
+        )
     return found
 
 
@@ -76,7 +86,12 @@ def _video_path(file: Path) -> str:
     try:
         return str(file).encode().decode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{file}: OpenCV wants UTF-8 in a video's path; rename it") from error
+        raise DataError(
+            "OpenCV wants UTF-8 in a video's path",
+            code="path_not_utf8",
+            where=str(file),
+            fix="rename it",
+        ) from error
 
 
 def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[Frame]:
@@ -146,7 +161,9 @@ class PictureWriter:
         # cv2.imwrite crashes on a name that is not UTF-8.
         done, content = cv2.imencode(self._target.suffix, image_bgr)
         if not done:
-            raise DataError(f"{self._target}: this format cannot hold the image")
+            raise DataError(
+                "this format cannot hold the image", code="picture_format", where=str(self._target)
+            )
         with writing(self._target):
             self._target.write_bytes(content.tobytes())
 
@@ -158,7 +175,9 @@ class PictureWriter:
         codec = cv2.VideoWriter.fourcc(*"mp4v")
         video = cv2.VideoWriter(_video_path(self._target), codec, rate, (width, height))
         if not video.isOpened():
-            raise DataError(f"{self._target}: this OpenCV cannot write videos")
+            raise DataError(
+                "this OpenCV cannot write videos", code="video_unwritable", where=str(self._target)
+            )
         return video
 
 

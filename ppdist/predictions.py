@@ -169,13 +169,17 @@ def require_own_folder(out: Path, source: Path) -> None:
     above = folder.parents if source.is_dir() else ()
     if out.resolve() in (folder, *above):
         raise ConfigError(
-            f"--out {out}: the pictures of --source are there, or below, and could be overwritten; "
-            "choose another folder"
+            "the pictures of --source are there, or below, and could be overwritten",
+            code="out_holds_source",
+            where=f"--out {out}",
+            fix="choose another folder",
         )
     inside = source.is_dir() and source.resolve() in out.resolve().parents
     ours = any((out / kind.file_name).is_file() for kind in (Objects, Classes))
     if inside and not ours and out.is_dir() and any(out.iterdir()):
         raise ConfigError(
-            f"--out {out}: lies in --source and holds files that are no results of this tool; "
-            "choose another folder, or empty it"
+            "lies in --source and holds files that are no results of this tool",
+            code="out_not_ours",
+            where=f"--out {out}",
+            fix="choose another folder, or empty it",
         )

@@ -63,7 +63,9 @@ def quantize_onnx(
     except UserError:  # a picture
         raise
     except Exception as error:  # its exceptions share no narrower base
-        raise ExportError(f"ONNX Runtime cannot quantise this model: {error}") from error
+        raise ExportError(
+            f"ONNX Runtime cannot quantise this model: {error}", code="quantise_failed"
+        ) from error
 
 
 def last_convolutions(graph: "onnx.GraphProto") -> list[str]:

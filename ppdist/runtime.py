@@ -130,14 +130,16 @@ class OnnxGraph:
             import onnxruntime
         except ImportError as error:
             raise ExportError(
-                f"{file} needs ONNX Runtime: pip install onnxruntime (on a card: onnxruntime-gpu)"
+                f"{file} needs ONNX Runtime: pip install onnxruntime (on a card: onnxruntime-gpu)",
+                code="package_missing",
             ) from error
         providers = _providers(options)
         wanted, there = providers[0][0], onnxruntime.get_available_providers()
         if wanted not in there:
             raise ExportError(
-                f"this ONNX Runtime has no {wanted}, only {', '.join(there)}; on a card it takes "
-                "onnxruntime-gpu, which replaces onnxruntime"
+                f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
+                code="package_build",
+                fix="on a card it takes onnxruntime-gpu, which replaces onnxruntime",
             )
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 3  # its warnings about unused constants are noise here
@@ -148,7 +150,9 @@ class OnnxGraph:
         try:
             self._session = onnxruntime.InferenceSession(str(file), settings, providers=providers)
         except Exception as error:  # its exceptions share no narrower base
-            raise ExportError(f"ONNX Runtime cannot load {file}: {error}") from error
+            raise ExportError(
+                f"ONNX Runtime cannot load {file}: {error}", code="runtime_load_failed"
+            ) from error
         self.input_name = self._session.get_inputs()[0].name
         self.output_names = tuple(output.name for output in self._session.get_outputs())
 

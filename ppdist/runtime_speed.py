@@ -54,7 +54,11 @@ def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
         if len(images) == IMAGES:
             break
     if not images:
-        raise DataError(f"{dataset.records[0].path}: neither this nor another image can be read")
+        raise DataError(
+            "neither this nor another image can be read",
+            code="no_good_image",
+            where=str(dataset.records[0].path),
+        )
     return images
 
 

@@ -89,8 +89,10 @@ def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample | None) -
         found = SampleSection(images=len(sample.dataset.records), mAP_eager=sample.mAP, mAP=reached)
         if name != "onnx_int8" and abs(reached - sample.mAP) > MAP_TOLERANCE:
             raise ExportError(
-                f"{section.files[0]}: mAP {reached:.4f} on {found.images} validation images, "
-                f"eager {sample.mAP:.4f}; nothing was kept"
+                f"mAP {reached:.4f} on {found.images} validation images, eager {sample.mAP:.4f}; "
+                "nothing was kept",
+                code="export_differs",
+                where=str(section.files[0]),
             )
         changed[name] = section.model_copy(update={"sample": found})
     return spec.model_copy(update=changed)

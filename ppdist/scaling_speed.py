@@ -185,6 +185,7 @@ def launch(
         if done.returncode not in verdicts or not file.exists():
             raise LaunchError(
                 f"the run on {count} processes ended with exit code {done.returncode}: "
-                f"{' '.join(command)}"
+                f"{' '.join(command)}",
+                code="run_failed",
             )
         return json.loads(file.read_text(encoding="utf-8"))

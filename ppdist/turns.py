@@ -120,7 +120,9 @@ class Group:
             time.sleep(_LOOK_SECONDS)
         for command, code in zip(self.commands, self.codes):
             if code:
-                raise LaunchError(f"a run ended with exit code {code}: {' '.join(command)}")
+                raise LaunchError(
+                    f"a run ended with exit code {code}: {' '.join(command)}", code="run_failed"
+                )
         return None not in self.codes
 
     def end(self) -> None:

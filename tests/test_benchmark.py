@@ -287,8 +287,9 @@ def test_scaling_compares_within_rounds_and_tells_the_machine_from_communication
 
 def test_a_failed_run_of_scaling_is_an_error_with_its_command():
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train"):
+    with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train") as error:
         launch(fails, ["benchmark.py", "train"], 2, environment=os.environ)
+    assert error.value.code == "run_failed"
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,11 @@ def test_a_jpeg_has_the_colours_of_the_image_and_refusals_are_the_users_error(tm
     assert np.abs(read_HW3 - (200, 30, 90)).max() < 12
     with pytest.raises(UserError, match="it is a folder"):
         write_jpeg(tmp_path / "new", grey())
-    with pytest.raises(UserError, match="a picture of 2 x 65501 pixels; expected at most 65500"):
+    with pytest.raises(
+        UserError, match="a picture of 2 x 65501 pixels; expected at most 65500"
+    ) as error:
         write_jpeg(tmp_path / "tall.jpg", np.zeros((65501, 2, 3), np.uint8))
+    assert error.value.code == "picture_too_large"
 
 
 def test_classes_without_room_are_left_out_but_never_the_surest():

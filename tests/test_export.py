@@ -192,6 +192,7 @@ def test_a_file_that_computes_something_else_is_refused_and_an_older_export_stay
     kept = {file.name: file.read_bytes() for file in directory.iterdir()}
     with pytest.raises(ExportError) as error:
         export_detector(tiny_model(OtherWhenStatic), directory, tiny_spec())
+    assert error.value.code == "export_differs"
     message = str(error.value)
     assert "Paddle Inference with oneDNN does not compute what the model computes" in message
     assert "boxes by up to 4 px (allowed 0.05); nothing was kept" in message
@@ -201,23 +202,33 @@ def test_a_file_that_computes_something_else_is_refused_and_an_older_export_stay
 
 def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
-    with pytest.raises(ExportError, match="is there already and is not an export"):
+    with pytest.raises(ExportError, match="is there already and is not an export") as error:
         export_detector(model, tmp_path, tiny_spec())
+    assert error.value.code == "out_not_ours"
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "code", "message"),
     [
-        (tiny_spec(size=(64, 90)), "image size 64x90: height and width must be multiples of 32"),
-        (tiny_spec(class_names=("one", "two")), "2 class names for a model of 3 classes"),
+        (
+            tiny_spec(size=(64, 90)),
+            "image_size_not_multiple",
+            "image size 64x90: height and width must be multiples of 32",
+        ),
+        (
+            tiny_spec(class_names=("one", "two")),
+            "class_names_count",
+            "2 class names for a model of 3 classes",
+        ),
     ],
 )
 def test_a_description_that_does_not_fit_the_model_is_refused(
-    tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, message: str
+    tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, code: str, message: str
 ) -> None:
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=message) as error:
         export_detector(model, tmp_path / "model", spec)
+    assert error.value.code == code
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,19 +236,26 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     model = tiny_model()
     key, value = next(iter(model.state_dict().items()))
     value.set_value(paddle.full_like(value, float("nan")))
-    with pytest.raises(ExportError, match=f"{key} holds values that are not finite"):
+    with pytest.raises(ExportError, match=f"{key} holds values that are not finite") as error:
         export_detector(model, tmp_path / "model", tiny_spec())
+    assert error.value.code == "weights_not_finite"
 
 
 def test_a_folder_without_infer_yml_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"no infer\.yml here, so this is not an exported model"):
+    with pytest.raises(
+        ExportError, match=r"no infer\.yml here, so this is not an exported model"
+    ) as error:
         ExportedPredictor(tmp_path)
+    assert error.value.code == "not_an_export"
 
 
 def test_a_missing_weight_file_is_named(tmp_path: Path, with_nms: Path) -> None:
     (tmp_path / "infer.yml").write_bytes((with_nms / "infer.yml").read_bytes())
-    with pytest.raises(ExportError, match=r"model\.json: named by infer\.yml but not there"):
+    with pytest.raises(
+        ExportError, match=r"model\.json: named by infer\.yml but not there"
+    ) as error:
         ExportedPredictor(tmp_path)
+    assert error.value.code == "export_incomplete"
 
 
 ROWS = np.array(
@@ -323,8 +341,9 @@ def test_another_suppression_is_not_explained_by_ties(change: dict[str, Any]) ->
     assert (found.score, found.box, found.boxes, found.ties) == (0, 0, len(kept(nms)[0]), 0)
     rows_R6, _ = kept(nms.model_copy(update=change))
     assert unexplained_rows(rows_R6, kept(nms)[0], nms, (raw[0][0], raw[1][0])) >= 10
-    with pytest.raises(ExportError, match="are not those of eager"):
+    with pytest.raises(ExportError, match="are not those of eager") as error:
         kept_differences(kept(nms.model_copy(update=change)), raw, nms, "Paddle")
+    assert error.value.code == "export_differs"
 
 
 def test_numbers_that_are_not_finite_or_of_another_shape_are_no_agreement() -> None:
@@ -337,13 +356,18 @@ def test_numbers_that_are_not_finite_or_of_another_shape_are_no_agreement() -> N
         pytest.approx(0.02)
     )
     assert raw_differences(true[:1], true[:1], "it").box is None
-    with pytest.raises(ExportError, match="it gives numbers that are not finite"):
+    with pytest.raises(ExportError, match="it gives numbers that are not finite") as error:
         raw_differences((true[0], moved * np.nan), true, "it")
-    with pytest.raises(ExportError, match="it gives outputs of the shapes"):
+    assert error.value.code == "export_differs"
+    with pytest.raises(ExportError, match="it gives outputs of the shapes") as error:
         raw_differences((true[0][:, :1], true[1]), true, "it")
+    assert error.value.code == "export_differs"
 
 
 def test_half_a_character_in_a_class_name_is_refused(tmp_path: Path, model: PPYOLOE) -> None:
     spec = tiny_spec(class_names=("red", "gr\ud800en", "blue"))
-    with pytest.raises(ExportError, match=r"class name 'gr\\ud800en' holds half a character"):
+    with pytest.raises(
+        ExportError, match=r"class name 'gr\\ud800en' holds half a character"
+    ) as error:
         export_detector(model, tmp_path / "model", spec)
+    assert error.value.code == "class_name_unwritable"

@@ -117,6 +117,7 @@ class OtherWhenStatic(YOLOv5Classifier):
 def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError) as error:
         export_classifier(tiny_classifier(OtherWhenStatic), tmp_path / "model", classifier_spec())
+    assert error.value.code == "export_differs"
     assert "does not compute what the model computes, it differs in probabilities by up to" in (
         str(error.value)
     )
@@ -151,8 +152,11 @@ def test_a_json_reader_and_a_yaml_reader_find_the_same_in_infer_yml(tmp_path: Pa
 
 
 def test_an_export_is_only_used_for_its_task(exported: Path, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="made to classify, not to detect; take another export"):
+    with pytest.raises(
+        ExportError, match="made to classify, not to detect; take another export"
+    ) as error:
         ExportedPredictor(exported)
+    assert error.value.code == "export_of_other_task"
     spec = read_spec(exported)
     assert spec.paddle is not None and spec.paddle.max_box_error is None
     text = (exported / "infer.yml").read_text(encoding="utf-8")

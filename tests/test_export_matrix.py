@@ -81,8 +81,9 @@ def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     assert "| m | random | onnx | any | 3e-06 | 0.0002 | 7 boxes |  | 1.2 | ok |" in text
     assert "FAILED: no kernel" in text and "old" not in text
     document.write_text("no marks")
-    with pytest.raises(ConfigError, match="expected a line"):
+    with pytest.raises(ConfigError, match="expected a line") as error:
         matrix.write_table(document, "")
+    assert error.value.code == "document_marks_missing"
 
 
 def test_docs_deploy_has_the_marks_of_the_table() -> None:
@@ -96,8 +97,9 @@ def test_every_model_of_the_matrix_has_its_configuration() -> None:
 
 
 def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no image in this folder"):
+    with pytest.raises(DataError, match="no image in this folder") as error:
         images_of(tmp_path)
+    assert error.value.code == "no_images"
     assert len(images_of(None)) == 20
 
 

@@ -187,6 +187,7 @@ def test_without_its_packages_onnx_says_what_to_install(
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
     with pytest.raises(ExportError) as error:
         export_detector(tiny_model(), tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
+    assert error.value.code == "package_missing"
     assert str(error.value) == (
         "ONNX export needs paddle2onnx, onnx, onnxruntime: pip install 'ppdist[onnx]', or leave "
         "onnx out of --format"
@@ -196,8 +197,9 @@ def test_without_its_packages_onnx_says_what_to_install(
 def test_int8_needs_one_more_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_graph, "find_spec", lambda name: name != "ml_dtypes" or None)
     export_graph.require_onnx(int8=False)
-    with pytest.raises(ExportError, match="ONNX export needs ml_dtypes: pip install"):
+    with pytest.raises(ExportError, match="ONNX export needs ml_dtypes: pip install") as error:
         export_graph.require_onnx(int8=True)
+    assert error.value.code == "package_missing"
 
 
 def test_a_full_disk_is_noticed_before_the_converter_is_blamed(
@@ -208,8 +210,9 @@ def test_a_full_disk_is_noticed_before_the_converter_is_blamed(
         export_graph.shutil, "disk_usage", lambda path: SimpleNamespace(free=3_000_000)
     )
     message = "the disk of --out has 3 MB left, but making the ONNX model takes 4 MB; make room"
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=message) as error:
         export_graph.convert_to_onnx(tmp_path, tmp_path / "model.onnx", ["scores", "boxes"])
+    assert error.value.code == "disk_full"
 
 
 STOPPED = """
@@ -279,5 +282,7 @@ def test_a_converter_that_fails_is_an_error(
     (tmp_path / "model.pdiparams").write_bytes(b"weights")
     if "sleep" in converter_does:
         monkeypatch.setattr(export_graph, "CONVERSION_SECONDS", 2)
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=message) as error:
         export_graph.convert_to_onnx(tmp_path, tmp_path / "model.onnx", ["scores", "boxes"])
+    hangs = "sleep" in converter_does
+    assert error.value.code == ("conversion_timeout" if hangs else "conversion_failed")

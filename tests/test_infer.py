@@ -189,9 +189,12 @@ def test_a_source_without_one_readable_image_is_an_error(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     source = project / "photos" / "broken.jpg"
-    with pytest.raises(DataError, match=r"broken\.jpg: no image or video there could be read"):
+    with pytest.raises(
+        DataError, match=r"broken\.jpg: no image or video there could be read"
+    ) as error:
         call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
                    "--source", source, "--out", tmp_path / "out")  # fmt: skip
+    assert error.value.code == "no_good_image"
     assert "broken.jpg" in capsys.readouterr().err
 
 
@@ -208,20 +211,23 @@ def test_results_may_lie_beside_the_pictures_where_nothing_of_others_is(tmp_path
     out = tmp_path / "out"
     require_own_folder(out, tmp_path)
     (out / "more").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="choose another folder, or empty it"):
+    with pytest.raises(ConfigError, match="choose another folder, or empty it") as error:
         require_own_folder(out, tmp_path)
+    assert error.value.code == "out_not_ours"
     require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
     (out / "detections.json").touch()
     require_own_folder(out, tmp_path)
     for taken in (out, tmp_path):
-        with pytest.raises(ConfigError, match="could be overwritten"):
+        with pytest.raises(ConfigError, match="could be overwritten") as error:
             require_own_folder(taken, out)
+        assert error.value.code == "out_holds_source"
 
 
 def test_weights_of_another_class_count_are_refused(project: Path) -> None:
     other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
-    with pytest.raises(WeightsError, match="holds no values for 6 tensors"):
+    with pytest.raises(WeightsError, match="holds no values for 6 tensors") as error:
         load_all_weights(other, project / "weights.npz")
+    assert error.value.code == "weights_of_other_config"
 
 
 def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project: Path) -> None:
@@ -261,6 +267,7 @@ def test_class_names_of_another_count_than_the_model_has_are_refused(
     config = load_config(project / "cfg.yml", overrides)
     with pytest.raises(ConfigError) as error:
         describe(config, validation_set(config, lambda text: None))
+    assert error.value.code == "class_names_count"
     assert str(error.value) == (
         "data.class_names has 2 names but model.num_classes is 3; give a name for each class of "
         "the model"

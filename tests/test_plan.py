@@ -276,8 +276,11 @@ def test_known_communication_is_taken_off_before_the_fit():
 
 @pytest.mark.parametrize("rows", [[], [Row(1, 8, 0.0)], [Row(2, 8, 0.1, known=0.2)]])
 def test_rows_that_measured_nothing_are_refused(rows):
-    with pytest.raises(ConfigError, match="the step cannot be fitted: expected rows of cards"):
+    with pytest.raises(
+        ConfigError, match="the step cannot be fitted: expected rows of cards"
+    ) as error:
         fit(rows)
+    assert error.value.code == "rows_do_not_fit"
 
 
 # Files
@@ -324,18 +327,28 @@ def test_benchmark_files_become_rows_and_rates(tmp_path):
 
 def test_files_that_are_no_benchmark_are_named(tmp_path):
     wrong = write(tmp_path, "infer", "infer", {})
-    with pytest.raises(ConfigError, match=r"infer.json: what: found 'infer', expected train, scal"):
+    with pytest.raises(
+        ConfigError, match=r"infer.json: what: found 'infer', expected train, scal"
+    ) as error:
         read_benchmarks([wrong])
+    assert error.value.code == "not_a_benchmark"
     torn = write(tmp_path, "torn", "train", {"variants": {}})
     with pytest.raises(
         ConfigError, match=r"torn.json: is not a report of tools/benchmark.py train"
-    ):
+    ) as error:
         read_benchmarks([torn])
+    assert error.value.code == "not_a_benchmark"
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"list.json: expected a JSON object, found list"):
+    with pytest.raises(
+        ConfigError, match=r"list.json: expected a JSON object, found list"
+    ) as error:
         read_benchmarks([tmp_path / "list.json"])
-    with pytest.raises(ConfigError, match=r"none.json: cannot be read as JSON: .*No such file"):
+    assert error.value.code == "not_json"
+    with pytest.raises(
+        ConfigError, match=r"none.json: cannot be read as JSON: .*No such file"
+    ) as error:
         read_benchmarks([tmp_path / "none.json"])
+    assert error.value.code == "not_json"
 
 
 def test_a_doctor_file_is_a_link_inside_a_host_or_between_hosts(tmp_path):
@@ -353,8 +366,11 @@ def test_a_doctor_file_is_a_link_inside_a_host_or_between_hosts(tmp_path):
         path.write_text(json.dumps({**ring, "hosts": hosts, "links": links}))
         assert read_links(path) == expected
     path.write_text(json.dumps({"latency_seconds": None, "bandwidth_bytes_per_second": None}))
-    with pytest.raises(ConfigError, match=r"doctor.json: is not a report of tools/doctor.py"):
+    with pytest.raises(
+        ConfigError, match=r"doctor.json: is not a report of tools/doctor.py"
+    ) as error:
         read_links(path)
+    assert error.value.code == "not_a_doctor_report"
 
 
 # Published measurements

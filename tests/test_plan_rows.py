@@ -67,8 +67,11 @@ def test_a_row_that_is_missed_is_named():
 
 
 def test_a_row_faster_than_its_all_reduce_could_be_is_refused():
-    with pytest.raises(ConfigError, match=r"8x8=300 ms \(of these .* is a link, --parameters or"):
+    with pytest.raises(
+        ConfigError, match=r"8x8=300 ms \(of these .* is a link, --parameters or"
+    ) as error:
         ask("--rows", "8x8=300", "--cards", 8, "--parameters", 500, "--inside-gbytes", 1)
+    assert error.value.code == "rows_do_not_fit"
 
 
 def scaling(folder, ranks, device="cpu"):
@@ -94,8 +97,11 @@ def test_cpu_ranks_are_joined_by_the_link_that_their_own_all_reduce_was_measured
     assert step.network == pytest.approx(0.041)
     assert step.seconds == pytest.approx(0.637)
     assert any(line.startswith("inside a host 0.771 GB/s") for line in asked.assumed)
-    with pytest.raises(ConfigError, match="measured on CPUs, none of them on several: how fast"):
+    with pytest.raises(
+        ConfigError, match="measured on CPUs, none of them on several: how fast"
+    ) as error:
         ask("--benchmark", scaling(tmp_path, (1,)), "--cards", 2)
+    assert error.value.code == "option_missing"
     ask("--benchmark", scaling(tmp_path, (1,)), "--cards", 2, "--inside-gbytes", 1)
     ask("--benchmark", scaling(tmp_path, (1,), "gpu:0"), "--cards", 2)
 
@@ -120,8 +126,9 @@ def test_what_was_given_is_not_listed_as_assumed():
     ],
 )
 def test_what_only_the_user_knows_is_asked_for(words, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         ask(*words, "--cards", 1)
+    assert error.value.code == "option_missing"
 
 
 JOB = Job(

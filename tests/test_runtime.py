@@ -125,16 +125,21 @@ def test_an_onnx_runtime_without_a_card_or_with_a_broken_file_says_so(tmp_path: 
     pytest.importorskip("onnxruntime")
     file = tmp_path / "model.onnx"
     file.write_bytes(b"no model")
-    with pytest.raises(ExportError, match=r"ONNX Runtime cannot load .*model\.onnx"):
+    with pytest.raises(ExportError, match=r"ONNX Runtime cannot load .*model\.onnx") as error:
         OnnxGraph(file, RuntimeOptions(backend="onnx"))
-    with pytest.raises(ExportError, match=r"has no CUDAExecutionProvider.*onnxruntime-gpu"):
+    assert error.value.code == "runtime_load_failed"
+    with pytest.raises(
+        ExportError, match=r"has no CUDAExecutionProvider.*onnxruntime-gpu"
+    ) as error:
         OnnxGraph(file, RuntimeOptions(backend="onnx", device="gpu"))
+    assert error.value.code == "package_build"
 
 
 def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ExportError, match=r"needs ONNX Runtime: pip install onnxruntime"):
+    with pytest.raises(ExportError, match=r"needs ONNX Runtime: pip install onnxruntime") as error:
         OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="onnx"))
+    assert error.value.code == "package_missing"
 
 
 def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -> None:
@@ -144,8 +149,9 @@ def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -
         ({"backend": "onnx"}, "no ONNX model; export with --format onnx$"),
         ({"backend": "onnx", "precision": "int8"}, "no int8 ONNX .* --format onnx --int8$"),
     ):
-        with pytest.raises(ExportError, match=message):
+        with pytest.raises(ExportError, match=message) as error:
             ExportedPredictor(tmp_path, RuntimeOptions(**options))
+        assert error.value.code == "export_lacks_format"
 
 
 def test_a_graph_that_takes_normalised_pixels_gets_them() -> None:
@@ -213,9 +219,10 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
 
 
 def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image"):
+    with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image") as error:
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
         pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
+    assert error.value.code == "no_good_image"
 
 
 @pytest.mark.parametrize("backend", ["paddle", "onnx"])

@@ -66,15 +66,19 @@ def test_a_program_that_fails_ends_all_groups(tmp_path):
     place.mkdir()
     sleeps = group(tmp_path / "1", place, code=SLEEP)
     fails = group(tmp_path / "2", place, code="wait(); raise SystemExit(3)")
-    with pytest.raises(LaunchError, match=r"(?s)a run ended with exit code 3: .*SystemExit"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)a run ended with exit code 3: .*SystemExit"
+    ) as error:
         take_turns([fails, sleeps], 0.1)
+    assert error.value.code == "run_failed"
     assert fails.codes == [3] and sleeps.codes == [-signal.SIGTERM]
     assert not alive(place)
 
 
 def test_a_program_that_fails_before_its_first_turn_is_no_hang(tmp_path):
-    with pytest.raises(LaunchError, match="exit code 4"):
+    with pytest.raises(LaunchError, match="exit code 4") as error:
         take_turns([group(tmp_path / "1", "", code="raise SystemExit(4)")], 0.1)
+    assert error.value.code == "run_failed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

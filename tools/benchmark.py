@@ -130,7 +130,9 @@ def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
     if config.data.classifies:
         raise errors.ConfigError(
             f"--synthetic draws objects for detectors, but model.name: {config.model.name} is a "
-            "classifier; leave it out and set data.root"
+            "classifier",
+            code="needs_detector",
+            fix="leave it out and set data.root",
         )
     images = arguments.synthetic
     make_shapes(root, train=images, val=max(1, images // 2), size=256, seed=0)

@@ -116,10 +116,16 @@ def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
     factors = factors_of(arguments, len(models) + len(arguments.detections))
     if models and arguments.config:
-        raise errors.ConfigError("-c is for --detections alone: the set is that of the models")
+        raise errors.ConfigError(
+            "-c is for --detections alone: the set is that of the models", code="options_conflict"
+        )
     viewed = arguments.flip or arguments.scales != (1.0,) or arguments.view_iou is not None
     if not models and viewed:
-        raise errors.ConfigError("--flip, --scales and --view-iou are for --model; leave them out")
+        raise errors.ConfigError(
+            "--flip, --scales and --view-iou are for --model",
+            code="options_conflict",
+            fix="leave them out",
+        )
     from ppdist import dist
     from ppdist.config import load_config
     from ppdist.data.limit import limits
@@ -189,19 +195,24 @@ def split_model(text: str) -> tuple[str, Path]:
     config, colon, weights = text.partition(":")
     if not (config and colon and weights):
         raise errors.ConfigError(
-            f"--model {text}: expected CONFIG:WEIGHTS, such as cfg.yml:output/cfg/checkpoints/best"
+            "expected CONFIG:WEIGHTS, such as cfg.yml:output/cfg/checkpoints/best",
+            code="option_invalid",
+            where=f"--model {text}",
         )
     return config, Path(weights)
 
 
 def factors_of(arguments: argparse.Namespace, members: int) -> list[float]:
     if not members:
-        raise errors.ConfigError("give --model CONFIG:WEIGHTS or --detections FILE, or several")
+        raise errors.ConfigError(
+            "give --model CONFIG:WEIGHTS or --detections FILE, or several", code="option_missing"
+        )
     factors = arguments.factors or [1.0] * members
     if len(factors) != members or not all(0 < factor < float("inf") for factor in factors):
         raise errors.ConfigError(
-            f"--factors {' '.join(f'{factor:g}' for factor in factors)}: expected a number above "
-            f"0 for each of the {members} models and files"
+            f"expected a number above 0 for each of the {members} models and files",
+            code="option_invalid",
+            where=f"--factors {' '.join(f'{factor:g}' for factor in factors)}",
         )
     return factors
 

@@ -73,7 +73,9 @@ def main() -> int:
     config = load_config(arguments.config, arguments.override)
     if config.data.classifies and (arguments.without_nms or arguments.accuracy is not None):
         raise errors.ConfigError(
-            "--without-nms and --accuracy are for boxes, and a classifier has none; leave them out"
+            "--without-nms and --accuracy are for boxes, and a classifier has none",
+            code="options_conflict",
+            fix="leave them out",
         )
     dist.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -111,11 +113,19 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
     wanted = [word.strip() for word in arguments.format.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
     if unknown:
-        raise errors.ConfigError(f"--format: {unknown[0]!r}: expected one of {', '.join(FORMATS)}")
+        raise errors.ConfigError(
+            f"{unknown[0]!r}: expected one of {', '.join(FORMATS)}",
+            code="option_invalid",
+            where="--format",
+        )
     if arguments.int8 and "onnx" not in wanted:
-        raise errors.ConfigError("--int8 is a form of the ONNX model; add --format onnx")
+        raise errors.ConfigError(
+            "--int8 is a form of the ONNX model", code="option_missing", fix="add --format onnx"
+        )
     if arguments.calibration is not None and not arguments.int8:
-        raise errors.ConfigError("--calibration is for --int8; add it or leave both out")
+        raise errors.ConfigError(
+            "--calibration is for --int8", code="option_missing", fix="add it or leave both out"
+        )
     return [name for name in FORMATS if name in wanted]
 
 
@@ -153,7 +163,9 @@ def calibration_of(
     records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, warn)
     if not records:
         raise errors.DataError(
-            f"--int8: {dataset.source}: no image of the training set is readable"
+            "no image of the training set is readable",
+            code="no_good_image",
+            where=f"--int8: {dataset.source}",
         )
     return Pictures(records, spec)
 

@@ -47,7 +47,9 @@ def main() -> int:
     from ppdist.predictions import require_own_folder
 
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
-        raise errors.ConfigError(f"--threshold {arguments.threshold:g}: expected 0..1")
+        raise errors.ConfigError(
+            "expected 0..1", code="option_invalid", where=f"--threshold {arguments.threshold:g}"
+        )
     require_own_folder(arguments.out, arguments.source)
     sources = find_sources(arguments.source, leave_out=arguments.out)
     report = of_config(arguments) if arguments.model is None else of_export(arguments)
@@ -61,7 +63,11 @@ def main() -> int:
     if report.unreadable:
         warn(f"{report.unreadable} of {len(sources)} files could not be read")
     if not report.images:
-        raise errors.DataError(f"{arguments.source}: no image or video there could be read")
+        raise errors.DataError(
+            "no image or video there could be read",
+            code="no_good_image",
+            where=str(arguments.source),
+        )
     written = report.write()
     print(f"{report.total()}; pictures and {written.name} in {arguments.out}")
     return 0
@@ -70,12 +76,18 @@ def main() -> int:
 def of_config(arguments: argparse.Namespace) -> "Report":
     """What to do with the answers of the eager model."""
     if not arguments.config or not arguments.weights:
-        raise errors.ConfigError("give -c CONFIG and -w WEIGHTS, or --model DIR (an export)")
+        raise errors.ConfigError(
+            "give -c CONFIG and -w WEIGHTS, or --model DIR (an export)", code="option_missing"
+        )
     if arguments.backend or arguments.int8:
-        raise errors.ConfigError("--backend and --int8 are for --model, an exported model")
+        raise errors.ConfigError(
+            "--backend and --int8 are for --model, an exported model", code="options_conflict"
+        )
     if arguments.threads is not None:
         raise errors.ConfigError(
-            "--threads is for --model; without it the environment variable OMP_NUM_THREADS counts"
+            "--threads is for --model",
+            code="options_conflict",
+            fix="without it the environment variable OMP_NUM_THREADS counts",
         )
     from ppdist import dist
     from ppdist.classification import EagerClassifier
@@ -101,13 +113,19 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     """What to do with the answers of an exported model."""
     if arguments.config or arguments.weights or arguments.override:
         raise errors.ConfigError(
-            "--model takes everything from its infer.yml; leave out -c, -w and -o"
+            "--model takes everything from its infer.yml",
+            code="options_conflict",
+            fix="leave out -c, -w and -o",
         )
     threads = 1 if arguments.threads is None else arguments.threads
     if threads < 1:
-        raise errors.ConfigError(f"--threads {threads}: expected 1 or more")
+        raise errors.ConfigError(
+            "expected 1 or more", code="option_invalid", where=f"--threads {threads}"
+        )
     if arguments.int8 and arguments.backend == "paddle":
-        raise errors.ConfigError("--int8 is an ONNX file: leave out --backend paddle")
+        raise errors.ConfigError(
+            "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
+        )
     from ppdist import dist
     from ppdist.classification import ExportedClassifier
     from ppdist.infer_spec import read_spec
@@ -134,7 +152,9 @@ def of_export(arguments: argparse.Namespace) -> "Report":
 def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
     if classifies and arguments.threshold is not None:
         raise errors.ConfigError(
-            "--threshold is for boxes, and a classifier has none; leave it out"
+            "--threshold is for boxes, and a classifier has none",
+            code="options_conflict",
+            fix="leave it out",
         )
     return THRESHOLD if arguments.threshold is None else arguments.threshold
 

@@ -143,7 +143,7 @@ def require_optuna() -> None:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
         raise errors.ConfigError(
-            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'"
+            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
         ) from error
 
 

@@ -147,7 +147,7 @@ def parity(arguments: argparse.Namespace) -> int:
         f"measurements within tolerance, {len(unclear)} files not understood"
     )
     if unclear and not missed:
-        raise errors.DataError("\n".join(unclear))
+        raise errors.DataError("\n".join(unclear), code="reference_invalid")
     return 0 if verdict == "PASS" else 1
 
 
@@ -173,7 +173,9 @@ def export(arguments: argparse.Namespace) -> int:
         name, _, run = item.partition("=")
         if not (Path(run) / "config.yml").is_file():
             raise errors.ConfigError(
-                f"--weights {item}: expected NAME=DIR, DIR with config.yml and checkpoints/best"
+                "expected NAME=DIR, DIR with config.yml and checkpoints/best",
+                code="option_invalid",
+                where=f"--weights {item}",
             )
         runs[name] = Path(run)
     models = [name for name in MODELS if name not in runs]

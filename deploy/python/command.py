@@ -137,3 +137,7 @@ def require_own_folder(out: Path, source: Path) -> None:
             f"--out {out}: lies in --source and holds files that are no results of this program; "
             "choose another folder, or empty it"
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ beside it, it is a command, too:
 import importlib.util
 import json
 import math
-import sys
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -380,7 +380,5 @@ def _require_image(image_HW3: np.ndarray, position: int) -> None:
         )
 
 
-if __name__ == "__main__":
-    from command import main
-
-    sys.exit(main())
+if __name__ == "__main__":  # command.py imports this module: run it as a program, beside this one
+    runpy.run_path(str(Path(__file__).with_name("command.py")), run_name="__main__")

@@ -30,14 +30,23 @@ def fuse_class(method: str, iou: float | None, sigma: float | None) -> FuseClass
     """
     if method == "soft-nms-gaussian":
         if iou is not None:
-            raise ConfigError("--iou: soft-nms-gaussian has none; give --sigma")
+            raise ConfigError(
+                "soft-nms-gaussian has none",
+                code="options_conflict",
+                where="--iou",
+                fix="give --sigma",
+            )
         sigma = SIGMA if sigma is None else sigma
         if not 0 < sigma < float("inf"):
-            raise ConfigError(f"--sigma {sigma:g}: expected a number above 0")
+            raise ConfigError(
+                "expected a number above 0", code="option_invalid", where=f"--sigma {sigma:g}"
+            )
         keeps = functools.partial(fusion.gaussian, sigma=sigma)
         return functools.partial(fusion.soft_suppression, keeps=keeps)
     if sigma is not None:
-        raise ConfigError(f"--sigma is for soft-nms-gaussian; {method} takes --iou")
+        raise ConfigError(
+            "--sigma is for soft-nms-gaussian", code="options_conflict", fix=f"{method} takes --iou"
+        )
     iou = IOU[method] if iou is None else iou
     if method == "soft-nms-linear":
         keeps = functools.partial(fusion.linear, iou=iou)
@@ -74,7 +83,12 @@ def read_all(
     sets: list[DetectionSet] = []
     for file, config in zip(files, configs):
         if config.data.classifies:
-            raise ConfigError(f"{file}: a classifier has no boxes; give detectors")
+            raise ConfigError(
+                "a classifier has no boxes",
+                code="needs_detector",
+                where=str(file),
+                fix="give detectors",
+            )
         if config.data != configs[0].data or not sets:  # of the same data: read once
             sets.append(read_split(config.data, "val", config.model.num_classes))
             require_same_images(files[0], sets[0], file, sets[-1])

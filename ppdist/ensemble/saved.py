@@ -41,7 +41,9 @@ def read_saved(path: Path) -> Saved:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+        raise DataError(
+            f"cannot be read as JSON: {error}", code="not_json", where=str(path)
+        ) from error
     entries, names = content, {}
     if isinstance(content, dict):
         entries = content.get("annotations")
@@ -52,8 +54,10 @@ def read_saved(path: Path) -> Saved:
         }
     if not isinstance(entries, list):
         raise DataError(
-            f"{path}: expected a list of detections as tools/eval.py --save-detections and "
-            f"tools/infer.py write it"
+            "expected a list of detections as tools/eval.py --save-detections and "
+            "tools/infer.py write it",
+            code="not_detections",
+            where=str(path),
         )
     for place, entry in enumerate(entries):
         _require_detection(path, place, entry)
@@ -80,7 +84,11 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
         isinstance(each, int | float) and math.isfinite(each) for each in numbers
     )
     if not good or not 0 <= entry["score"] <= 1:
-        raise DataError(f"{path}: detection {place}: found {str(entry)[:150]}; {_EXPECTED}")
+        raise DataError(
+            f"found {str(entry)[:150]}; {_EXPECTED}",
+            code="not_detections",
+            where=f"{path}: detection {place}",
+        )
 
 
 def set_of(files: Sequence[Saved]) -> DetectionSet:
@@ -93,8 +101,10 @@ def set_of(files: Sequence[Saved]) -> DetectionSet:
         for image, name in each.names.items():
             if names.setdefault(image, name) != name:
                 raise DataError(
-                    f"{each.path}: image {image} is {name!r} here and {names[image]!r} in another "
-                    f"file; give detections of the same images"
+                    f"image {image} is {name!r} here and {names[image]!r} in another file",
+                    code="detections_of_other_images",
+                    where=str(each.path),
+                    fix="give detections of the same images",
                 )
     images = np.unique(np.concatenate([each.image_R for each in files]))
     categories = np.unique(np.concatenate([each.category_R for each in files]))
@@ -133,8 +143,10 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
         if len(unknown):
             first = int(unknown[0])
             raise DataError(
-                f"{saved.path}: detection {first}: {what} {id_R[first]} is not in "
-                f"{dataset.source}; give detections of this set ({len(unknown)} are not)"
+                f"{what} {id_R[first]} is not in {dataset.source}",
+                code="detections_of_other_images",
+                where=f"{saved.path}: detection {first}",
+                fix=f"give detections of this set ({len(unknown)} are not)",
             )
     columns = [position_R, label_R, saved.score_R]
     rows_R7 = np.concatenate([np.stack(columns, axis=1), saved.box_R4], axis=1).astype(np.float32)

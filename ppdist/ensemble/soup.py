@@ -40,9 +40,13 @@ class Soup:
         other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
         for key in sorted(other - set(self.sums)):
             raise WeightsError(
-                f"{path}: {key} is not that of {self.paths[0]}, and cannot be averaged; give "
-                f"checkpoints of one run, or of runs that started alike (of YOLOv5: with the same "
-                f"model.anchors)"
+                f"{key} is not that of {self.paths[0]}, and cannot be averaged",
+                code="weights_not_alike",
+                where=str(path),
+                fix=(
+                    "give checkpoints of one run, or of runs that started alike (of YOLOv5: "
+                    "with the same model.anchors)"
+                ),
             )
         return Soup(
             (*self.paths, path),
@@ -82,12 +86,21 @@ def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
 def require_different(paths: Sequence[Path]) -> None:
     """Raises: ConfigError: fewer than two files, or one of them twice, perhaps through a link."""
     if len(paths) < 2:
-        raise ConfigError(f"--weights: {len(paths)} given, expected two or more to average")
+        raise ConfigError(
+            f"{len(paths)} given, expected two or more to average",
+            code="weights_too_few",
+            where="--weights",
+        )
     seen: dict[Path, Path] = {}
     for path in paths:
         earlier = seen.setdefault(checkpoint_of(path).resolve(), path)
         if earlier is not path:
-            raise ConfigError(f"--weights: {path} is the same as {earlier}; leave one out")
+            raise ConfigError(
+                f"{path} is the same as {earlier}",
+                code="weights_repeated",
+                where="--weights",
+                fix="leave one out",
+            )
 
 
 def uniform(model: ImageModel, paths: Sequence[Path]) -> Soup:

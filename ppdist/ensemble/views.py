@@ -52,9 +52,12 @@ def sizes_of(
         height, width = (max(1, round(side * scale / multiple)) * multiple for side in image_size)
         if (height, width) in sizes:
             raise ConfigError(
-                f"--scales: {sizes[height, width]:g} and {scale:g} of {image_size[0]}x"
-                f"{image_size[1]} are both {height}x{width} pixels (sides are multiples of "
-                f"{multiple}) and would count twice; leave one out"
+                f"{sizes[height, width]:g} and {scale:g} of {image_size[0]}x{image_size[1]} are "
+                f"both {height}x{width} pixels (sides are multiples of {multiple}) and would "
+                "count twice",
+                code="scales_repeated",
+                where="--scales",
+                fix="leave one out",
             )
         sizes[height, width] = scale
     return list(sizes)
@@ -95,15 +98,20 @@ def require_same_images(first: str, one: DetectionSet, second: str, other: Detec
     the same images in the same order, with the same classes."""
     if one.class_names != other.class_names:
         raise DataError(
-            f"{first} and {second}: cannot be fused: the classes are {', '.join(one.class_names)} "
-            f"and {', '.join(other.class_names)}; give models of the same classes in the same order"
+            f"cannot be fused: the classes are {', '.join(one.class_names)} and "
+            f"{', '.join(other.class_names)}",
+            code="models_of_other_classes",
+            where=f"{first} and {second}",
+            fix="give models of the same classes in the same order",
         )
     names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
     if names[0] != names[1]:
         counts = " and ".join(f"{len(each)} images" for each in names)
         raise DataError(
-            f"{first} and {second}: the validation sets differ ({one.source} and {other.source}, "
-            f"{counts}); give both the same with -o data.root=... data.val.annotations=..."
+            f"the validation sets differ ({one.source} and {other.source}, {counts})",
+            code="validation_sets_differ",
+            where=f"{first} and {second}",
+            fix="give both the same with -o data.root=... data.val.annotations=...",
         )
 
 

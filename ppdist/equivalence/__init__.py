@@ -72,8 +72,9 @@ def require_comparable(config: "ExperimentConfig") -> None:
         reasons.append("distributed.gradient_rank=null (what is left out comes late)")
     if reasons:
         raise ConfigError(
-            f"here many ranks differ from one by design; to compare the rest, add -o with "
-            f"{' and '.join(reasons)}"
+            "here many ranks differ from one by design",
+            code="differs_by_design",
+            fix=f"to compare the rest, add -o with {' and '.join(reasons)}",
         )
 
 
@@ -125,7 +126,8 @@ def _alone(command: Sequence[str], ranks: Trace, job: Report) -> Report:
         if done.returncode:
             raise LaunchError(
                 f"the run of one rank ended with exit code {done.returncode}, what it said is "
-                f"above: {' '.join(whole)}"
+                f"above: {' '.join(whole)}",
+                code="run_failed",
             )
         return json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
 

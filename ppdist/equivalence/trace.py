@@ -142,11 +142,15 @@ def comparable_steps(derived: Derived, sync_bn: bool) -> int:
         return derived.total_steps
     if derived.steps_per_epoch == 1:
         raise ConfigError(
-            f"with train.sync_bn: true one rank cannot have the batch of this run: an epoch of "
+            "with train.sync_bn: true one rank cannot have the batch of this run: an epoch of "
             f"{derived.dataset_size} images is one step of less than the total batch of "
-            f"{derived.total_batch} ({derived.world} ranks x {derived.batch_size_per_card} images "
-            f"x {derived.accumulate_steps} micro-steps); lower train.batch_size_per_card or "
-            f"train.accumulate_steps until an epoch has a whole step"
+            f"{derived.total_batch} ({derived.world} ranks x {derived.batch_size_per_card} "
+            f"images x {derived.accumulate_steps} micro-steps)",
+            code="epoch_shorter_than_step",
+            fix=(
+                "lower train.batch_size_per_card or train.accumulate_steps until an epoch has "
+                "a whole step"
+            ),
         )
     return min(derived.total_steps, derived.steps_per_epoch - 1)
 

@@ -52,15 +52,25 @@ def frozen_keys(model: nn.Layer, what: Freeze) -> frozenset[str]:
         backbone = [name for name in stages if name.startswith("backbone")]
         if what > len(backbone):
             raise ConfigError(
-                f"train.freeze: {what}: the backbone of this model has {len(backbone)} stages "
-                f"({', '.join(backbone)}); to freeze more than it, give the beginnings of keys, "
-                f"such as [backbone, {next(n for n in stages if n not in backbone)}]"
+                f"{what}: the backbone of this model has {len(backbone)} stages "
+                f"({', '.join(backbone)})",
+                code="freeze_too_many_stages",
+                where="train.freeze",
+                fix=(
+                    "to freeze more than it, give the beginnings of keys, such as [backbone, "
+                    f"{next(n for n in stages if n not in backbone)}]"
+                ),
             )
         frozen = frozenset(key for name in backbone[:what] for key in stages[name])
     else:
         frozen = frozenset(key for prefix in what for key in _beginning_with(prefix, keys))
     if all(key in frozen for key, each in model.named_parameters() if not each.stop_gradient):
-        raise ConfigError("train.freeze: nothing is left to train; freeze less")
+        raise ConfigError(
+            "nothing is left to train",
+            code="freeze_leaves_nothing",
+            where="train.freeze",
+            fix="freeze less",
+        )
     return frozen
 
 
@@ -78,8 +88,10 @@ def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
         after = inside
     choices = dict.fromkeys(key.removeprefix(known).split(".")[0] for key in after)
     raise ConfigError(
-        f"train.freeze: no weight of this model has a key that begins with {prefix!r}; expected "
-        f"{known or 'one of '}{'{' if known else ''}{', '.join(choices)}{'}' if known else ''}"
+        f"no weight of this model has a key that begins with {prefix!r}; expected "
+        f"{known or 'one of '}{'{' if known else ''}{', '.join(choices)}{'}' if known else ''}",
+        code="freeze_unknown_key",
+        where="train.freeze",
     )
 
 

@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 80
 
 
 class NotSupportedError(ValueError):
-    """The file is sound, and what it holds cannot be used here."""
+    """The file is sound, and its arrays are of a type that cannot be used here."""
 
 
 def shown(text: str) -> str:
@@ -154,8 +154,10 @@ class _Machine:
         for count, (opcode, arg, _) in enumerate(pickletools.genops(stream)):
             if count > MAX_OPERATIONS:
                 raise WeightsError(
-                    f"{self._path}: refused: more than {MAX_OPERATIONS} pickle operations, and "
-                    f"a weight file needs some thousands"
+                    f"refused: more than {MAX_OPERATIONS} pickle operations, and a weight file "
+                    "needs some thousands",
+                    code="weights_unsafe",
+                    where=str(self._path),
                 )
             if opcode.name == "STOP":
                 break
@@ -312,9 +314,13 @@ class _Machine:
     def _describe_call(self, maker: Any, args: Any) -> None:
         if not isinstance(maker, Name) or maker not in _CALLS:
             raise WeightsError(
-                f"{self._path}: refused: it asks to run {describe(maker)}, and a weight file needs "
-                f"arrays only; do not use this file unless you trust it; if you do, load it where "
-                f"it was made and keep its arrays alone: {_remedy(self._path)}"
+                f"refused: it asks to run {describe(maker)}, and a weight file needs arrays only",
+                code="weights_unsafe",
+                where=str(self._path),
+                fix=(
+                    "do not use this file unless you trust it; if you do, load it where it was "
+                    f"made and keep its arrays alone: {_remedy(self._path)}"
+                ),
             )
         if maker in _RECONSTRUCTORS and isinstance(args[0], Name):  # objects in protocols 0 and 1
             maker, args = args[0], ()

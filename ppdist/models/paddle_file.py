@@ -88,9 +88,7 @@ def _dtype(value: object) -> np.dtype:
         if code in _TYPES and order in tuple("<>|="):
             return np.dtype(f"{order}{code}")
         if isinstance(code, str):
-            raise NotSupportedError(
-                f"arrays of type {shown(code)} are not supported; convert them to float32"
-            )
+            raise NotSupportedError(f"arrays of type {shown(code)} are not supported")
     raise ValueError(f"an array of type {describe(value)}")
 
 

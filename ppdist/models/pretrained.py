@@ -82,9 +82,11 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
         prefix += _PART + more
     if not matched:
         raise WeightsError(
-            f"{path}: none of its {len(arrays)} entries belongs to this model; the file has "
+            f"none of its {len(arrays)} entries belongs to this model; the file has "
             f"{_some(arrays)}, the model expects {_some(shapes)}; is it a weight file of another "
-            f"architecture?"
+            "architecture?",
+            code="weights_of_other_architecture",
+            where=str(path),
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _copy_twins(model, matched, shapes)
@@ -252,19 +254,26 @@ def _refuse_other_designs(
             continue
         if any(f"{norm}weight" in (ours, official[ours]) for ours in matched):
             raise WeightsError(
-                f"{path}: {shown(key)} stands beside a batch norm, and this model's convolution "
-                f"has no bias there; the file is of another architecture"
+                f"{shown(key)} stands beside a batch norm, and this model's convolution has no "
+                "bias there; the file is of another architecture",
+                code="weights_of_other_architecture",
+                where=str(path),
             )
         raise WeightsError(
-            f"{path}: its batch norms are folded into the convolutions ({shown(key)} is there, "
+            f"its batch norms are folded into the convolutions ({shown(key)} is there, "
             f"{shown(norm)}* is not), as fuse() and exports for inference do, which cannot be "
-            f"undone; give the checkpoint from before that, such as the best.pt of the training"
+            "undone",
+            code="weights_folded",
+            where=str(path),
+            fix="give the checkpoint from before that, such as the best.pt of the training",
         )
     masks = [key for key in ignored if ".proto." in key]
     if masks and not all(key.startswith("backbone.") for key in matched):
         raise WeightsError(
-            f"{path}: a segmentation model ({shown(masks[0])}), whose head predicts masks besides "
-            f"boxes; give the weights of a detector"
+            f"a segmentation model ({shown(masks[0])}), whose head predicts masks besides boxes",
+            code="weights_of_segmentation",
+            where=str(path),
+            fix="give the weights of a detector",
         )
 
 
@@ -273,16 +282,20 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
     numbers = as_numbers(value)
     if dtype.startswith("float") and numbers.dtype.kind != "f":
         raise WeightsError(
-            f"{path}: {key}: holds {numbers.dtype} numbers, expected floating point; of a "
-            f"quantised model give the weights from before"
+            f"holds {numbers.dtype} numbers, expected floating point",
+            code="weights_quantised",
+            where=f"{path}: {key}",
+            fix="of a quantised model give the weights from before",
         )
     with np.errstate(over="ignore"):
         numbers = numbers.astype(dtype)
     broken = int((~np.isfinite(numbers)).sum()) if numbers.dtype.kind == "f" else 0
     if broken:
         raise WeightsError(
-            f"{path}: {key}: {broken} of {numbers.size} values are NaN or infinite; the training "
-            f"went wrong before it was saved, so give an earlier checkpoint"
+            f"{broken} of {numbers.size} values are NaN or infinite",
+            code="weights_not_finite",
+            where=f"{path}: {key}",
+            fix="the training went wrong before it was saved, so give an earlier checkpoint",
         )
     return numbers
 
@@ -308,10 +321,12 @@ def _refuse_misfits(
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightsError(
-            f"{path}: does not fit this model (check model.size and the rest of model:); "
+            "does not fit this model (check model.size and the rest of model:); "
             f"{len(problems)} of {len(shapes)} entries differ:\n  "
             + "\n  ".join(problems[:SHOWN])
-            + more
+            + more,
+            code="weights_shape_mismatch",
+            where=str(path),
         )
 
 

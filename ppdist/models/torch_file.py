@@ -98,9 +98,7 @@ class _Storage:
         _, kind, key, _, count = identity[:5]
         view = identity[5:]
         if not isinstance(kind, Name) or kind.name not in _STORAGES or any(view):
-            raise NotSupportedError(
-                f"numbers of type {describe(kind)} are not supported; convert them to float32"
-            )
+            raise NotSupportedError(f"numbers of type {describe(kind)} are not supported")
         if not isinstance(key, str) or type(count) is not int or count < 0:
             raise ValueError("a storage without a key or a length")
         return _Storage(key, np.dtype(_STORAGES[kind.name]), count)
@@ -112,11 +110,17 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
            and name.endswith("/data.pkl")]  # fmt: skip
     if len(top) != 1:
         raise WeightsError(
-            f"{path}: not a file of torch.save: {len(top)} entries */data.pkl, expected one"
+            f"not a file of torch.save: {len(top)} entries */data.pkl, expected one",
+            code="weights_format",
+            where=str(path),
         )
     if f"{top[0]}/constants.pkl" in entries:
-        raise WeightsError(f"{path}: a TorchScript program, which has no weights to take out; "
-                           f"give the file it was made from")  # fmt: skip
+        raise WeightsError(
+            "a TorchScript program, which has no weights to take out",
+            code="weights_torchscript",
+            where=str(path),
+            fix="give the file it was made from",
+        )
     # Nothing torch writes is compressed, so honest entries take no more than the file.
     listed = archive.infolist()
     if len(entries) < len(listed) or any(
@@ -124,15 +128,25 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
         for info in listed
     ):
         raise WeightsError(
-            f"{path}: refused: an archive with repeated, compressed or encrypted entries, which "
-            f"torch.save does not write; if it was packed again, unpack it and pack it without "
-            f"compression (zip -0 -r)"
+            "refused: an archive with repeated, compressed or encrypted entries, which "
+            "torch.save does not write",
+            code="weights_repacked",
+            where=str(path),
+            fix="if it was packed again, unpack it and pack it without compression (zip -0 -r)",
         )
     if sum(info.file_size for info in listed) > path.stat().st_size:
-        raise WeightsError(f"{path}: refused: its entries claim more bytes than the file has")
+        raise WeightsError(
+            "refused: its entries claim more bytes than the file has",
+            code="weights_unsafe",
+            where=str(path),
+        )
     order = f"{top[0]}/byteorder"
     if order in entries and archive.read(order) != b"little":
-        raise WeightsError(f"{path}: written on a big-endian machine, which is not supported")
+        raise WeightsError(
+            "written on a big-endian machine, which is not supported",
+            code="weights_big_endian",
+            where=str(path),
+        )
 
     def fetch(storage: _Storage) -> bytes:
         return archive.read(entries[f"{top[0]}/data/{storage.key}"])
@@ -145,11 +159,18 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
     stream = BytesIO(data)
     if read_pickle(stream, path) != _LEGACY_MAGIC or read_pickle(stream, path) != _LEGACY_PROTOCOL:
         raise WeightsError(
-            f"{path}: not a file of torch.save; if Paddle wrote it, call it .pdparams"
+            "not a file of torch.save",
+            code="weights_format",
+            where=str(path),
+            fix="if Paddle wrote it, call it .pdparams",
         )
     machine = mapping(read_pickle(stream, path)) or {}
     if machine.get("little_endian") is not True:
-        raise WeightsError(f"{path}: written on a big-endian machine, which is not supported")
+        raise WeightsError(
+            "written on a big-endian machine, which is not supported",
+            code="weights_big_endian",
+            where=str(path),
+        )
     references: list[Reference] = []
     content = read_pickle(stream, path, references)
     keys = read_pickle(stream, path)
@@ -185,16 +206,19 @@ class _Tensors:
             value = Made(maker, args) if isinstance(maker, Name) else None
         if isinstance(value, Made) and value.maker == _NEWER:
             raise NotSupportedError(
-                f"{key}: numbers of type {describe(value.args[6])} are not supported; convert them "
-                f"to float32"
+                f"{key}: numbers of type {describe(value.args[6])} are not supported"
             )
         if not isinstance(value, Made) or value.maker not in _TENSORS:
-            raise WeightsError(f"{self._path}: {key}: expected a tensor, found {describe(value)}")
+            raise WeightsError(
+                f"expected a tensor, found {describe(value)}",
+                code="weights_not_arrays",
+                where=f"{self._path}: {key}",
+            )
         reference, offset, shape, strides = value.args[:4]
         storage = _Storage.of(reference)
         problem = _out_of_bounds(storage.count, offset, shape, strides)
         if problem:
-            raise WeightsError(f"{self._path}: {key}: {problem}")
+            raise WeightsError(problem, code="weights_damaged", where=f"{self._path}: {key}")
         size = storage.dtype.itemsize
         if 0 in shape:
             return np.zeros(shape, storage.dtype)
@@ -209,8 +233,10 @@ class _Tensors:
         numbers = self._fetched[storage.key]
         if len(numbers) < storage.size:
             raise WeightsError(
-                f"{self._path}: {key}: its storage should have {storage.size} bytes and has "
-                f"{len(numbers)}; the file is damaged"
+                f"its storage should have {storage.size} bytes and has {len(numbers)}; the file "
+                "is damaged",
+                code="weights_damaged",
+                where=f"{self._path}: {key}",
             )
         return numbers
 
@@ -285,4 +311,8 @@ def _walk(model: Made, path: Path) -> list[tuple[str, object]]:
             break
     else:
         return found
-    raise WeightsError(f"{path}: refused: its modules contain each other without end")
+    raise WeightsError(
+        "refused: its modules contain each other without end",
+        code="weights_unsafe",
+        where=str(path),
+    )

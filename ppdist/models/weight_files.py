@@ -60,15 +60,19 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     Raises: WeightsError: no such file, of an unknown kind, damaged, refused, or without arrays.
     """
     if not path.exists():
-        raise WeightsError(f"{path}: no such weight file or checkpoint directory")
+        raise WeightsError(
+            "no such weight file or checkpoint directory", code="weights_not_found", where=str(path)
+        )
     if path.is_dir():
         return _read_checkpoint(checkpoint_of(path))
     ending = path.suffix.lower()
     reader = _READERS.get(ending)
     if reader is None:
         raise WeightsError(
-            f"{path}: cannot read weights from {ending or 'a file without an ending'}; "
-            f"expected {', '.join(_READERS)} or a checkpoint directory"
+            f"cannot read weights from {ending or 'a file without an ending'}; expected "
+            f"{', '.join(_READERS)} or a checkpoint directory",
+            code="weights_format",
+            where=str(path),
         )
     try:
         _refuse_known_mistakes(path, ending)
@@ -76,14 +80,27 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     except WeightsError:
         raise
     except NotSupportedError as error:
-        raise WeightsError(f"{path}: {error}") from error
+        raise WeightsError(
+            str(error),
+            code="weights_type_unsupported",
+            where=str(path),
+            fix="convert them to float32",
+        ) from error
     except (
         Exception
     ) as error:  # zip, JSON, numpy and pickle parsers have no list of what they raise
-        raise WeightsError(f"{path}: damaged or not a {ending} file: {_detail(error)}") from error
+        raise WeightsError(
+            f"damaged or not a {ending} file: {_detail(error)}",
+            code="weights_damaged",
+            where=str(path),
+        ) from error
     for key in arrays:
         if len(key) > MAX_KEY_LENGTH or not key.isprintable():
-            raise WeightsError(f"{path}: damaged: an entry is called '{shown(key)}'")
+            raise WeightsError(
+                f"damaged: an entry is called '{shown(key)}'",
+                code="weights_damaged",
+                where=str(path),
+            )
     return arrays
 
 
@@ -91,12 +108,18 @@ def _refuse_known_mistakes(path: Path, ending: str) -> None:
     with path.open("rb") as file:
         start = file.read(32)
     if not start:
-        raise WeightsError(f"{path}: an empty file")
+        raise WeightsError("an empty file", code="weights_damaged", where=str(path))
     for mark, right, meaning in _STARTS:
         if start.startswith(mark) and ending not in right:
-            raise WeightsError(f"{path}: not a {ending} file but {meaning}")
+            raise WeightsError(
+                f"not a {ending} file but {meaning}", code="weights_format", where=str(path)
+            )
     if start[8:10] == b'{"' and ending != ".safetensors":
-        raise WeightsError(f"{path}: not a {ending} file but one of safetensors: name it so")
+        raise WeightsError(
+            f"not a {ending} file but one of safetensors: name it so",
+            code="weights_format",
+            where=str(path),
+        )
 
 
 def _detail(error: Exception) -> str:
@@ -113,7 +136,11 @@ def check_writable(path: Path) -> None:
     Raises: WeightsError: it does not know the ending; UserError: the folder cannot be made.
     """
     if path.suffix.lower() not in _WRITERS:
-        raise WeightsError(f"{path}: cannot write this ending; expected {', '.join(_WRITERS)}")
+        raise WeightsError(
+            f"cannot write this ending; expected {', '.join(_WRITERS)}",
+            code="weights_format",
+            where=str(path),
+        )
     make_parent(path)
 
 
@@ -130,7 +157,9 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise WeightsError(f"{path}: cannot be written: {error}") from error
+        raise WeightsError(
+            f"cannot be written: {error}", code="file_unwritable", where=str(path)
+        ) from error
 
 
 def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
@@ -141,7 +170,10 @@ def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
              or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
     if wrong or len(found) != len(expected):
         raise WeightsError(
-            f"{path}: what was written reads differently: {wrong[:5]}; do not use it"
+            f"what was written reads differently: {wrong[:5]}",
+            code="weights_written_wrong",
+            where=str(path),
+            fix="do not use it",
         )
 
 
@@ -158,8 +190,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     for key, entry in safetensors.deserialize(path.read_bytes()):
         if entry["dtype"] not in _SAFETENSORS:
             raise NotSupportedError(
-                f"{shown(key)}: numbers of type {entry['dtype']} are not supported; convert them "
-                f"to float32"
+                f"{shown(key)}: numbers of type {entry['dtype']} are not supported"
             )
         data = np.frombuffer(entry["data"], _SAFETENSORS[entry["dtype"]])
         arrays[key] = data.reshape(entry["shape"])
@@ -174,12 +205,20 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         if sum(info.compress_size for info in entries) > size:
             raise ValueError("its entries claim more bytes than the file has")
         if claimed > _FREE_INFLATION + _INFLATION * size:
-            raise WeightsError(f"{path}: refused: its entries claim to unpack to {claimed} bytes")
+            raise WeightsError(
+                f"refused: its entries claim to unpack to {claimed} bytes",
+                code="weights_unsafe",
+                where=str(path),
+            )
         found = {info.filename.removesuffix(".npy"): _read_npy(archive, info) for info in entries}
         arrays = {key: array for key, array in found.items() if array is not None}
         if not arrays:
             inside = ", ".join(shown(name) for name in archive.namelist()[:5]) or "nothing"
-            raise WeightsError(f"{path}: expected arrays of numbers; found {inside}")
+            raise WeightsError(
+                f"expected arrays of numbers; found {inside}",
+                code="weights_not_arrays",
+                where=str(path),
+            )
         return arrays
 
 
@@ -234,9 +273,13 @@ def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
     manifest = path / _MANIFEST
     if not manifest.exists():
         raise WeightsError(
-            f"{path}: not a checkpoint: it has no manifest.json, nor checkpoints/ with any; give "
-            f"the output_dir of a run, a directory such as output/NAME/checkpoints/best, or a "
-            f"weight file"
+            "not a checkpoint: it has no manifest.json, nor checkpoints/ with any",
+            code="not_a_checkpoint",
+            where=str(path),
+            fix=(
+                "give the output_dir of a run, a directory such as "
+                "output/NAME/checkpoints/best, or a weight file"
+            ),
         )
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
@@ -244,9 +287,15 @@ def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
         expected = files[file.name]["sha256"]
         found = hashlib.sha256(file.read_bytes()).hexdigest()
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise WeightsError(f"{path}: damaged checkpoint: {error!r}") from error
+        raise WeightsError(
+            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(path)
+        ) from error
     if found != expected:
-        raise WeightsError(f"{file}: damaged: its SHA-256 is not the one in manifest.json")
+        raise WeightsError(
+            "damaged: its SHA-256 is not the one in manifest.json",
+            code="checkpoint_damaged",
+            where=str(file),
+        )
     return read_arrays(file)
 
 

@@ -45,6 +45,8 @@ def nothing_found(path: Path, content: object) -> WeightsError:
     keys = list(mapping(content) or ())
     inside = ", ".join(f"'{shown(key)}'" for key in keys[:5]) or describe(content)
     return WeightsError(
-        f"{path}: no weights in it: expected a state dict, a model, or one of them under "
-        f"{', '.join(WRAPPERS)}; found {inside}"
+        "no weights in it: expected a state dict, a model, or one of them under "
+        f"{', '.join(WRAPPERS)}; found {inside}",
+        code="weights_no_state_dict",
+        where=str(path),
     )

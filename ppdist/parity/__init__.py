@@ -41,7 +41,7 @@ def family_of(name: str) -> ModuleType:
         if family.NAME.fullmatch(name):
             return family
     known = "; ".join(family.NAMES for family in FAMILIES)
-    raise DataError(f"{name!r} is no model known here; expected {known}")
+    raise DataError(f"{name!r} is no model known here; expected {known}", code="unknown_model")
 
 
 def verify(folder: Path, keys: bool = True) -> Iterator[ModelReport]:
@@ -59,7 +59,7 @@ def verify(folder: Path, keys: bool = True) -> Iterator[ModelReport]:
     lists: dict[str, dict[str, list[int]]] = {}
     paths, key_paths = sorted(folder.glob("*.npz")), sorted(folder.glob("*_keys.json"))
     if not paths and not (keys and key_paths):
-        raise DataError(f"{folder}: no reference (.npz) in it")
+        raise DataError("no reference (.npz) in it", code="no_references", where=str(folder))
     for path in key_paths if keys else ():
         try:
             lists |= read_key_list(path)

@@ -54,7 +54,10 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     Raises: DataError: the two have different shapes.
     """
     if got.shape != want.shape:
-        raise DataError(f"expected values of shape {list(got.shape)}, found {list(want.shape)}")
+        raise DataError(
+            f"expected values of shape {list(got.shape)}, found {list(want.shape)}",
+            code="reference_invalid",
+        )
     return float(np.abs(got.astype("float64") - want).max(initial=0.0))
 
 
@@ -98,7 +101,7 @@ def places(values: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     """Indices of a file's samples.  Raises: DataError: of none, which would prove nothing."""
     found = values[key]
     if found.size == 0:
-        raise DataError(f"{key}: expected indices, found none")
+        raise DataError("expected indices, found none", code="reference_invalid", where=key)
     return found
 
 
@@ -155,7 +158,11 @@ def compare_running(
     layer = str(values["bn_after_forward_key"])
     for theirs, end in names.items():
         if f"{layer}.{end}" not in state:
-            raise DataError(f"bn_after_forward_key: the model has no {layer}.{end}")
+            raise DataError(
+                f"the model has no {layer}.{end}",
+                code="reference_invalid",
+                where="bn_after_forward_key",
+            )
         got, want = state[f"{layer}.{end}"].numpy(), values[f"bn_after_forward_{theirs}"]
         apart(got, want)  # the shapes
         with np.errstate(all="ignore"):

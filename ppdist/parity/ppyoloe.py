@@ -226,15 +226,18 @@ def _settings(values: Values) -> dict[str, Any]:
         for key, value in FIXED[section].items():
             if given.get(key, value) != value:
                 raise DataError(
-                    f"config_json: {section}.{key} is {given[key]}; this comparison "
-                    f"knows {value} only"
+                    f"{section}.{key} is {given[key]}; this comparison knows {value} only",
+                    code="reference_setting_unknown",
+                    where="config_json",
                 )
         known = {*(key.split(".")[0] for key in taken), *FIXED[section], *NOTES.get(section, ())}
         unknown = sorted(set(given) - known)
         if unknown:
             raise DataError(
-                f"config_json: {section}.{unknown[0]} is {given[unknown[0]]}; this comparison does "
-                f"not know that setting"
+                f"{section}.{unknown[0]} is {given[unknown[0]]}; this comparison does not know "
+                "that setting",
+                code="reference_setting_unknown",
+                where="config_json",
             )
     return config
 

@@ -32,16 +32,22 @@ class Values(dict[str, np.ndarray]):
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> np.ndarray:
-        raise DataError(f"expected the array {key!r}, which is not in the file")
+        raise DataError(
+            f"expected the array {key!r}, which is not in the file", code="reference_invalid"
+        )
 
     def json(self, key: str) -> dict[str, Any]:
         """The settings stored as text under a key."""
         try:
             settings = json.loads(str(self[key]))
         except json.JSONDecodeError as error:
-            raise DataError(f"{key}: expected JSON, found {str(self[key])[:60]!r}") from error
+            raise DataError(
+                f"expected JSON, found {str(self[key])[:60]!r}", code="reference_invalid", where=key
+            ) from error
         if not isinstance(settings, dict):
-            raise DataError(f"{key}: expected a JSON object, found {settings!r}")
+            raise DataError(
+                f"expected a JSON object, found {settings!r}", code="reference_invalid", where=key
+            )
         return settings
 
     def starting(self, prefix: str) -> bool:
@@ -68,17 +74,25 @@ def read_formulas(folder: Path) -> ModuleType:
     """
     path = folder / FORMULAS
     if not path.is_file():
-        raise DataError(f"{folder}: expected a folder of parity references with {FORMULAS} in it")
+        raise DataError(
+            f"expected a folder of parity references with {FORMULAS} in it",
+            code="no_references",
+            where=str(folder),
+        )
     spec = importlib.util.spec_from_file_location("parity_weights", path)
     assert spec is not None and spec.loader is not None
     formulas = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(formulas)
     except Exception as error:  # the folder's code, not ours
-        raise DataError(f"{path}: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{type(error).__name__}: {error}", code="formulas_invalid", where=str(path)
+        ) from error
     missing = [name for name in NEEDED if not hasattr(formulas, name)]
     if missing:
-        raise DataError(f"{path}: expected it to define {', '.join(missing)}")
+        raise DataError(
+            f"expected it to define {', '.join(missing)}", code="formulas_invalid", where=str(path)
+        )
     return formulas
 
 
@@ -90,13 +104,18 @@ def read_reference(path: Path, formulas: ModuleType) -> Reference:
     try:
         archive = np.load(path, allow_pickle=False)
         if isinstance(archive, np.ndarray):
-            raise DataError("a single array of np.save; expected an .npz, as np.savez writes it")
+            raise DataError(
+                "a single array of np.save; expected an .npz, as np.savez writes it",
+                code="reference_invalid",
+            )
         with archive:
             values = Values({key: archive[key] for key in archive.files})
     except DataError:
         raise
     except Exception as error:  # numpy, zipfile and zlib have no list of what they raise
-        raise DataError(f"expected an .npz of plain arrays: {error}") from error
+        raise DataError(
+            f"expected an .npz of plain arrays: {error}", code="reference_invalid"
+        ) from error
     model = values.json("config_json").get("model") if "config_json" in values else None
     return Reference(str(model or path.stem), values, formulas)
 
@@ -112,7 +131,9 @@ def setting(settings: dict[str, Any], name: str, kind: type) -> Any:
     value: Any = settings
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise DataError(f"settings: expected {name} among them")
+            raise DataError(
+                f"expected {name} among them", code="reference_invalid", where="settings"
+            )
         value = value[part]
     if kind is float:
         fits = type(value) in (int, float) and math.isfinite(value)
@@ -120,7 +141,11 @@ def setting(settings: dict[str, Any], name: str, kind: type) -> Any:
         small = type(value) is int and value < 1
         fits = type(value) is kind and not small
     if not fits:
-        raise DataError(f"settings: {name}: expected {_KINDS[kind]}, found {str(value)[:60]!r}")
+        raise DataError(
+            f"expected {_KINDS[kind]}, found {str(value)[:60]!r}",
+            code="reference_invalid",
+            where=f"settings: {name}",
+        )
     return value
 
 
@@ -132,10 +157,12 @@ def read_key_list(path: Path) -> dict[str, dict[str, list[int]]]:
     try:
         lists = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON: {error}") from error
+        raise DataError(f"expected JSON: {error}", code="not_json", where=str(path)) from error
     shapes = [shapes for shapes in lists.values()] if isinstance(lists, dict) else [None]
     if not all(isinstance(shape, dict) and all(map(_is_shape, shape.values())) for shape in shapes):
-        raise DataError(f"{path}: expected JSON of model -> key -> shape")
+        raise DataError(
+            "expected JSON of model -> key -> shape", code="reference_invalid", where=str(path)
+        )
     return lists
 
 

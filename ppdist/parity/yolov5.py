@@ -60,7 +60,9 @@ def rebuild(reference: Reference) -> YOLOv5:
     predictions = reference.values["pred_xywh_obj_cls"]
     if predictions.ndim != 2 or predictions.shape[1] < 6:
         raise DataError(
-            f"pred_xywh_obj_cls: expected rows of 5 + classes, found {list(predictions.shape)}"
+            f"expected rows of 5 + classes, found {list(predictions.shape)}",
+            code="reference_invalid",
+            where="pred_xywh_obj_cls",
         )
     model = build(reference.model, predictions.shape[1] - 5)
     set_weights(model, reference.formulas)
@@ -153,7 +155,10 @@ def _compare_kept(
 ) -> Iterator[Measurement]:
     stored = [known for key in values if (known := NMS.fullmatch(key))]
     if not stored:
-        raise DataError("expected an array nms_confSCORE_iouIOU_topN, which is not in the file")
+        raise DataError(
+            "expected an array nms_confSCORE_iouIOU_topN, which is not in the file",
+            code="reference_invalid",
+        )
     for known in stored:
         settings = NMSConfig(
             score_threshold=float(known["score"]),
@@ -212,7 +217,9 @@ def _criterion(model: YOLOv5, values: Values) -> YOLOv5Loss:
     for key, value in FIXED.items():
         if settings[key] != value:
             raise DataError(
-                f"hyp_json: {key} is {settings[key]}; this comparison knows {value} only"
+                f"{key} is {settings[key]}; this comparison knows {value} only",
+                code="reference_setting_unknown",
+                where="hyp_json",
             )
     return YOLOv5Loss(
         Gains(box=box, object=objects, classes=classes),

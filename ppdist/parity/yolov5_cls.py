@@ -38,7 +38,11 @@ def rebuild(reference: Reference) -> YOLOv5Classifier:
     """The model of a reference with the weights of the formulas."""
     logits = reference.values["logits"]
     if logits.ndim != 2:
-        raise DataError(f"logits: expected one row per image, found shape {list(logits.shape)}")
+        raise DataError(
+            f"expected one row per image, found shape {list(logits.shape)}",
+            code="reference_invalid",
+            where="logits",
+        )
     model = build(reference.model, logits.shape[1])
     set_weights(model, reference.formulas)
     return model
@@ -81,7 +85,11 @@ def compare_training(model: YOLOv5Classifier, reference: Reference) -> Iterator[
         or not labels.size
         or not ((labels >= 0) & (labels < model.num_classes)).all()
     ):
-        raise DataError(f"train_labels: expected a list of labels 0..{model.num_classes - 1}")
+        raise DataError(
+            f"expected a list of labels 0..{model.num_classes - 1}",
+            code="reference_invalid",
+            where="train_labels",
+        )
     image = formulas.parity_image("unit", len(labels), *TRAIN_SIZE_AND_SEED)
     logits = model(paddle.to_tensor(image))
     criterion = ClassificationLoss.build(ClassificationLossConfig(label_smoothing=0.0), model, 1)

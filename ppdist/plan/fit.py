@@ -69,9 +69,10 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
             for row, off in zip(rows, apart)
         )
         raise ConfigError(
-            "the step cannot be fitted: expected rows of cards, batch per card and seconds above "
-            "those of the network, SyncBN and the fixed cost of several cards, found "
-            f"{found or 'none'}; is a link, --parameters or --parallel-ms not that of these rows?"
+            "the step cannot be fitted: expected rows of cards, batch per card and seconds "
+            "above those of the network, SyncBN and the fixed cost of several cards, found "
+            f"{found or 'none'}; is a link, --parameters or --parallel-ms not that of these rows?",
+            code="rows_do_not_fit",
         )
     told = identifiable(rows)
     given = {"jitter": jitter, "parallel": parallel}

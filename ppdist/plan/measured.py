@@ -68,15 +68,19 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
                 measured.scoring_seconds = max(0.0, float(result["seconds"]) - finding)
             else:
                 raise ConfigError(
-                    f"{path}: what: found {what!r}, expected train, scaling, loader or eval: a "
-                    f"file of {_EXPECTED['train']}"
+                    f"found {what!r}, expected train, scaling, loader or eval: a file of "
+                    f"{_EXPECTED['train']}",
+                    code="not_a_benchmark",
+                    where=f"{path}: what",
                 )
         except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{path}: is not a report of tools/benchmark.py {what}: {error!r}; write it again "
-                "with this version"
+                f"is not a report of tools/benchmark.py {what}: {error!r}",
+                code="not_a_benchmark",
+                where=str(path),
+                fix="write it again with this version",
             ) from error
     return measured
 
@@ -122,8 +126,10 @@ def read_links(path: Path) -> tuple[Link | None, Link | None]:
         return inside, ring
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}: is not a report of {_EXPECTED['doctor']} on two ranks or more: {error!r}; "
-            "expected hosts, links, latency_seconds and bandwidth_bytes_per_second"
+            f"is not a report of {_EXPECTED['doctor']} on two ranks or more: {error!r}; expected "
+            "hosts, links, latency_seconds and bandwidth_bytes_per_second",
+            code="not_a_doctor_report",
+            where=str(path),
         ) from error
 
 
@@ -131,7 +137,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+        raise ConfigError(
+            f"cannot be read as JSON: {error}", code="not_json", where=str(path)
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise ConfigError(
+            f"expected a JSON object, found {type(content).__name__}",
+            code="not_json",
+            where=str(path),
+        )
     return content

@@ -165,8 +165,12 @@ def fit_rows(measured: Measured, rows: Sequence[Row]) -> Fit:
 def _all_rows(measured: Measured, rows: Sequence[Row]) -> list[Row]:
     if not measured.rows and not rows:
         raise ConfigError(
-            "no step was measured; give --benchmark FILE (tools/benchmark.py train -c cfg.yml "
-            "--json FILE), or --rows 1xBATCH=MILLISECONDS"
+            "no step was measured",
+            code="option_missing",
+            fix=(
+                "give --benchmark FILE (tools/benchmark.py train -c cfg.yml --json FILE), or "
+                "--rows 1xBATCH=MILLISECONDS"
+            ),
         )
     return [*measured.rows, *rows]
 
@@ -177,8 +181,10 @@ def _cluster(arguments: argparse.Namespace, measured: Measured, assumed: list[st
     inside = inside or _inside(arguments, measured, assumed)
     if hosts > 1 and not across and not arguments.link_gbits:
         raise ConfigError(
-            f"--cards {hosts}x{cards}: how fast is the link between the hosts? Give --link-gbits, "
-            "or --doctor FILE of tools/doctor.py on two hosts or more"
+            "how fast is the link between the hosts? Give --link-gbits, or --doctor FILE of "
+            "tools/doctor.py on two hosts or more",
+            code="option_missing",
+            where=f"--cards {hosts}x{cards}",
         )
     if across is None:
         across = Link(_ACROSS_US * 1e-6, math.inf)
@@ -211,9 +217,11 @@ def _inside(arguments: argparse.Namespace, measured: Measured, assumed: list[str
         return link
     if asked and not measured.hides_network and not given[0]:
         raise ConfigError(
-            f"--cards {hosts}x{cards}: the rows were measured on CPUs, none of them on several: "
-            "how fast is the link inside a host? Give --doctor FILE of tools/doctor.py, a report "
-            "of tools/benchmark.py on two processes, or --inside-gbytes and --inside-us"
+            "the rows were measured on CPUs, none of them on several: how fast is the link "
+            "inside a host? Give --doctor FILE of tools/doctor.py, a report of "
+            "tools/benchmark.py on two processes, or --inside-gbytes and --inside-us",
+            code="option_missing",
+            where=f"--cards {hosts}x{cards}",
         )
     parts = (f"{_INSIDE_GBYTES:g} GB/s", f"{_INSIDE_US:g} us a hop")
     options = ("--inside-gbytes", "--inside-us")
@@ -278,12 +286,14 @@ def _job(
     if not arguments.batch and len(batches) > 1:
         raise ConfigError(
             f"the rows have {', '.join(map(str, sorted(batches)))} images a card: which is asked "
-            "for? Give --batch"
+            "for? Give --batch",
+            code="option_missing",
         )
     if arguments.critical_batch and arguments.reference_batch is None:
         raise ConfigError(
-            f"--critical-batch {arguments.critical_batch:g}: give --reference-batch too, the total "
-            "batch at which --epochs are enough"
+            "give --reference-batch too, the total batch at which --epochs are enough",
+            code="option_missing",
+            where=f"--critical-batch {arguments.critical_batch:g}",
         )
     gradient_bytes, overlap = _gradient_bytes(arguments), arguments.overlap
     if overlap is None:

@@ -21,7 +21,6 @@ from ppdist.run_report.evaluation import Evaluation, read_evaluation
 
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
 
-_MISSING = " is not there"
 _NOT_FINITE = "loss or gradient not finite"
 _MOST_OF_RANKS = 1000  # records: each has a number for every rank, and there may be many of both
 _MOST_BYTES = 1 << 30  # of a file to read: what is larger was not written by a training
@@ -63,6 +62,7 @@ class Run:
         finished: why the run ended, as it says itself; "" while it has not.
         config: flat: dotted key -> value as YAML has it.
         problems: what could not be read.
+        missing: names of files that are not there.
     """
 
     folder: Path
@@ -83,6 +83,7 @@ class Run:
     warnings: list[Warned] = field(default_factory=list)
     running: bool = False
     problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -157,8 +158,8 @@ def read_run(folder: Path) -> Run:
         run.evaluation, problems = read_evaluation(found)
         run.problems += [f"evaluation.json: {problem}" for problem in problems]
     _read_log(run)
-    if run.alone_evaluated:  # by tools/eval.py, which leaves no more
-        run.problems = [problem for problem in run.problems if not problem.endswith(_MISSING)]
+    if not run.alone_evaluated:  # tools/eval.py leaves no more
+        run.problems += [f"{name} is not there" for name in run.missing]
     run.running = run_lock.is_held(folder)
     return run
 
@@ -166,12 +167,18 @@ def read_run(folder: Path) -> Run:
 def require_run(folder: Path) -> None:
     """Raises: UserError: there is no such folder, or nothing of a run in it."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; expected the output_dir of a run")
+        raise UserError(
+            "no such folder; expected the output_dir of a run",
+            code="run_not_found",
+            where=str(folder),
+        )
     known = ("metrics.jsonl", "config.yml", "environment.json", "train.log", "evaluation.json")
     if not any((folder / name).is_file() for name in known):
         raise UserError(
-            f"{folder}: no run: it holds none of {', '.join(known)}; expected the output_dir of a "
-            f"training, or the --out folder of tools/eval.py"
+            f"no run: it holds none of {', '.join(known)}; expected the output_dir of a "
+            "training, or the --out folder of tools/eval.py",
+            code="run_not_found",
+            where=str(folder),
         )
 
 
@@ -314,10 +321,10 @@ def _seconds(clock: str) -> float:
 
 
 def _readable(run: Run, path: Path) -> bool:
-    """Whether to read it; a file that is missing is said, one of absurd size, too."""
+    """Whether to read it; a missing file is noted, and one of absurd size is a problem."""
     try:
         if not path.is_file():
-            run.problems.append(f"{path.name}{_MISSING}")
+            run.missing.append(path.name)
             return False
         if path.stat().st_size > _MOST_BYTES:
             run.problems.append(f"{path.name} is larger than 1 GiB and was not read")

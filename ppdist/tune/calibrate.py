@@ -82,8 +82,11 @@ def calibrated(runs: Sequence[Timed], minutes: float, wanted: int) -> Calibratio
             return found
         tenths -= 1
     raise ConfigError(
-        f"minutes_per_trial: {minutes:g}: start and end of a run take {overhead:.0f} s and an "
-        f"evaluation {evaluation:.1f} s, which leaves less than a tenth of an epoch; give it more"
+        f"{minutes:g}: start and end of a run take {overhead:.0f} s and an evaluation "
+        f"{evaluation:.1f} s, which leaves less than a tenth of an epoch",
+        code="minutes_too_few",
+        where="minutes_per_trial",
+        fix="give it more",
     )
 
 

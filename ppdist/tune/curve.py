@@ -30,8 +30,9 @@ class Curve:
             if metric not in each:
                 have = sorted(key for key in _numbers(each) if not key.endswith("_seconds"))
                 raise ConfigError(
-                    f"metric: {metric}: evaluations of {folder} have no such number, but "
-                    f"{', '.join(have)}"
+                    f"{metric}: evaluations of {folder} have no such number, but {', '.join(have)}",
+                    code="unknown_metric",
+                    where="metric",
                 )
         # One that could not be measured (null) stands for nothing.
         return cls(metric, [each for each in found if isinstance(each[metric], int | float)])

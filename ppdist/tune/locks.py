@@ -41,8 +41,11 @@ class FileLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
             raise ConfigError(
-                f"--out: {self._path.parent} is on a file system without locks "
-                f"({error.strerror}), with which the processes of a study agree; take another"
+                f"{self._path.parent} is on a file system without locks ({error.strerror}), with "
+                "which the processes of a study agree",
+                code="file_system_without_locks",
+                where="--out",
+                fix="take another",
             ) from error
         return True
 

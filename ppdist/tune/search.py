@@ -126,7 +126,8 @@ class Search:
             if length is None:
                 raise ConfigError(
                     f"{self.store.folder}/calibration.json says nothing of {timed!r}, by which "
-                    f"trial {claim.number:03d} is timed: give the study the variants it had"
+                    f"trial {claim.number:03d} is timed: give the study the variants it had",
+                    code="study_variants_differ",
                 )
             overrides += lengthened(study, overrides, length.epochs)
         past = Past.of(folder)
@@ -217,9 +218,12 @@ class Search:
         self._failures = self._failures + 1 if state == TrialState.FAIL else 0
         if self._failures >= _MOST_FAILURES and not _any_good(self.store):
             raise LaunchError(
-                f"{self._failures} trials failed and none went well, the last with {why}; see "
-                f"console.log in {self.store.trial_folder(claim.number)}, then start with "
-                f"--retry_failed"
+                f"{self._failures} trials failed and none went well, the last with {why}",
+                code="trials_failed",
+                fix=(
+                    f"see console.log in {self.store.trial_folder(claim.number)}, then start "
+                    "with --retry_failed"
+                ),
             )
 
     def _note(self, running: _Running) -> None:
@@ -253,8 +257,10 @@ class Search:
             known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             if known.get("conditions", conditions) != conditions:
                 raise ConfigError(
-                    f"{file}: lengths were measured with {known['conditions']}, this command "
-                    f"says {conditions}: equal time needs equal conditions"
+                    f"lengths were measured with {known['conditions']}, this command says "
+                    f"{conditions}: equal time needs equal conditions",
+                    code="study_conditions_differ",
+                    where=str(file),
                 )
             lengths = known.get("lengths", {})
             first: dict[str, Cell] = {}  # of each setting
@@ -326,8 +332,10 @@ class Search:
         for job in jobs:
             if job.poll() and not job.asked_to_stop:
                 raise LaunchError(
-                    f"variant {cell.setting}: its calibration ended with exit code {job.poll()}: "
-                    f"{job.said()} (see {job.folder}/console.log)"
+                    f"its calibration ended with exit code {job.poll()}: {job.said()} (see "
+                    f"{job.folder}/console.log)",
+                    code="calibration_failed",
+                    where=f"variant {cell.setting}",
                 )
         return [Timed(job.folder, took[index]) for index, job in enumerate(jobs)]
 

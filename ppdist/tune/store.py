@@ -125,8 +125,9 @@ class Store:
             if changed:
                 raise ConfigError(
                     f"{self.folder} holds a study with other values of "
-                    f"{', '.join(sorted(changed))}; its trials could not be compared with new "
-                    f"ones: give this study a folder of its own by --out"
+                    f"{', '.join(sorted(changed))}; its trials could not be compared with new ones",
+                    code="study_settings_differ",
+                    fix="give this study a folder of its own by --out",
                 )
         write_json(file, now, indent=1)
 

@@ -36,8 +36,10 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"{file}: {error.strerror}; expected the folder of a study in which a trial has ended, "
-            f"or its trials.jsonl"
+            f"{error.strerror}; expected the folder of a study in which a trial has ended, or "
+            "its trials.jsonl",
+            code="study_not_found",
+            where=str(file),
         ) from error
     found = []
     for number, line in enumerate(lines, start=1):
@@ -47,7 +49,11 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
             if absent := [key for key in _NEEDED if key not in row]:
                 raise ValueError(f"{', '.join(absent)} is not in it")
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file}:{number}: not a row of tools/tune.py: {error}") from error
+            raise ConfigError(
+                f"not a row of tools/tune.py: {error}",
+                code="not_a_study_row",
+                where=f"{file}:{number}",
+            ) from error
         found.append(row)
     return found
 
@@ -205,10 +211,16 @@ def write_into(document: Path, text: str) -> None:
     try:
         before = document.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--document {document}: {error.strerror}") from error
+        raise ConfigError(
+            str(error.strerror), code="file_unreadable", where=f"--document {document}"
+        ) from error
     head, begin, rest = before.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"--document {document}: expected the lines {BEGIN} and {END} in it")
+        raise ConfigError(
+            f"expected the lines {BEGIN} and {END} in it",
+            code="document_marks_missing",
+            where=f"--document {document}",
+        )
     with writing(document):
         document.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")

@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -279,14 +280,26 @@ def test_what_is_no_image_is_named(exported: Exported, image: Any, shown: str) -
         predict([picture(8, 8), image])
 
 
+def imported(file: Path) -> set[str]:
+    """The top-level names that a module imports anywhere in it."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+    return {name.split(".")[0] for name in names}
+
+
+def test_its_modules_import_each_other_in_no_circle() -> None:
+    beside = {file.stem: file for file in FOLDER.glob("*.py")}
+    order = TopologicalSorter({name: imported(file) & set(beside) for name, file in beside.items()})
+    assert list(order.static_order()) == ["predictor", "pictures", "results", "command"]
+
+
 def test_nothing_but_numpy_opencv_and_one_runtime_is_imported() -> None:
     beside = {file.stem for file in FOLDER.glob("*.py")}
     allowed = beside | {"cv2", "numpy", "onnxruntime", "paddle"} | sys.stdlib_module_names
     for file in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            assert {name.split(".")[0] for name in names} <= allowed, file
+        assert imported(file) <= allowed, file
     wanted = [line for line in (FOLDER / "requirements.txt").read_text().splitlines() if line]
     named = {line.lstrip("# ").split(">=")[0] for line in wanted if ">=" in line}
     assert named == {"numpy", "opencv-python-headless", "onnxruntime", "paddlepaddle"}

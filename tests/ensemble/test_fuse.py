@@ -35,17 +35,29 @@ def test_each_method_has_the_setting_of_its_paper_until_told(method, iou, sigma,
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code", "message"),
     [
-        (("wbf", None, 1.0), "--sigma is for soft-nms-gaussian; wbf takes --iou"),
-        (("soft-nms-gaussian", 0.5, None), "--iou: soft-nms-gaussian has none; give --sigma"),
-        (("soft-nms-gaussian", None, 0.0), "--sigma 0: expected a number above 0"),
+        (
+            ("wbf", None, 1.0),
+            "options_conflict",
+            "--sigma is for soft-nms-gaussian; wbf takes --iou",
+        ),
+        (
+            ("soft-nms-gaussian", 0.5, None),
+            "options_conflict",
+            "--iou: soft-nms-gaussian has none; give --sigma",
+        ),
+        (
+            ("soft-nms-gaussian", None, 0.0),
+            "option_invalid",
+            "--sigma 0: expected a number above 0",
+        ),
     ],
 )
-def test_a_setting_of_another_method_is_refused(settings, message) -> None:
+def test_a_setting_of_another_method_is_refused(settings, code, message) -> None:
     with pytest.raises(ConfigError) as error:
         fuse_class(*settings)
-    assert str(error.value) == message
+    assert (error.value.code, str(error.value)) == (code, message)
 
 
 @pytest.mark.parametrize(

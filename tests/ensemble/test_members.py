@@ -167,6 +167,7 @@ def test_a_data_set_of_predictions_is_read_too_and_must_be_of_the_same_images(
     assert set_of([first, first]).records[0].path == "cat.jpg"
     with pytest.raises(DataError) as error:
         set_of([first, second])
+    assert error.value.code == "detections_of_other_images"
     assert str(error.value) == (
         f"{tmp_path}/b.json: image 1 is 'dog.jpg' here and 'cat.jpg' in another file; give "
         f"detections of the same images"
@@ -187,17 +188,22 @@ def test_a_data_set_of_predictions_is_read_too_and_must_be_of_the_same_images(
 def test_an_entry_that_is_no_detection_is_named(entry, tmp_path: Path) -> None:
     good = {"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4], "score": 0.5}
     (tmp_path / "a.json").write_text(json.dumps([good, entry]))
-    with pytest.raises(DataError, match=r"a.json: detection 1: found .*; expected \{"):
+    with pytest.raises(DataError, match=r"a.json: detection 1: found .*; expected \{") as error:
         read_saved(tmp_path / "a.json")
+    assert error.value.code == "not_detections"
 
 
 def test_files_that_hold_no_detections_say_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"info": 1}')
-    with pytest.raises(DataError, match=r"a.json: expected a list of detections as tools/eval.py"):
+    with pytest.raises(
+        DataError, match=r"a.json: expected a list of detections as tools/eval.py"
+    ) as error:
         read_saved(tmp_path / "a.json")
+    assert error.value.code == "not_detections"
     (tmp_path / "b.json").write_text("[")
-    with pytest.raises(DataError, match=r"b\.json: cannot be read as JSON"):
+    with pytest.raises(DataError, match=r"b\.json: cannot be read as JSON") as error:
         read_saved(tmp_path / "b.json")
+    assert error.value.code == "not_json"
 
 
 def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
@@ -205,10 +211,12 @@ def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([entry]))
     with pytest.raises(DataError) as error:
         rows_of(read_saved(tmp_path / "a.json"), five_images())
+    assert error.value.code == "detections_of_other_images"
     assert str(error.value) == (
         f"{tmp_path}/a.json: detection 0: image 55 is not in test; give detections of this set "
         f"(1 are not)"
     )
     (tmp_path / "a.json").write_text(json.dumps([{**entry, "image_id": 100, "category_id": 9}]))
-    with pytest.raises(DataError, match="category 9 is not in test"):
+    with pytest.raises(DataError, match="category 9 is not in test") as error:
         rows_of(read_saved(tmp_path / "a.json"), five_images())
+    assert error.value.code == "detections_of_other_images"

@@ -63,6 +63,7 @@ def test_sizes_are_multiples_near_the_scales_and_none_counts_twice() -> None:
     assert sizes_of((64, 64), (0.1,), 32) == [(32, 32)]
     with pytest.raises(ConfigError) as error:
         sizes_of((256, 320), (1, 1.01), 32)
+    assert error.value.code == "scales_repeated"
     assert str(error.value) == (
         "--scales: 1 and 1.01 of 256x320 are both 256x320 pixels (sides are multiples of 32) and "
         "would count twice; leave one out"
@@ -74,11 +75,13 @@ def test_models_of_other_classes_or_images_are_refused() -> None:
     require_same_images("a.yml", one, "b.yml", replace(one, source="elsewhere"))
     with pytest.raises(DataError) as error:
         require_same_images("a.yml", one, "b.yml", replace(one, class_names=("dog", "cat")))
+    assert error.value.code == "models_of_other_classes"
     assert str(error.value) == (
         "a.yml and b.yml: cannot be fused: the classes are cat, dog and dog, cat; give models of "
         "the same classes in the same order"
     )
     with pytest.raises(
         DataError, match=r"the validation sets differ \(test and test, 5 images and 4 images\)"
-    ):
+    ) as error:
         require_same_images("a.yml", one, "b.yml", replace(one, records=one.records[1:]))
+    assert error.value.code == "validation_sets_differ"

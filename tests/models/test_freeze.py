@@ -90,20 +90,26 @@ def test_names_are_whole_and_a_dot_at_the_end_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "code", "message"),
     [
-        (6, r"train\.freeze: 6: the backbone of this model has 5 stages \(backbone\.stem, .*"
+        (6, "freeze_too_many_stages",
+            r"train\.freeze: 6: the backbone of this model has 5 stages \(backbone\.stem, .*"
             r"\[backbone, neck\]"),
-        (["bakbone"], r"begins with 'bakbone'; expected one of backbone, neck, yolo_head"),
-        (["backbone.stage"], r"begins with 'backbone\.stage'; expected backbone\.\{stem, stages\}"),
-        (["neck", "backbone.stem.conv7"], r"expected backbone\.stem\.\{conv1, conv2, conv3\}"),
-        ([""], "begins with ''; expected one of backbone, neck, yolo_head"),
-        (["backbone", "neck", "yolo_head"], "nothing is left to train; freeze less"),
+        (["bakbone"], "freeze_unknown_key",
+            r"begins with 'bakbone'; expected one of backbone, neck, yolo_head"),
+        (["backbone.stage"], "freeze_unknown_key",
+            r"begins with 'backbone\.stage'; expected backbone\.\{stem, stages\}"),
+        (["neck", "backbone.stem.conv7"], "freeze_unknown_key",
+            r"expected backbone\.stem\.\{conv1, conv2, conv3\}"),
+        ([""], "freeze_unknown_key", "begins with ''; expected one of backbone, neck, yolo_head"),
+        (["backbone", "neck", "yolo_head"], "freeze_leaves_nothing",
+            "nothing is left to train; freeze less"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_frozen_is_an_error_that_says_what_can(what, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_frozen_is_an_error_that_says_what_can(what, code, message):
+    with pytest.raises(ConfigError, match=message) as error:
         frozen_keys(ppyoloe(), what)
+    assert error.value.code == code
 
 
 def test_what_is_frozen_is_told_in_weights():

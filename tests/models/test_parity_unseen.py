@@ -307,16 +307,26 @@ def test_names_are_understood_by_their_form_and_others_are_refused() -> None:
         for name in (*OTHERS, *BIG)
     }
     for name in ("yolov5", "yolov5n7", "yolov5n6_cls", "ppyoloe_plus", "ppyoloe_s_2", "yolov8n"):
-        with pytest.raises(DataError, match="is no model known here; expected ppyoloe_SIZE or"):
+        with pytest.raises(
+            DataError, match="is no model known here; expected ppyoloe_SIZE or"
+        ) as error:
             family_of(name)
+        assert error.value.code == "unknown_model"
 
 
 def test_a_folder_without_formulas_or_references_is_named(stored: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected a folder of parity .* parity_weights\.py in it"):
+    with pytest.raises(
+        DataError, match=r"expected a folder of parity .* parity_weights\.py in it"
+    ) as error:
         list(verify(tmp_path))
+    assert error.value.code == "no_references"
     (tmp_path / "parity_weights.py").write_text("EVAL_CASE = 1\n")
-    with pytest.raises(DataError, match="expected it to define parity_value, parity_image"):
+    with pytest.raises(
+        DataError, match="expected it to define parity_value, parity_image"
+    ) as error:
         list(verify(tmp_path))
+    assert error.value.code == "formulas_invalid"
     (tmp_path / "parity_weights.py").write_bytes((stored / "parity_weights.py").read_bytes())
-    with pytest.raises(DataError, match="no reference"):
+    with pytest.raises(DataError, match="no reference") as error:
         list(verify(tmp_path))
+    assert error.value.code == "no_references"

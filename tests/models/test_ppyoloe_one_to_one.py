@@ -165,8 +165,9 @@ def test_weights_of_a_plain_model_start_both_heads_and_one_line_says_so(tmp_path
         assert np.array_equal(state[key], value)
         if key.startswith("yolo_head."):
             assert np.array_equal(state[key.replace(*HEADS)], value)
-    with pytest.raises(WeightsError, match="trained with"):
+    with pytest.raises(WeightsError, match="trained with") as error:
         load_all_weights(model, tmp_path / "plain.npz")
+    assert error.value.code == "weights_of_other_config"
 
 
 def test_weights_of_another_class_count_leave_both_class_layers_fresh(tmp_path: Path) -> None:

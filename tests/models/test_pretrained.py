@@ -99,6 +99,7 @@ def test_weights_of_another_size_are_an_error_that_lists_both_shapes(tmp_path: P
     before = arrays_of(model)
     with pytest.raises(WeightsError) as caught:
         load_weights(model, path)
+    assert caught.value.code == "weights_shape_mismatch"
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(f"{path}: does not fit this model (check model.size and")
     assert lines[1] == (
@@ -112,45 +113,62 @@ def test_a_missing_entry_is_an_error(tmp_path: Path) -> None:
     arrays = arrays_of(tiny())
     del arrays["neck.pan_routes.0.bn.bias"]
     np.savez(tmp_path / "w.npz", **arrays)
-    with pytest.raises(WeightsError, match=r"neck\.pan_routes\.0\.bn\.bias: \[.*not in the file"):
+    with pytest.raises(
+        WeightsError, match=r"neck\.pan_routes\.0\.bn\.bias: \[.*not in the file"
+    ) as error:
         load_weights(tiny(), tmp_path / "w.npz")
+    assert error.value.code == "weights_shape_mismatch"
 
 
 def test_a_file_of_another_architecture_is_an_error(tmp_path: Path) -> None:
     np.savez(tmp_path / "w.npz", **{"layer1.weight": np.zeros([3, 3])})
-    with pytest.raises(WeightsError, match=r"none of its 1 entries belongs to this model"):
+    with pytest.raises(WeightsError, match=r"none of its 1 entries belongs to this model") as error:
         load_weights(tiny(), tmp_path / "w.npz")
+    assert error.value.code == "weights_of_other_architecture"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "code", "message"),
     [
-        ("none.pdparams", None, "no such weight file or checkpoint directory"),
-        ("w.onnx", b"x", "cannot read weights from .onnx"),
-        ("w.pdparams", b"not a pickle", "damaged or not a .pdparams file"),
-        ("w.pdparams", pickle.dumps([1, 2]), "no weights in it: expected a state dict"),
-        ("w.npz", b"PK not a zip", "damaged or not a .npz file"),
-        ("w.safetensors", b"\x08\0\0\0\0\0\0\0garbage!", "damaged or not a .safetensors file"),
+        ("none.pdparams", None, "weights_not_found", "no such weight file or checkpoint directory"),
+        ("w.onnx", b"x", "weights_format", "cannot read weights from .onnx"),
+        ("w.pdparams", b"not a pickle", "weights_damaged", "damaged or not a .pdparams file"),
+        (
+            "w.pdparams",
+            pickle.dumps([1, 2]),
+            "weights_no_state_dict",
+            "no weights in it: expected a state dict",
+        ),
+        ("w.npz", b"PK not a zip", "weights_damaged", "damaged or not a .npz file"),
+        (
+            "w.safetensors",
+            b"\x08\0\0\0\0\0\0\0garbage!",
+            "weights_damaged",
+            "damaged or not a .safetensors file",
+        ),
     ],
 )
 def test_unreadable_files_are_named_with_the_reason(
-    tmp_path: Path, name: str, content: bytes | None, message: str
+    tmp_path: Path, name: str, content: bytes | None, code: str, message: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(WeightsError) as caught:
         load_weights(tiny(), tmp_path / name)
+    assert caught.value.code == code and caught.value.where == str(tmp_path / name)
     assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
 
 
 def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"not a checkpoint: it has no manifest\.json"):
+    with pytest.raises(WeightsError) as error:
         load_weights(tiny(), tmp_path)
+    assert error.value.code == "not_a_checkpoint"
     folder = save(tiny(), tmp_path / "step-00000001")
     file = folder / "ema.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(WeightsError, match="damaged: its SHA-256 is not"):
+    with pytest.raises(WeightsError, match="damaged: its SHA-256 is not") as error:
         load_weights(tiny(), folder)
+    assert error.value.code == "checkpoint_damaged"
 
 
 def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path: Path) -> None:
@@ -176,8 +194,11 @@ def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path:
 
 def test_an_output_dir_without_a_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(WeightsError, match=r"nor checkpoints/ with any; give the output_dir of a"):
+    with pytest.raises(
+        WeightsError, match=r"nor checkpoints/ with any; give the output_dir of a"
+    ) as error:
         load_weights(tiny(), tmp_path)
+    assert error.value.code == "not_a_checkpoint"
 
 
 class Evil:
@@ -194,16 +215,18 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_nothing_runs(tmp_path: P
     trace = tmp_path / "ran"
     path = tmp_path / "evil.pdparams"
     path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": Evil(trace)}))
-    with pytest.raises(WeightsError, match=r"refused: it asks to run \w+\.system"):
+    with pytest.raises(WeightsError, match=r"refused: it asks to run \w+\.system") as error:
         load_weights(tiny(), path)
+    assert error.value.code == "weights_unsafe"
     assert not trace.exists()
 
 
 def test_an_npz_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object))
-    with pytest.raises(WeightsError, match=r"expected arrays of numbers; found w\.npy"):
+    with pytest.raises(WeightsError, match=r"expected arrays of numbers; found w\.npy") as error:
         load_weights(tiny(), tmp_path / "evil.npz")
+    assert error.value.code == "weights_not_arrays"
     assert not trace.exists()
 
 
@@ -226,6 +249,7 @@ def test_common_mistakes_are_recognised_by_their_first_bytes(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(WeightsError) as caught:
         load_weights(tiny(), tmp_path / name)
+    assert caught.value.code == ("weights_format" if content else "weights_damaged")
     assert message in str(caught.value)
 
 
@@ -254,8 +278,9 @@ def test_a_state_dict_of_paddle_is_found_inside_another_dict(tmp_path: Path, nam
         load_weights(target, tmp_path / "w.pdparams")
         assert_same(target, source)
     paddle.save({"epoch": 3, "lr": 0.1}, str(tmp_path / "none.pdparams"))
-    with pytest.raises(WeightsError, match=r"no weights in it: .*; found 'epoch', 'lr'"):
+    with pytest.raises(WeightsError, match=r"no weights in it: .*; found 'epoch', 'lr'") as error:
         load_weights(target, tmp_path / "none.pdparams")
+    assert error.value.code == "weights_no_state_dict"
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model."])
@@ -268,20 +293,33 @@ def test_what_wrappers_put_before_every_key_is_taken_away(tmp_path: Path, prefix
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "code", "message"),
     [
-        (np.ones([4, 3, 3, 3], "int8"), "holds int8 numbers, expected floating point"),
-        (np.full([4, 3, 3, 3], np.nan, "float32"), "108 of 108 values are NaN or infinite"),
-        (np.full([4, 3, 3, 3], 1e300), "108 of 108 values are NaN or infinite"),
+        (
+            np.ones([4, 3, 3, 3], "int8"),
+            "weights_quantised",
+            "holds int8 numbers, expected floating point",
+        ),
+        (
+            np.full([4, 3, 3, 3], np.nan, "float32"),
+            "weights_not_finite",
+            "108 of 108 values are NaN or infinite",
+        ),
+        (
+            np.full([4, 3, 3, 3], 1e300),
+            "weights_not_finite",
+            "108 of 108 values are NaN or infinite",
+        ),
     ],
 )
-def test_numbers_that_are_no_weights_are_an_error(tmp_path: Path, value, message) -> None:
+def test_numbers_that_are_no_weights_are_an_error(tmp_path: Path, value, code, message) -> None:
     model = tiny(seed=2)
     before = arrays_of(model)
     key = "backbone.stem.conv1.conv.weight"
     np.savez(tmp_path / "w.npz", **{**arrays_of(tiny(seed=1)), key: value})
-    with pytest.raises(WeightsError, match=rf"{key}: {message}"):
+    with pytest.raises(WeightsError, match=rf"{key}: {message}") as error:
         load_weights(model, tmp_path / "w.npz")
+    assert error.value.code == code
     assert all(np.array_equal(before[key], value) for key, value in arrays_of(model).items())
 
 

@@ -94,8 +94,11 @@ def test_number_types_without_a_place_here_are_named(tmp_path) -> None:
     newer = b"ctorch._utils\n_rebuild_tensor_v3\n" + storage + b"L0L\n(L6L\nt(L1L\ntI00\n(d"
     newer += b"ctorch\nfloat8_e4m3fn\ntR"
     path = zip_of(tmp_path / "w.pt", dict_of(newer), [np.zeros(6, "uint8")])
-    with pytest.raises(WeightsError, match=r"w: numbers of type torch\.float8_e4m3fn are not supp"):
+    with pytest.raises(
+        WeightsError, match=r"w: numbers of type torch\.float8_e4m3fn are not supp"
+    ) as error:
         read_arrays(path)
+    assert error.value.code == "weights_type_unsupported"
 
 
 def test_an_archive_that_was_packed_again_says_how_to_pack_it(tmp_path) -> None:
@@ -110,8 +113,11 @@ def test_an_archive_that_was_packed_again_says_how_to_pack_it(tmp_path) -> None:
         if way == zipfile.ZIP_STORED:
             assert_equal(read_arrays(tmp_path / "again.pt"), ARRAYS)
         else:
-            with pytest.raises(WeightsError, match=r"pack it without compression \(zip -0 -r\)"):
+            with pytest.raises(
+                WeightsError, match=r"pack it without compression \(zip -0 -r\)"
+            ) as error:
                 read_arrays(tmp_path / "again.pt")
+            assert error.value.code == "weights_repacked"
 
 
 def test_a_model_saved_as_it_is_and_with_its_class_source_beside_it(torch, tmp_path) -> None:
@@ -173,22 +179,27 @@ def test_what_is_written_names_only_what_torch_takes_from_strangers(tmp_path) ->
 def test_a_file_without_weights_says_what_it_holds(torch, tmp_path, content, message) -> None:
     with pytest.raises(WeightsError) as caught:
         read_arrays(torch.save(tmp_path / "w.pt", content))
+    assert caught.value.code == "weights_no_state_dict"
     assert str(caught.value).startswith(f"{tmp_path / 'w.pt'}: ") and message in str(caught.value)
 
 
 def test_files_that_torch_did_not_write_are_named(tmp_path) -> None:
     (tmp_path / "plain.pt").write_bytes(pickle.dumps({"w": 1}))
-    with pytest.raises(WeightsError, match=r"plain\.pt: not a file of torch\.save"):
+    with pytest.raises(WeightsError, match=r"plain\.pt: not a file of torch\.save") as error:
         read_arrays(tmp_path / "plain.pt")
+    assert error.value.code == "weights_format"
     (tmp_path / "text.pt").write_text("weights")
-    with pytest.raises(WeightsError, match=r"text\.pt: damaged or not a \.pt file"):
+    with pytest.raises(WeightsError, match=r"text\.pt: damaged or not a \.pt file") as error:
         read_arrays(tmp_path / "text.pt")
+    assert error.value.code == "weights_damaged"
     with zipfile.ZipFile(tmp_path / "any.pt", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(WeightsError, match=r"0 entries \*/data\.pkl, expected one"):
+    with pytest.raises(WeightsError, match=r"0 entries \*/data\.pkl, expected one") as error:
         read_arrays(tmp_path / "any.pt")
+    assert error.value.code == "weights_format"
     zip_of(tmp_path / "script.pt", dict_of(opcodes_of_tensor()), [np.zeros(6, "float32")])
     with zipfile.ZipFile(tmp_path / "script.pt", "a") as archive:
         archive.writestr("best/constants.pkl", b"N.")
-    with pytest.raises(WeightsError, match="a TorchScript program"):
+    with pytest.raises(WeightsError, match="a TorchScript program") as error:
         read_arrays(tmp_path / "script.pt")
+    assert error.value.code == "weights_torchscript"

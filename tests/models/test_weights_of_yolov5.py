@@ -123,14 +123,18 @@ def test_a_backbone_with_holes_is_an_error(tmp_path) -> None:
     arrays = {key: value for key, value in arrays_of(classifier(seed=1)).items()
               if key.startswith("backbone.") and "stage4.conv2" not in key}  # fmt: skip
     write_arrays(tmp_path / "w.npz", arrays)
-    with pytest.raises(WeightsError, match=r"backbone\.stage4\.conv2\.conv\.weight: .*not in the"):
+    with pytest.raises(
+        WeightsError, match=r"backbone\.stage4\.conv2\.conv\.weight: .*not in the"
+    ) as error:
         load_weights(detector(seed=2), tmp_path / "w.npz")
+    assert error.value.code == "weights_shape_mismatch"
 
 
 def test_weights_with_a_fourth_level_do_not_fit_three_levels(tmp_path) -> None:
     write_arrays(tmp_path / "w.pt", official_arrays_of(detector(seed=1, size="n6")))
-    with pytest.raises(WeightsError, match="does not fit this model"):
+    with pytest.raises(WeightsError) as error:
         load_weights(detector(seed=2), tmp_path / "w.pt")
+    assert error.value.code == "weights_shape_mismatch"
 
 
 def test_outgrown_entries_of_old_releases_are_ignored_and_named(tmp_path) -> None:
@@ -156,23 +160,32 @@ def test_weights_with_folded_batch_norms_are_named_as_such(tmp_path, build) -> N
     biases = {key.replace("weight", "bias"): np.zeros(len(value), "float32")
               for key, value in arrays.items() if key.endswith(".conv.weight")}  # fmt: skip
     write_arrays(tmp_path / "w.pt", {**arrays, **biases})
-    with pytest.raises(WeightsError, match=r"norms are folded into the convolutions .*before that"):
+    with pytest.raises(
+        WeightsError, match=r"norms are folded into the convolutions .*before that"
+    ) as error:
         load_weights(build(seed=2), tmp_path / "w.pt")
+    assert error.value.code == "weights_folded"
 
 
 def test_a_bias_beside_a_batch_norm_is_not_dropped(tmp_path) -> None:
     arrays = official_arrays_of(detector(seed=1))
     write_arrays(tmp_path / "w.pt", {**arrays, "model.0.conv.bias": np.ones(8, "float32")})
-    with pytest.raises(WeightsError, match=r"model\.0\.conv\.bias stands beside a batch norm"):
+    with pytest.raises(
+        WeightsError, match=r"model\.0\.conv\.bias stands beside a batch norm"
+    ) as error:
         load_weights(detector(seed=2), tmp_path / "w.pt")
+    assert error.value.code == "weights_of_other_architecture"
 
 
 def test_a_segmentation_model_is_named_and_still_gives_its_backbone(tmp_path) -> None:
     arrays = official_arrays_of(detector(seed=1))
     masks = {"model.24.proto.cv1.conv.weight": np.ones([4, 4, 3, 3], "float32")}
     write_arrays(tmp_path / "w.pt", {**arrays, **masks})
-    with pytest.raises(WeightsError, match=r"a segmentation model \(model\.24\.proto\.cv1\."):
+    with pytest.raises(
+        WeightsError, match=r"a segmentation model \(model\.24\.proto\.cv1\."
+    ) as error:
         load_weights(detector(seed=2), tmp_path / "w.pt")
+    assert error.value.code == "weights_of_segmentation"
     assert "backbone alone" in load_weights(classifier(seed=2), tmp_path / "w.pt").reason
 
 
@@ -184,7 +197,8 @@ def test_a_full_disk_leaves_the_older_file_in_place(tmp_path, monkeypatch) -> No
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(WeightsError, match=r"w\.pt: cannot be written: .*No space left"):
+    with pytest.raises(WeightsError, match=r"w\.pt: cannot be written: .*No space left") as error:
         write_arrays(path, {"a": np.zeros(3, "float32")})
+    assert error.value.code == "file_unwritable"
     np.testing.assert_array_equal(read_arrays(path)["a"], np.ones(3))
     assert [file.name for file in tmp_path.iterdir()] == ["w.pt"]

@@ -192,10 +192,14 @@ def test_one_file_is_enough_for_a_page(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder; expected the output_dir of a run"):
+    with pytest.raises(
+        UserError, match="no such folder; expected the output_dir of a run"
+    ) as error:
         write_report([tmp_path / "none"], tmp_path / "page.html")
-    with pytest.raises(UserError, match=r"no run: it holds none of metrics\.jsonl"):
+    assert error.value.code == "run_not_found"
+    with pytest.raises(UserError, match=r"no run: it holds none of metrics\.jsonl") as error:
         write_report([tmp_path], tmp_path / "page.html")
+    assert error.value.code == "run_not_found"
 
 
 def test_a_classifier_has_a_page(tmp_path: Path) -> None:

@@ -159,25 +159,26 @@ def test_the_greedy_soup_says_what_it_tried(project: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["fuse"], "give --model CONFIG:WEIGHTS or --detections FILE, or several"),
-        (["fuse", "--model", "a.yml:b", "--factors", "1", "2"],
+        (["fuse"], "option_missing",
+         "give --model CONFIG:WEIGHTS or --detections FILE, or several"),
+        (["fuse", "--model", "a.yml:b", "--factors", "1", "2"], "option_invalid",
          "--factors 1 2: expected a number above 0 for each of the 1 models and files"),
-        (["fuse", "--model", "a.yml:b", "--sigma", "1"],
+        (["fuse", "--model", "a.yml:b", "--sigma", "1"], "options_conflict",
          "--sigma is for soft-nms-gaussian; wbf takes --iou"),
         (["fuse", "--model", "a.yml:b", "--method", "soft-nms-gaussian", "--iou", "0.5"],
-         "--iou: soft-nms-gaussian has none; give --sigma"),
-        (["fuse", "--detections", "a.json", "--flip"],
+         "options_conflict", "--iou: soft-nms-gaussian has none; give --sigma"),
+        (["fuse", "--detections", "a.json", "--flip"], "options_conflict",
          "--flip, --scales and --view-iou are for --model; leave them out"),
-        (["fuse", "--model", "a.yml:b", "-c", "a.yml"],
+        (["fuse", "--model", "a.yml:b", "-c", "a.yml"], "options_conflict",
          "-c is for --detections alone: the set is that of the models"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_one_message(arguments, message, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_one_message(arguments, code, message, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run(*arguments, "--out", tmp_path / "out")
-    assert str(error.value) == message
+    assert (error.value.code, str(error.value)) == (code, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -193,5 +194,6 @@ def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
 def test_an_ending_that_cannot_be_written_is_refused_before_the_work(project: Path) -> None:
     with pytest.raises(
         UserError, match=r"soup\.bin: cannot write this ending; expected \.pdparams"
-    ):
+    ) as error:
         run(*average(project, "--out", project / "soup.bin"))
+    assert error.value.code == "weights_format"

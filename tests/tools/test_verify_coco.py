@@ -61,8 +61,9 @@ def test_a_number_that_is_off_in_the_tenth_digit_is_a_difference() -> None:
 
 
 def test_a_folder_without_the_example_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"{TRUTH} does not exist; expected the example"):
+    with pytest.raises(DataError, match=rf"{TRUTH} does not exist; expected the example") as error:
         compare(tmp_path)
+    assert error.value.code == "file_not_found"
 
 
 def test_a_result_file_of_other_images_is_the_users_error(tmp_path: Path) -> None:
@@ -73,5 +74,8 @@ def test_a_result_file_of_other_images_is_the_users_error(tmp_path: Path) -> Non
     (tmp_path / TRUTH).write_text(json.dumps(truth))
     result = {"image_id": 2, "category_id": 1, "bbox": [0, 0, 4, 4], "score": 0.5}
     (tmp_path / RESULTS).write_text(json.dumps([result]))
-    with pytest.raises(DataError, match=rf"{RESULTS}: not a COCO result file of .*KeyError\(2\)"):
+    with pytest.raises(
+        DataError, match=rf"{RESULTS}: not a COCO result file of .*KeyError\(2\)"
+    ) as error:
         compare(tmp_path)
+    assert error.value.code == "not_coco_results"

@@ -186,8 +186,9 @@ def test_with_synchronised_statistics_a_run_of_none_but_smaller_steps_is_refused
     assert comparable_steps(run_of(2, 9, 2), sync_bn=False) == 10
     assert comparable_steps(run_of(4, 7, 1), sync_bn=True) == 5  # no rank without an image
     for run in (run_of(2, 7, 2), run_of(4, 3, 1)):
-        with pytest.raises(ConfigError, match="an epoch has a whole step"):
+        with pytest.raises(ConfigError, match="an epoch has a whole step") as error:
             comparable_steps(run, sync_bn=True)
+        assert error.value.code == "epoch_shorter_than_step"
 
 
 def trace(losses: list[float]) -> equivalence.Trace:
@@ -229,8 +230,11 @@ def test_what_differs_by_design_is_refused_with_what_makes_it_comparable(
 ) -> None:
     config = load_config(config_file, [f"distributed.{key}"])
     name = key.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"by design.* add -o with distributed\.{name}=null"):
+    with pytest.raises(
+        ConfigError, match=rf"by design.* add -o with distributed\.{name}=null"
+    ) as error:
         equivalence.require_comparable(config)
+    assert error.value.code == "differs_by_design"
 
 
 def test_gradients_that_travel_in_bfloat16_have_a_tolerance_of_their_own(config_file: Path) -> None:

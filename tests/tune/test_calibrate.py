@@ -73,8 +73,11 @@ def test_short_runs_get_tenths_of_epochs_and_too_short_ones_an_error(tmp_path: P
     # (60 - 30 - 4) / 5 = 5.2, but one evaluation each 5 epochs and one at the end are two
     assert calibrated([run], 1.0, wanted=1).epochs == 5.0
     assert calibrated([run], 0.95, wanted=1).epochs == 4.6  # (57 - 30 - 4) / 5
-    with pytest.raises(ConfigError, match="start and end of a run take 30 s and an evaluation 4"):
+    with pytest.raises(
+        ConfigError, match="start and end of a run take 30 s and an evaluation 4"
+    ) as error:
         calibrated([run], 0.57, wanted=1)
+    assert error.value.code == "minutes_too_few"
 
 
 def test_whatever_is_counted_in_epochs_keeps_its_share_of_the_run(tmp_path: Path) -> None:

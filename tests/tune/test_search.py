@@ -247,8 +247,9 @@ def test_one_copy_of_a_calibration_that_fails_ends_the_others(tmp_path: Path, fa
     search.launcher = dataclasses.replace(LAUNCHER, command=[sys.executable, "-c", copy])
     search.places = [["place0"], ["place1"]]
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="plain: its calibration ended with exit code 1"):
+    with pytest.raises(LaunchError, match="plain: its calibration ended with exit code 1") as error:
         search.run()
+    assert error.value.code == "calibration_failed"
     assert time.monotonic() - began < 30
     store.close()
 
@@ -273,8 +274,11 @@ def test_a_study_in_which_everything_fails_ends_with_the_reason(
 ) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, GRID))
     monkeypatch.setenv("FAKE_CODE", "2")
-    with pytest.raises(LaunchError, match="3 trials failed and none went well, the last with exit"):
+    with pytest.raises(
+        LaunchError, match="3 trials failed and none went well, the last with exit"
+    ) as error:
         search_in(store)[0].run()
+    assert error.value.code == "trials_failed"
     store.close()
     assert starts(tmp_path / "out") == [1, 1, 1]
 

@@ -155,18 +155,26 @@ def test_more_variants_and_seeds_join_a_study_and_changed_ones_are_refused(tmp_p
     store = Store(tmp_path / "out", study_of(tmp_path, more))
     assert len(grid(store.config)) == 9
     store.close()
-    with pytest.raises(ConfigError, match=r"other values of variants\.fast; its trials could"):
+    with pytest.raises(
+        ConfigError, match=r"other values of variants\.fast; its trials could"
+    ) as error:
         Store(tmp_path / "out", study_of(tmp_path, GRID.replace("0.002", "0.003")))
+    assert error.value.code == "study_settings_differ"
     alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
-    with pytest.raises(ConfigError, match=r"other values of costs_like\.fast, minutes_per_trial;"):
+    with pytest.raises(
+        ConfigError, match=r"other values of costs_like\.fast, minutes_per_trial;"
+    ) as error:
         Store(tmp_path / "out", study_of(tmp_path, alike))
-    with pytest.raises(ConfigError, match="other values of overrides; its trials could"):
+    assert error.value.code == "study_settings_differ"
+    with pytest.raises(ConfigError, match="other values of overrides; its trials could") as error:
         Store(tmp_path / "out", study_of(tmp_path, GRID.replace("=4", "=5")))
+    assert error.value.code == "study_settings_differ"
     # What a start has left out is not forgotten by it.
     fewer = GRID.replace(", fast: [optimizer.lr=0.002]", "")
     Store(tmp_path / "out", study_of(tmp_path, fewer)).close()
-    with pytest.raises(ConfigError, match=r"other values of variants\.fast"):
+    with pytest.raises(ConfigError, match=r"other values of variants\.fast") as error:
         Store(tmp_path / "out", study_of(tmp_path, GRID.replace("0.002", "0.003")))
+    assert error.value.code == "study_settings_differ"
 
 
 def test_an_experiment_whose_file_has_changed_is_refused_and_one_that_was_renamed_is_not(
@@ -179,8 +187,9 @@ def test_an_experiment_whose_file_has_changed_is_refused_and_one_that_was_rename
     renamed = study.model_copy(update={"config": str(tmp_path / "renamed.yml")})
     Store(tmp_path / "out", renamed).close()
     experiment.write_text(EXPERIMENT + "optimizer: {lr: 0.5}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="other values of experiment; its trials could"):
+    with pytest.raises(ConfigError, match="other values of experiment; its trials could") as error:
         Store(tmp_path / "out", study)
+    assert error.value.code == "study_settings_differ"
 
 
 def test_a_journal_whose_last_line_was_cut_off_can_be_read_and_written(tmp_path: Path) -> None:

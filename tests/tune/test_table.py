@@ -122,13 +122,18 @@ def test_a_table_replaces_what_stood_between_the_markers(tmp_path: Path) -> None
         "before\n<!-- ablations -->\n\nnewer\n\n<!-- end of the ablations -->\nafter\n"
     )
     file.write_text("nothing", encoding="utf-8")
-    with pytest.raises(ConfigError, match="expected the lines <!-- ablations --> and"):
+    with pytest.raises(ConfigError, match="expected the lines <!-- ablations --> and") as error:
         write_into(file, "new")
+    assert error.value.code == "document_marks_missing"
 
 
 def test_a_file_that_is_no_study_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected the folder of a study in which a trial has"):
+    with pytest.raises(
+        ConfigError, match="expected the folder of a study in which a trial has"
+    ) as error:
         read_rows(tmp_path)
+    assert error.value.code == "study_not_found"
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"x\.jsonl:1: not a row of tools/tune\.py"):
+    with pytest.raises(ConfigError, match=r"x\.jsonl:1: not a row of tools/tune\.py") as error:
         read_rows(tmp_path / "x.jsonl")
+    assert error.value.code == "not_a_study_row"
