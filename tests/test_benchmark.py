@@ -37,6 +37,7 @@ def run(monkeypatch, capsys, what, *options):
     return json.loads(printed.out)
 
 
+@pytest.mark.slow
 def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, capsys):
     options = ["--vs", "train.cpu_convolutions=plain", "--steps", "2", "--warmup", "1"]
     report = run(monkeypatch, capsys, "train", *options)
@@ -57,6 +58,7 @@ def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, caps
     assert report["result"]["peak_rss_mb"] > 100
 
 
+@pytest.mark.slow
 def test_cocos_numbers_are_computed_faster_than_by_pycocotools_and_are_the_same(
     monkeypatch, capsys, tmp_path
 ):
@@ -81,7 +83,7 @@ def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
     assert "the following arguments are required: -c/--config" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_loader_is_measured_in_turns_with_a_straightforward_one(monkeypatch, capsys, workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
     result = run(monkeypatch, capsys, "loader", *options)["result"]

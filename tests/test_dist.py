@@ -136,6 +136,7 @@ def open_links(argument):
     return [value.tolist(), took]
 
 
+@pytest.mark.slow
 def test_one_link_after_the_other_is_opened_at_once():
     """Paddle's store gave the second group the closed ports of the first, in 5 of 6 runs."""
     found = run_on_ranks(3, "tests.test_dist:open_links")

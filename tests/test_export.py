@@ -106,6 +106,7 @@ def test_the_exported_model_keeps_the_boxes_of_eager(
         assert_same_boxes(exported(images), eager(images))
 
 
+@pytest.mark.slow
 def test_images_without_objects_give_no_rows(tmp_path: Path, model: PPYOLOE) -> None:
     nothing = NMS.model_copy(update={"score_threshold": 1.0})
     save_graph(KeptModel(deployment_copy(model), nothing), tmp_path, tiny_spec().input)

@@ -98,6 +98,7 @@ def test_a_folded_norm_gives_the_same_output_from_one_convolution() -> None:
     np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_export_for_normalised_pixels_says_so_and_keeps_the_boxes_of_eager(
     tmp_path: Path,
 ) -> None:

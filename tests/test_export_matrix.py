@@ -117,6 +117,7 @@ def test_verify_export_prints_rows_and_writes_json(tmp_path: Path) -> None:
     assert all(each["passed"] for each in json.loads(report.read_text()))
 
 
+@pytest.mark.slow
 def test_verify_export_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     for options, said in (
         (["--models", "resnet"], "--models resnet: expected some of yolov5n"),

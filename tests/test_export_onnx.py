@@ -271,7 +271,11 @@ def test_a_stopped_export_leaves_neither_a_folder_nor_the_converter(
             "Failed to convert PaddlePaddle model: no such operator",
         ),
         ("pass", "paddle2onnx cannot convert this model"),
-        ("import time; time.sleep(60)", "paddle2onnx was not done after 2 seconds"),
+        pytest.param(
+            "import time; time.sleep(60)",
+            "paddle2onnx was not done after 2 seconds",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["crashes", "complains", "writes nothing", "hangs"],
 )

@@ -83,6 +83,7 @@ def late(argument):
     return [*said, os.getpid()]
 
 
+@pytest.mark.slow
 def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
     (*first, pid_0), (*second, pid_1) = run_on_ranks(2, "tests.test_host_memory:late", hosts=1)
     assert first == [

@@ -76,6 +76,7 @@ def found_in(out: Path) -> dict[str, Any]:
     return json.loads((out / "detections.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_exported_and_eager_model_find_the_same_and_broken_files_are_skipped(
     project: Path,
 ) -> None:

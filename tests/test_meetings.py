@@ -5,6 +5,8 @@ import signal
 import socket
 import time
 
+import pytest
+
 from ppdist import dist, wire
 from tests.distributed import run_on_ranks
 
@@ -47,6 +49,7 @@ def stopped(_):
     return dist.exchange("here")
 
 
+@pytest.mark.slow
 def test_a_training_that_is_paused_amid_a_meeting_goes_on():
     assert run_on_ranks(2, "tests.test_meetings:stopped") == [["here", "here"]] * 2
 

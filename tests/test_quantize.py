@@ -104,6 +104,7 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> DetectionSet:
     return DetectionSet(records(5, tmp_path_factory.mktemp("val")), names, (1, 2, 3), "made up")
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_every_file_is_noted_beside_eager(
     tmp_path: Path, validation: DetectionSet
 ) -> None:

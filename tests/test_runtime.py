@@ -199,6 +199,7 @@ def test_predictors_take_turns_and_are_compared_with_the_first(
     assert (report["batch"], report["image_size"], report["pictures"]) == (2, list(SIZE), 3)
 
 
+@pytest.mark.slow
 def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> None:
     spec: InferenceSpec = read_spec(exported)
     names = ["eager", "Paddle Inference", "Paddle Inference, oneDNN"]
@@ -225,7 +226,7 @@ def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
     assert error.value.code == "no_good_image"
 
 
-@pytest.mark.parametrize("backend", ["paddle", "onnx"])
+@pytest.mark.parametrize("backend", ["paddle", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_the_tool_runs_an_export_in_either_runtime(
     exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_the_tool_runs_an_export_in_either_runtime(
     assert best["score"] == pytest.approx(expected[:, 1].max(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_tool_measures_an_export_without_a_config(
     exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def boundary(folder):
     return *of_the_later, wait_for_turn(), pause.exists()
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_their_turn_together_and_waiting_for_a_later_rank_is_no_pause(tmp_path):
     first, second = run_on_ranks(2, "tests.test_turns:boundary", str(tmp_path), hosts=1)
     assert first[0] == second[0] == 0.0 and first[1] > 0.3

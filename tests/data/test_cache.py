@@ -291,6 +291,7 @@ input()
 """
 
 
+@pytest.mark.slow
 def test_memory_is_free_again_when_the_process_is_killed(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(

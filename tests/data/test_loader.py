@@ -328,7 +328,7 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize("how", ["return", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("return", marks=pytest.mark.slow), "raise"])
 def test_a_process_that_ends_in_mid_run_leaves_no_worker(folder, how):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), how],

@@ -214,7 +214,10 @@ HANG_REASON = "reading it took a worker longer than data.worker_timeout_seconds,
 
 @pytest.mark.parametrize(
     ("act", "timeout", "reason"),
-    [(crash, 20.0, CRASH_REASON), (lambda: time.sleep(3600), 0.5, HANG_REASON)],
+    [
+        (crash, 20.0, CRASH_REASON),
+        pytest.param(lambda: time.sleep(3600), 0.5, HANG_REASON, marks=pytest.mark.slow),
+    ],
 )
 def test_an_image_that_ends_workers_twice_is_not_opened_again(
     folder, monkeypatch, caplog, act, timeout, reason
@@ -379,6 +382,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_no_worker_whatever_that_one_does(folder, tmp_path):
     ranks = [
         subprocess.Popen(

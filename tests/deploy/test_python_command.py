@@ -98,6 +98,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return command.main()
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_tools_infer_writes(
     exported: Path, photos: Path, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_an_exported_model_is_served_with_the_boxes_of_the_predictor(tmp_path):
         assert one["box"] == pytest.approx(row[2:].tolist(), abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_soak_script_counts_answers_refusals_and_memory(port, tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     (tmp_path / "b.jpg").write_bytes(encoded(picture(seed=1), ".jpg"))

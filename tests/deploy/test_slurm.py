@@ -205,7 +205,13 @@ def test_before_the_time_limit_the_run_is_stopped_once_and_queued_again(submit: 
         assert (batch.folder / f"signals-{node}").read_text().split() == ["10"]
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "CANCELLED", "PENDING"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "RUNNING",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("COMPLETING", "CANCELLED", "PENDING")),
+    ],
+)
 def test_sigterm_for_all_processes_is_not_repeated_and_a_cancelled_job_stays_so(
     submit: Submit, state: str
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
         train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_run_is_said_as_without_auto(shapes, tmp_path):
     with pytest.raises(
         UserError, match=r"^train\.freeze: no weight of this model has a key"
@@ -117,6 +118,7 @@ def on_two(shapes, output, megabytes, *overrides):
     return run_on_ranks(2, f"{HERE}:under_limits", argument, seconds=300)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_limits_take_the_least_of_what_fits_and_train(shapes, tmp_path):
     more = ("model.image_size=[384,384]", "train.sync_bn=true", "train.auto_batch_memory=0.6")
     wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)

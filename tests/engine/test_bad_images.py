@@ -67,6 +67,7 @@ def test_two_ranks_stop_together_with_the_same_list_of_too_many_bad_images(tmp_p
     assert "data.bad_images_limit: 0.1 allows (1)" in message and "--fix" in message
 
 
+@pytest.mark.slow
 def test_an_image_that_two_hosts_hold_at_different_places_counts_once(tmp_path):
     two_roots(tmp_path, damaged=1)
     assert run_on_ranks(2, f"{__name__}:on_a_rank", str(tmp_path)) == [["", 1], ["", 1]]

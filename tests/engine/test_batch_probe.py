@@ -167,6 +167,7 @@ def test_a_mistake_of_the_users_is_raised_as_it_was_said(monkeypatch):
         search(trial, {HOST: GIB}, 8)
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     end_as(monkeypatch, f"{TELLS_ONE}(folder.parent / str(os.getppid())); time.sleep(600)")
     began = time.monotonic()

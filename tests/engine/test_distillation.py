@@ -136,7 +136,7 @@ def test_steps_teach_the_student_and_leave_the_teacher_as_it_is(model, teachers,
 @pytest.mark.parametrize(
     ("model", "name", "weight"),
     [
-        ("ppyoloe", "logits", 1),
+        pytest.param("ppyoloe", "logits", 1, marks=pytest.mark.slow),
         pytest.param("ppyoloe", "features", 1000, marks=pytest.mark.slow),
         pytest.param("ppyoloe", "boxes", 5, marks=pytest.mark.slow),
         pytest.param("yolov5", "logits", 300, marks=pytest.mark.slow),
@@ -242,7 +242,8 @@ def train_on_ranks(argument):
     return {case: train(case, teachers) for case in cases}
 
 
-@pytest.mark.parametrize("cases", [[*CASES], pytest.param([*SLOW], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [[*CASES], [*SLOW]])
 def test_two_ranks_learn_from_a_teacher_like_one_rank_with_both_batches(
     cases, teachers, record_property
 ):

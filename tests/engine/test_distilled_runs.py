@@ -82,6 +82,7 @@ def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher
     assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_other_anchors_than_its_teacher_does_not_begin(shapes, tmp_path):
     teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
     other = f"model.anchors={[[[20, 20]] * 3] * 3}"
@@ -119,6 +120,7 @@ def test_a_resumed_run_learns_exactly_what_an_uninterrupted_one_learns(
                    for key in whole[name])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_path):
     here = shutil.copytree(taught, tmp_path / "here", symlinks=True)
     moved = shutil.copytree(teacher, tmp_path / "moved", symlinks=True)
@@ -132,6 +134,7 @@ def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_
     assert "from here on another teacher teaches" in (here / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_compared(
     taught, shapes, teacher, tmp_path
 ):
@@ -146,6 +149,7 @@ def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_comp
     run(shapes, alone, *later, resume=True, changed=True)
 
 
+@pytest.mark.slow
 def test_a_student_is_evaluated_and_exported_by_its_averaged_weights_without_adapters(
     shapes, teacher, tmp_path
 ):
@@ -162,6 +166,7 @@ def test_a_student_is_evaluated_and_exported_by_its_averaged_weights_without_ada
     assert (tmp_path / "exported" / "infer.yml").is_file()
 
 
+@pytest.mark.slow
 def test_a_teacher_of_equal_widths_leaves_nothing_to_adapt_and_nothing_of_it_to_keep(
     shapes, tmp_path
 ):

@@ -186,6 +186,7 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_end_early_alike_whether_resumed_or_not(shapes, tmp_path):
     argument = {"data": str(shapes), "folder": str(tmp_path)}
     first, second = run_on_ranks(2, "tests.engine.test_early_stopping:two_ranks", argument)
@@ -226,6 +227,7 @@ def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     assert lines_of(tmp_path)[-1]["finished"] == "total"
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path):
     def goes_on(before, *overrides):
         overrides = ("train.batch_size_per_card=8", *overrides)

@@ -110,7 +110,8 @@ def test_a_fine_tuned_run_resumes_bit_for_bit(shapes, pretrained, tuned, tmp_pat
     assert "not trained before" not in said(tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "adamw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_what_is_frozen_can_be_another_part_from_a_checkpoint_on(optimizer, shapes, tmp_path):
     """First the head alone, then all of it: in one run, if that is meant."""
     name = f"optimizer.name={optimizer}"
@@ -243,7 +244,8 @@ def on_two_ranks(argument: tuple[str, str]) -> list[list[float]]:
     return every
 
 
-@pytest.mark.parametrize("which", ["quick", pytest.param("more", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["quick", "more"])
 def test_two_ranks_fine_tune_like_one_with_all_the_images(tmp_path, which):
     """Objects fall unevenly: eleven on one image, one on another, none on six of eight."""
     target = "tests.engine.test_fine_tuning:on_two_ranks"

@@ -39,6 +39,7 @@ DETECTORS = {  # model, steps, learning rate, more
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_eight_images_are_learned_by_heart(detector, tmp_path):
     make_shapes(tmp_path / "data", train=8, val=1, size=96, seed=0)

@@ -12,6 +12,7 @@ from ppdist.errors import ConfigError
 from tests.data.classified import CONFIG, write_patterns
 
 
+@pytest.mark.slow
 def test_patterns_that_were_not_seen_are_told_apart(tmp_path):
     # 216 steps of 8 images, 12 s of one CPU core.  Seeds 0, 1, 2 reached top1 1.00, 0.98, 1.00;
     # seed 0 reached 0.94 on a core without AVX-512, which rounds otherwise.

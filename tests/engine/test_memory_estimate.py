@@ -168,6 +168,7 @@ def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
     assert "a step is estimated to take 0 MiB on its card" in text
 
 
+@pytest.mark.slow
 def test_room_is_shared_by_the_ranks_of_a_host_and_a_limit_is_one_ranks_own():
     alone, shared = room(1), room(4)
     assert shared[HOST] == pytest.approx(alone[HOST] / 4, rel=0.1)

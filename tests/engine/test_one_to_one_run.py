@@ -17,6 +17,7 @@ def records(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     shapes: Path, tmp_path: Path
 ) -> None:

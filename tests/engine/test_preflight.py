@@ -211,6 +211,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run_on_ranks(2, "tests.engine.test_preflight:on_two_ranks", str(folder))
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_start_within_five_seconds(told: list[dict[str, str]]) -> None:
     for texts in told:
         assert texts["same"].startswith("agreed") and texts["data: same"].startswith("agreed")

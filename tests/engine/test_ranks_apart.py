@@ -227,6 +227,7 @@ def steps_of(output_dir, what):
     return [record["step"] for record in map(json.loads, lines) if what in record]
 
 
+@pytest.mark.slow
 def test_local_sgd_stops_is_saved_and_evaluated_where_ranks_agree_and_resumes_exactly(
     shapes, tmp_path
 ):

@@ -274,6 +274,7 @@ def test_going_back_is_resuming_with_half_the_rate_bit_for_bit(shapes, tmp_path)
     assert same(tmp_path / "start", tmp_path / "halved")  # back to the start, momentum and all
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp_path):
     def bad(trainer):
         spoil(trainer, (4, 5, 6))  # step 6 is to be saved
@@ -383,6 +384,7 @@ def test_a_single_image_without_memory_is_the_users_to_put_right(shapes, tmp_pat
         alone(shapes, tmp_path, before=lambda trainer: out_of_memory(trainer, 1))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_still_takes_small_bites_and_the_users_batch_may_be_smaller_yet(
     shapes, tmp_path
 ):

@@ -151,6 +151,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert "training goes on and tries again" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_refused_fails_and_resumes_from_the_one_before(
     shapes, tmp_path, undisturbed, monkeypatch
 ):

@@ -103,7 +103,13 @@ def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS if n != signal.SIGTERM),
+    ],
+)
 def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_nohup) -> None:
     code = (
         "import os\nfrom ppdist import errors\nerrors.hold_signals()\n"

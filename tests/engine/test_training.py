@@ -127,6 +127,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, 
     assert len(set(losses)) == len(losses) > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp_path):
     seen = {}
 
@@ -179,6 +180,7 @@ def two_ranks(argument):
     return None
 
 
+@pytest.mark.slow
 def test_two_resumed_ranks_end_bit_for_bit_like_uninterrupted_ones(shapes, tmp_path):
     def launch(name, overrides, resume):
         argument = {"output": str(tmp_path / name), "shapes": str(shapes), "resume": resume}

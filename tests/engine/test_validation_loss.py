@@ -129,7 +129,8 @@ def on_ranks(folder):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_find_what_one_finds_and_no_two_of_them_differ(shapes, ranks):
     alone = run_on_ranks(1, "tests.engine.test_validation_loss:on_ranks", str(shapes))[0]
     several = run_on_ranks(ranks, "tests.engine.test_validation_loss:on_ranks", str(shapes))

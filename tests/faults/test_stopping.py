@@ -11,7 +11,6 @@ import pytest
 from ppdist.drill import Course, Job, first_difference
 from tests.launch.hosts import wait_for
 
-pytestmark = pytest.mark.slow
 PATIENCE = 600.0  # seconds; a hang is a failed test
 STOPPED = 75
 
@@ -32,6 +31,33 @@ def go_on(course: Course, name: str, undisturbed: Path) -> Job:
     return job
 
 
+def stopped_and_gone_on(
+    name: str,
+    send: Callable[[Job, int], None],
+    number: signal.Signals,
+    course: Course,
+    undisturbed: Path,
+) -> float:
+    """Seconds from the signal to the end of a job that loses no step by it."""
+    with course.job(name) as job:
+        job.reaches(5, PATIENCE)
+        began = time.monotonic()
+        send(job, number)
+        assert job.wait(PATIENCE) == STOPPED, job.text
+        took = time.monotonic() - began
+        assert job.processes() == {}
+    resumed = go_on(course, name, undisturbed)
+    assert resumed.steps[0] == job.steps[-1] + 1
+    return took
+
+
+def test_sigterm_ends_two_paddle_ranks_with_75_and_no_step_is_lost(
+    course: Course, undisturbed: Path
+) -> None:
+    stopped_and_gone_on("sigterm", to_fleetrun, signal.SIGTERM, course, undisturbed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("send", [to_fleetrun, to_one_rank])
 def test_a_signal_ends_the_job_with_75_and_no_step_is_lost(
@@ -42,15 +68,7 @@ def test_a_signal_ends_the_job_with_75_and_no_step_is_lost(
     record_property,
 ) -> None:
     name = f"{send.__name__}-{number.name}"
-    with course.job(name) as job:
-        job.reaches(5, PATIENCE)
-        began = time.monotonic()
-        send(job, number)
-        assert job.wait(PATIENCE) == STOPPED, job.text
-        took = time.monotonic() - began
-        assert job.processes() == {}
-    resumed = go_on(course, name, undisturbed)
-    assert resumed.steps[0] == job.steps[-1] + 1
+    took = stopped_and_gone_on(name, send, number, course, undisturbed)
     record_property("figure", f"0 steps lost, ended after {took:.1f} s")
     assert took < 60  # 10 on a machine that is not busy
 
@@ -62,6 +80,7 @@ def kill_all(job: Job) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_seconds_of_grace_are_enough(
     course: Course, undisturbed: Path, record_property
 ) -> None:
@@ -76,6 +95,7 @@ def test_two_seconds_of_grace_are_enough(
     assert 0 <= lost < 4
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_its_power_goes_on_from_the_newest_checkpoint(
     course: Course, undisturbed: Path, record_property
 ) -> None:
@@ -88,6 +108,7 @@ def test_a_job_that_loses_its_power_goes_on_from_the_newest_checkpoint(
     assert 0 <= lost < 8  # a checkpoint that was being written does not count
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_fleetrun_that_was_killed(course: Course, record_property) -> None:
     with course.job("orphans", overrides=["data.workers=1"]) as job:
         job.reaches(3, PATIENCE)

@@ -101,6 +101,7 @@ def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.Monk
     assert given["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
+@pytest.mark.slow
 def test_the_tool_ends_with_2_when_something_fails_and_says_what_to_do() -> None:
     command = [sys.executable, "tools/doctor.py", "--ips", "10.254.1.1,10.254.1.2", "-c", "no.yml"]
     ended = subprocess.run(

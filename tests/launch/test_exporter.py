@@ -241,6 +241,7 @@ def test_it_lives_over_a_restart_and_counts_it(
         assert host.ended().code == 0, host.said
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_leaves_the_job_alone(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_two_gloo_processes_sum_and_only_rank_0_is_seen() -> None:
     assert sorted(path.name for path in Path("log").iterdir()) == ["workerlog.0", "workerlog.1"]
 
 
+@pytest.mark.slow
 def test_two_hosts_on_loopback_sum() -> None:
     ips, port = "--ips=127.0.0.2,127.0.0.3", str(_free_ports(1)[0])
     script = write(ALL_REDUCE)
@@ -111,6 +112,7 @@ def test_an_exception_names_the_rank_and_shows_its_traceback_once() -> None:
     assert ended.stderr.count("Traceback (most recent call last)") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_though_its_peer_fails_too_and_a_restart_follows() -> None:
     code = """
 first = not Path("again").exists()
@@ -156,6 +158,7 @@ time.sleep(120)
         wait_for(lambda: not any(alive(pid) for pid in pids), 15)
 
 
+@pytest.mark.slow
 def test_rank_0_writes_to_the_terminal_itself_and_at_once() -> None:
     code = """
 print("terminal", sys.stdout.isatty(), sys.stderr.isatty())

@@ -67,6 +67,7 @@ run(main)
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_sigterm_on_one_host_lets_all_ranks_save_and_both_exit_75(start, port: str) -> None:
     hosts = both(start, port, write(SAVES_AT_SIGTERM))
     wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
@@ -100,6 +101,7 @@ def test_different_commands_are_refused_before_anything_starts(start, port: str)
     assert not list(Path().glob("ran*"))
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_write_its_logs_ends_both(start, port: str) -> None:
     script = write("time.sleep(120)\n")
     Path(f"log_{B}").write_text("a file where the folder should be")
@@ -156,6 +158,7 @@ def attempts(rank: int) -> list[str]:
     return Path(f"attempts{rank}").read_text().split()
 
 
+@pytest.mark.slow
 def test_all_hosts_restart_together(start, port: str) -> None:
     script = write(WAITS_FOR_ALL + FAILS_ONCE)
     first, second = [host.ended() for host in both(start, port, script, "--max_restart", "2")]

@@ -217,6 +217,7 @@ def test_a_name_that_is_not_known_for_a_moment_is_no_disagreement() -> None:
     assert dispute.lasts((A, B)) == ""
 
 
+@pytest.mark.slow
 def test_an_old_address_that_a_host_of_another_run_has_by_now_does_not_end_the_waiting() -> None:
     port = _free_ports(1)[0]
     other = Host(host(OLD, (OLD, "127.0.0.10"), names=("other-0", "other-1")), port, 6)

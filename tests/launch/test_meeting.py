@@ -88,6 +88,7 @@ def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> Non
     assert all(each.line is not None and "all 3 hosts are here" in each.said for each in hosts)
 
 
+@pytest.mark.slow
 def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
     monkeypatch.setattr(meeting, "REPORT_SECONDS", 0.5)
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, B, C)), pause=1.2)
@@ -101,6 +102,7 @@ def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
     monkeypatch.setattr(meeting, "REPORT_SECONDS", 0.4)
     hosts = met(host(B), host(A), pause=1.0)
@@ -115,7 +117,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
         assert "still waiting for host 127.0.0.4 (127.0.0.4:" in each.error
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
     port, all_hosts = _free_ports(1)[0], (A, B, C, "127.0.0.5")  # which does not come
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]

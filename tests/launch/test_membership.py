@@ -83,6 +83,7 @@ def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(other
     assert sum(line.startswith(refused) for line in first.said) == 1
 
 
+@pytest.mark.slow
 def test_a_first_host_without_the_token_of_the_others_is_told_so() -> None:
     port = _free_ports(1)[0]
     members = Member(host(A), port, "", seconds=4), Member(host(B), port, TOKEN, seconds=4)
@@ -159,7 +160,13 @@ def meeting_seconds(port: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "content", [b"x" * 65536, b"[" * 65536, b"\n" * 1000, b'{"type": "hello"}\n' * 100]
+    "content",
+    [
+        b"x" * 65536,
+        pytest.param(b"[" * 65536, marks=pytest.mark.slow),
+        pytest.param(b"\n" * 1000, marks=pytest.mark.slow),
+        pytest.param(b'{"type": "hello"}\n' * 100, marks=pytest.mark.slow),
+    ],
 )
 def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
     port = _free_ports(1)[0]
@@ -192,6 +199,7 @@ def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> N
     assert seconds < 20
 
 
+@pytest.mark.slow
 def test_callers_during_a_run_cost_it_no_time() -> None:
     with socket.create_server((A, 0)) as listener:
         listener.setblocking(False)
@@ -245,7 +253,10 @@ def what_was_left(*folders: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ending", ["well", "failure", "killed"])
+@pytest.mark.parametrize(
+    "ending",
+    ["well", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failure", "killed"))],
+)
 def test_no_file_of_a_run_holds_what_the_environment_keeps_secret(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

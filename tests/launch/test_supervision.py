@@ -98,6 +98,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         yield lambda *words: Job(start, *words)
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_said_within_2_s_and_its_peer_is_gone_within_5(
     job, record_property
 ) -> None:
@@ -132,7 +133,9 @@ time.sleep(300)
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("victim", [pytest.param("rank", marks=slow), "watcher", "launcher"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("rank", marks=slow), pytest.param("watcher", marks=slow), "launcher"]
+)
 def test_whichever_process_is_killed_nothing_is_left(job, victim: str) -> None:
     running = job(IGNORES)
     running.ready()
@@ -147,6 +150,7 @@ def test_whichever_process_is_killed_nothing_is_left(job, victim: str) -> None:
         assert "rank 1 failed first: it was killed by SIGKILL" in ended.errors
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_fleetrun_itself_is_killed(job) -> None:
     running = job("Path(f'ready{rank}').touch()\ntime.sleep(300)")
     running.ready()
@@ -165,7 +169,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_a_grace_when_fleetrun_is(
 @pytest.mark.parametrize(
     ("name", "whom"),
     [
-        ("SIGUSR1", "fleetrun"),
+        pytest.param("SIGUSR1", "fleetrun", marks=slow),
         pytest.param("SIGINT", "fleetrun", marks=slow),
         ("SIGTERM", "rank"),
         pytest.param("SIGTERM", "watcher", marks=slow),
@@ -213,6 +217,7 @@ def test_a_signal_for_all_processes_of_a_job_leaves_the_ranks_their_grace(job, n
     assert running.living() == []
 
 
+@pytest.mark.slow
 def test_signals_of_others_do_not_end_a_rank_that_is_just_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +229,7 @@ def test_signals_of_others_do_not_end_a_rank_that_is_just_starting(
     assert (ended.code, ended.output) == (0, "lives\n")
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=slow), "<&- >&- 2>&-"])
 def test_fleetrun_works_without_streams_that_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
 ) -> None:
@@ -236,6 +241,7 @@ def test_fleetrun_works_without_streams_that_were_closed(
     assert ended.returncode == 0 and Path("done").exists()
 
 
+@pytest.mark.slow
 def test_who_is_killed_after_reporting_why_it_failed_is_read_all_the_same(job) -> None:
     code = """
 class Slow:  # a terminal that takes its time
@@ -266,6 +272,7 @@ def test_a_second_signal_ends_everything_at_once(job, name: str, code: int) -> N
     assert running.living() == [] and time.monotonic() - begin < 15
 
 
+@pytest.mark.slow
 def test_a_job_is_restarted_and_a_step_that_failed_twice_is_left_out(job) -> None:
     code = """
 attempt, skip = os.environ.get("PPDIST_RESTART", "0"), os.environ.get("PPDIST_SKIP_STEP")
@@ -313,6 +320,7 @@ def test_a_signal_between_two_attempts_ends_the_job_with_75(job) -> None:
     assert "stopped by SIGTERM before any rank of this attempt began" in ended.errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_well_amid_training_is_a_failure(job) -> None:
     running = job(IGNORES.replace("time.sleep(300)", "sys.exit(0) if rank else time.sleep(300)"))
     ended = running.host.ended()

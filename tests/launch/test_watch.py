@@ -213,6 +213,7 @@ def test_a_rank_that_is_stopped_before_it_can_say_anything_is_named(host) -> Non
     assert found.partition("; the stacks")[0].endswith("at the start; rank 1 waits for it")
 
 
+@pytest.mark.slow
 def test_ranks_that_never_say_anything_are_left_alone(host) -> None:
     ranks = host(2)  # a script without ppdist
     ranks.stop(0)
@@ -369,17 +370,12 @@ run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hang", "why"),
     [
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            "stopped (SIGSTOP), in its own work",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "while True: ctypes.PyDLL(None).sleep(100)", "in its own work", marks=pytest.mark.slow
-        ),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped (SIGSTOP), in its own work"),
+        ("while True: ctypes.PyDLL(None).sleep(100)", "in its own work"),
         ("pulse.at('waiting for its images'); time.sleep(1000)", "waiting for its images"),
     ],
 )

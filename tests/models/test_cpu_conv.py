@@ -224,6 +224,7 @@ def train_on_ranks(argument):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_average_accumulated_gradients_as_with_plain_layers():
     plain = run_on_ranks(2, "tests.models.test_cpu_conv:train_on_ranks", "plain")
     fast = run_on_ranks(2, "tests.models.test_cpu_conv:train_on_ranks", "fast")

@@ -36,8 +36,8 @@ def assert_passed(measurements: list[Measurement]) -> None:
         pytest.param("ppyoloe_s", EVERYTHING, 93, marks=pytest.mark.slow),
         ("ppyoloe_plus_s", EVERYTHING, 93),
         pytest.param("ppyoloe_l", INFERENCE, 29, marks=pytest.mark.slow),
-        ("yolov5n", EVERYTHING, 76),
-        ("yolov5n6", INFERENCE, 44),
+        pytest.param("yolov5n", EVERYTHING, 76, marks=pytest.mark.slow),
+        pytest.param("yolov5n6", INFERENCE, 44, marks=pytest.mark.slow),
         pytest.param("yolov5m", INFERENCE, 38, marks=pytest.mark.slow),
         ("yolov5s_cls", CLASSIFIER, 19),
     ],
@@ -54,6 +54,7 @@ def test_every_number_of_a_reference_is_met(
     assert reference.values.unread() == []  # nothing of the file was left out
 
 
+@pytest.mark.slow
 def test_keys_and_shapes_of_the_other_sizes_are_the_original_s(shared_dir: Path) -> None:
     lists = key_lists(shared_dir)
     assert len(lists) == 16
@@ -68,6 +69,7 @@ def test_keys_and_shapes_of_large_and_extra_large_are_the_original_s(shared_dir:
         assert_passed([compare_keys(family_of(name).build(name), lists[name])])
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_is_noticed_in_every_output(shared_dir: Path) -> None:
     for family, name, bias in (
         (ppyoloe, "ppyoloe_s", "backbone.stages.0.attn.fc.bias"),

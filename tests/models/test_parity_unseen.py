@@ -61,7 +61,7 @@ def test_every_family_is_recognised_by_the_names_of_its_files(stored: Path) -> N
     assert groups["yolov5n_cls"] == {"keys", "features", "scores", "losses", "gradients"}
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_sizes_need_no_change_and_losses_may_be_missing(
     tmp_path: Path, training: bool
 ) -> None:

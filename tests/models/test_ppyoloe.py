@@ -35,7 +35,7 @@ def shake(model: PPYOLOE) -> None:
             value.set_value(value + 0.3 * fan_in**-0.5 * paddle.randn(value.shape))
 
 
-@pytest.mark.parametrize("size", ["s", "m", *SLOW])
+@pytest.mark.parametrize("size", ["s", pytest.param("m", marks=pytest.mark.slow), *SLOW])
 def test_parameter_counts_are_the_published_ones(size: str) -> None:
     for variant, trained in zip(("crn", "plus"), TRAIN[size]):
         config = {"variant": variant, "size": size}

@@ -125,6 +125,7 @@ def test_fusing_drops_the_auxiliary_head_and_keeps_the_outputs() -> None:
     model.fuse()  # again: nothing to do
 
 
+@pytest.mark.slow
 def test_a_saved_graph_of_all_levels_holds_nothing_of_the_auxiliary_head(tmp_path: Path) -> None:
     model = tiny(levels="P2-P6", auxiliary=True, width_multiple=0.05)
     shake(model)

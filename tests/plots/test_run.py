@@ -97,7 +97,9 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-@pytest.mark.parametrize("classes", [1, 3, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "classes", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 80))]
+)
 def test_every_picture_of_a_run_is_written_and_shows_something(tmp_path, classes):
     run = write(tmp_path / "$run_", trained(400, ranks=2), detected(tmp_path / "images", classes))
     paths = draw_run(run, image_folders=[tmp_path])
@@ -138,6 +140,7 @@ def test_a_classifier_has_accuracy_and_confusion_without_a_background(tmp_path):
     assert len(labels) == 3
 
 
+@pytest.mark.slow
 def test_more_classes_than_have_room_are_drawn_without_names(tmp_path):
     found = detected(tmp_path / "images", 300, images=2)
     run = write(tmp_path, None, found)
@@ -202,9 +205,9 @@ def test_warm_up_ends_where_the_derived_record_says():
     "lines",
     [
         '{"step": 3, "los',
-        "null\n[1, 2]\n3\n",
-        '{"loss": 1, "lr": 2}\n',
-        '{"step": "x", "loss": 1, "lr": 1}\n',
+        pytest.param("null\n[1, 2]\n3\n", marks=pytest.mark.slow),
+        pytest.param('{"loss": 1, "lr": 2}\n', marks=pytest.mark.slow),
+        pytest.param('{"step": "x", "loss": 1, "lr": 1}\n', marks=pytest.mark.slow),
         '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}\n',
         '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], "rank_data_seconds": 3}\n',
         '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}\n',
@@ -231,7 +234,17 @@ def test_a_broken_part_of_an_evaluation_costs_its_picture_and_one_warning(tmp_pa
     assert all(name in warning.getMessage() for name in missing)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"class_names": 3}', "\x00", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        pytest.param("[]", marks=pytest.mark.slow),
+        pytest.param("{", marks=pytest.mark.slow),
+        '{"class_names": 3}',
+        "\x00",
+        "[" * 100_000,
+    ],
+)
 def test_an_evaluation_cut_short_is_one_warning(tmp_path, text, caplog):
     (write(tmp_path, trained(40)) / "evaluation.json").write_text(text)
     assert names(draw_run(tmp_path)) == OF_METRICS

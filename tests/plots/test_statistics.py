@@ -57,6 +57,7 @@ def test_every_plot_of_two_splits_is_written_and_shows_something(tmp_path):
     assert {(0, 114, 178), (230, 159, 0)} <= set(map(tuple, pixels[::3].tolist()))
 
 
+@pytest.mark.slow
 def test_a_set_with_hardly_a_box_is_plotted(tmp_path):
     paths = plot_statistics({"train": made(1, 2), "val": made(0, 2)}, ("a", "b"), tmp_path)
     assert [path.name for path in paths] == ALL and all(map(colours, paths))

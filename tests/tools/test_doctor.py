@@ -49,6 +49,7 @@ def test_two_processes_are_compared_and_measured_and_the_report_is_written(tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_one_process_has_nothing_to_measure_and_quick_starts_nothing(tmp_path: Path) -> None:
     for arguments in ((), ("--quick", "--nproc_per_node", 2)):
         done = run_tool("doctor", *arguments, cwd=tmp_path)

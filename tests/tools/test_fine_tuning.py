@@ -47,6 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_is_fine_tuned_to_other_classes_in_one_line(trained: Path) -> None:
     second = trained / "second"
     succeeded(
@@ -76,6 +77,7 @@ def test_a_run_is_fine_tuned_to_other_classes_in_one_line(trained: Path) -> None
     assert "mAP" in found and (found["images"], found["limit"]) == (3, 3)
 
 
+@pytest.mark.slow
 def test_other_classes_without_their_number_are_an_error_that_names_it(trained: Path) -> None:
     done = run_tool(
         "train", "-c", trained / "cfg.yml", "-o", f"model.pretrained={trained / 'first'}",

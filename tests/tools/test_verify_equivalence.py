@@ -50,6 +50,7 @@ def verify(config_file: Path, *more: object):
     return run_tool("verify", "equivalence", *arguments, cwd=config_file.parent), report
 
 
+@pytest.mark.slow
 def test_two_ranks_on_the_users_data_train_like_one_and_the_tool_says_so(config_file: Path) -> None:
     done, file = verify(config_file, "--processes", 2)
     assert "PASS" in succeeded(done).splitlines()[-1]

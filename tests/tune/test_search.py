@@ -113,6 +113,7 @@ def test_a_study_that_was_killed_loses_no_trial_makes_none_twice_and_leaves_no_p
         assert [line["step"] for line in lines] == [0, 10, 20, 30, 40]
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_study(tmp_path: Path) -> None:
     study, folder = write_study(tmp_path, GRID.replace("1]", "1, 2]")), tmp_path / "out"
     both = [process_in(study, folder, 1, FAKE_SECONDS="0.05") for _ in range(2)]

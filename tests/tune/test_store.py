@@ -55,6 +55,7 @@ def taken(store: Store) -> Claim:
     return found
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_never_get_the_same_cell(tmp_path: Path) -> None:
     study = write_study(tmp_path, GRID.replace("[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]"))
     processes = [claimant(study, tmp_path / "out", 3) for _ in range(2)]
