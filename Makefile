@@ -38,15 +38,17 @@ demo: install
 	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"
 	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
 
-# One process a core, each with files of its own.
+# Each process has files of its own; one more than cores, as ranks often wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($$(nproc) + 1)) --dist loadfile
+
 test: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # torch writes the .pt files that a few slow tests read; nothing else needs it.
 test-all: install
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check \
 	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
+	$(PYTEST)
 
 # The page is written also when a test fails: it says so.
 faults: install

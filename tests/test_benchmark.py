@@ -83,7 +83,8 @@ def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
     assert "the following arguments are required: -c/--config" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_is_measured_in_turns_with_a_straightforward_one(monkeypatch, capsys, workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
     result = run(monkeypatch, capsys, "loader", *options)["result"]

@@ -151,6 +151,7 @@ def test_exporting_leaves_the_model_as_it_was(
     assert [(type(layer), layer.training) for layer in model.sublayers()] == expected
 
 
+@pytest.mark.slow
 def test_a_graph_of_fixed_batch_and_size_computes_the_same(tmp_path: Path, model: PPYOLOE) -> None:
     plain = deployment_copy(model)
     with paddle.no_grad():

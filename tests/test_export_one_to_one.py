@@ -42,7 +42,7 @@ def model() -> PPYOLOE:
 
 
 IN_GRAPH = [
-    pytest.param(True, id="rows"),
+    pytest.param(True, id="rows", marks=pytest.mark.slow),
     pytest.param(False, id="scores and boxes", marks=pytest.mark.slow),
 ]
 

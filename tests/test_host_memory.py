@@ -54,6 +54,7 @@ def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
     assert first["small"] == 3.0 and first["nan"] and first["error"] == first["mean"] == 0.0
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
     results = run_on_ranks(4, "tests.test_host_memory:sums", {"memory": True}, hosts=2)
     assert all(result == results[0] for result in results)

@@ -25,6 +25,7 @@ def run(monkeypatch, capsys, *arguments):
     return ended.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_it_predicts_and_backtests_where_paddle_is_not_installed(tmp_path):
     block = "import runpy, sys; sys.modules['paddle'] = None; sys.argv = sys.argv[1:]; "
     code = block + "runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -173,6 +173,7 @@ def test_for_an_image_that_cannot_be_read_the_next_is_taken(
         assert picture.shape == (3, *SIZE) and picture.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_an_int8_file_whose_suppression_is_broken_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

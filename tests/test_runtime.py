@@ -171,6 +171,7 @@ def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
     return predict
 
 
+@pytest.mark.slow
 def test_predictors_take_turns_and_are_compared_with_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,6 +42,7 @@ def group(folder, *programs, code):
     return Group(commands, [dict(os.environ)] * len(commands), folder)
 
 
+@pytest.mark.slow
 def test_while_one_group_runs_the_others_wait(tmp_path):
     files = [tmp_path / name for name in ("one", "two a", "two b")]
     one = group(tmp_path / "1", files[0], code=TICK)

@@ -134,6 +134,7 @@ def test_stopped_workers_are_replaced_and_the_stream_stays_as_it_is(folder, monk
     assert "was busy with one image for more than 0.5 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_away_for_long_finds_its_workers_in_good_health(folder, monkeypatch, caplog):
     many = 40_000  # boxes: more than a socket holds, so that the worker waits for the rank
     boxes_M4, labels_M = np.zeros((many, 4), np.float32), np.arange(many)

@@ -115,6 +115,7 @@ server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
     number = free_port()
     with running([sys.executable, "-c", STUCK, number, SERVING, REPOSITORY], number) as process:
@@ -232,6 +233,7 @@ def test_the_soak_script_counts_answers_refusals_and_memory(port, tmp_path):
     assert seen["broken_refused"] > 0
 
 
+@pytest.mark.slow
 def test_the_soak_script_fails_where_nobody_answers(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{free_port()}",

@@ -182,6 +182,7 @@ def test_jobs_that_share_a_node_have_ports_of_their_own(submit: Submit) -> None:
     assert ports == [29980, 10000, 10020]
 
 
+@pytest.mark.slow
 def test_a_member_of_an_array_is_told_its_number(submit: Submit) -> None:
     words = ("-c", "x", "-o", "seed={task}", "output_dir=output/s{task}")
     array = {"SLURM_ARRAY_JOB_ID": "50", "SLURM_ARRAY_TASK_ID": "2"}
@@ -242,6 +243,7 @@ def test_a_job_is_queued_so_often_and_no_more(submit: Submit) -> None:
     assert batch.asked == [] and "submit it again to go on" in batch.said
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_before_fleetrun_can_note_it_queues_the_job_again(
     submit: Submit,
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_signal_that_comes_before_fleetrun_can_note_it_queues_the_job_again(
     assert batch.asked == [f"requeue {7_000_000 + os.getpid()}"]
 
 
+@pytest.mark.slow
 def test_a_signal_right_after_the_start_is_passed_on(submit: Submit, tmp_path: Path) -> None:
     """In a copy of the script that sends it to itself there."""
     text = SCRIPT.read_text(encoding="utf-8")

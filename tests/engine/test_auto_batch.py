@@ -50,6 +50,7 @@ def losses(output):
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
+@pytest.mark.slow
 def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
     shapes, tmp_path, monkeypatch
 ):

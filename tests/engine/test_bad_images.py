@@ -73,6 +73,7 @@ def test_an_image_that_two_hosts_hold_at_different_places_counts_once(tmp_path):
     assert run_on_ranks(2, f"{__name__}:on_a_rank", str(tmp_path)) == [["", 1], ["", 1]]
 
 
+@pytest.mark.slow
 def test_hosts_with_different_files_are_told_apart_before_training(tmp_path):
     two_roots(tmp_path, damaged=0)
     file = tmp_path / "1" / "annotations" / "instances_train.json"

@@ -76,6 +76,7 @@ def distilled_config(folder: Path, teacher: Path, *overrides: str, model: str = 
     return tiny_config(folder, [f"distill.teacher={teacher}", *ALL, *overrides], model)
 
 
+@pytest.mark.slow
 def test_a_teacher_may_be_named_by_its_folder_its_best_or_its_checkpoint(teachers, tmp_path):
     output = shutil.copytree(teachers["ppyoloe"], tmp_path / "run", symlinks=True)
     folder = output / "checkpoints"

@@ -185,6 +185,7 @@ def test_room_is_shared_by_the_ranks_of_a_host_and_a_limit_is_one_ranks_own():
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
+@pytest.mark.slow
 def test_a_meter_sees_what_was_taken_and_given_back():
     code = (
         "from ppdist.engine.memory import HOST, ADDRESSES, Meter\n"

@@ -158,6 +158,7 @@ def sharded(argument):
     return found
 
 
+@pytest.mark.slow
 def test_optimizer_state_in_shares_makes_the_same_weights_bit_for_bit():
     runs = run_on_ranks(2, f"{HERE}:sharded")
     for name in ("momentum", "adamw"):

@@ -95,6 +95,7 @@ def test_settings_are_told_apart_by_what_they_change(tmp_path):
     assert [each.key for each in found.learned] == learned
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_settings_that_teach_it_nothing_else(shapes, output, tmp_path):
     free = ["data.workers=1", "train.batch_size_per_card=2", "train.accumulate_steps=2"]
     run(shapes, output, *free, "train.max_steps=6", resume=output)
@@ -194,6 +195,7 @@ def test_a_stop_amid_an_evaluation_that_is_made_up_leaves_a_checkpoint(
     assert "stopped by a signal after step 4; --resume continues from there" in said(other)
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_in_another_folder_whatever_lies_there(shapes, output, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(output / "checkpoints", other / "checkpoints", symlinks=True)
@@ -262,6 +264,7 @@ def test_an_attempt_does_not_take_what_an_earlier_run_has_left(shapes, job, outp
     assert '"loss"' in previous  # of the earlier run, and not of the attempt before this one
 
 
+@pytest.mark.slow
 def test_an_attempt_of_a_resumed_run_begins_where_the_command_says(shapes, job, output, tmp_path):
     other = tmp_path / "other"
     path = output / "checkpoints" / "step-00000004"

@@ -192,6 +192,7 @@ def compared(argument: str) -> dict[str, object]:
     return link_speed.compare_hosts({"cores": "8", "MTU": ("9000", "1500")[rank]})
 
 
+@pytest.mark.slow
 def test_two_hosts_learn_of_another_packet_size_and_a_wrong_clock() -> None:
     first, second = run_on_ranks(2, "tests.launch.test_equipment:compared", "")
     assert first["differences"] == second["differences"] and len(first["differences"]) == 1

@@ -212,6 +212,7 @@ def test_it_listens_on_the_address_of_its_host_unless_told_otherwise(
     assert metrics_endpoint(options, Machine([], "cpu", 2)) == endpoint
 
 
+@pytest.mark.slow
 def test_it_lives_over_a_restart_and_counts_it(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ if first:
     assert ended.stdout.split("\n")[:2] == ["attempt 1", "attempt 2"]
 
 
+@pytest.mark.slow
 def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
     with started("--nproc_per_node", "2", write(SAVES_AT_SIGTERM)) as process:
         wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
@@ -185,6 +186,7 @@ for _ in range(3):
     assert len(delays) == 3 and max(delays) < 0.5, (delays, seen)
 
 
+@pytest.mark.slow
 def test_a_script_of_no_rank_reports_what_paddles_launcher_said() -> None:
     ended = fleetrun("--nproc_per_node", "1", "--elastic_level", "high", write(""))
     assert ended.returncode == 1

@@ -40,6 +40,7 @@ def both(start: Callable[..., Host], port: str, script: str, *words: str) -> lis
     return [start(host, "--host", host, *common) for host in (B, A)][::-1]
 
 
+@pytest.mark.slow
 def test_ranks_count_through_the_hosts_and_all_end_together(start, port: str) -> None:
     code = WAITS_FOR_ALL + "if rank == 3: time.sleep(2)\nprint('rank', rank)\n"
     hosts = both(start, port, write(code), "--nproc_per_node", "2")

@@ -188,6 +188,7 @@ def test_a_host_that_knows_an_old_address_finds_the_new_one(own: str) -> None:
     assert all(mover.line is not None for mover in movers)
 
 
+@pytest.mark.slow
 def test_hosts_that_disagree_about_a_third_one_look_again() -> None:
     old, new = (A, B, OLD), (A, B, C)
     movers = meet_all({A: [old, new], B: [old, new], C: [new]}, (*NAMES, "pod-2"))

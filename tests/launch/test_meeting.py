@@ -156,6 +156,7 @@ def test_an_order_that_differs_on_the_last_host_reaches_every_host() -> None:
     assert all("127.0.0.2,127.0.0.4,127.0.0.3" in each.error for each in hosts)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_not_in_the_list_is_refused_and_the_others_say_whom_they_miss() -> None:
     first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
     assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
@@ -187,7 +188,16 @@ def test_a_call_during_the_run_is_answered() -> None:
         each.end()
 
 
-@pytest.mark.parametrize("speaks", [b"", b"220 mail.example ESMTP\r\n", b'{"type": 3}\n'])
+@pytest.mark.parametrize(
+    "speaks",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (b"", b"220 mail.example ESMTP\r\n")
+        ),
+        b'{"type": 3}\n',
+    ],
+)
 def test_another_program_on_the_port_is_told_from_a_fleetrun(speaks: bytes, monkeypatch) -> None:
     monkeypatch.setattr(meeting, "_GREETING_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:

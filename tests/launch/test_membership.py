@@ -66,7 +66,7 @@ def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
     assert name_of_job(TOKEN, "") == name_of_job(TOKEN, "") != name_of_job("", "")
 
 
-@pytest.mark.parametrize("others", ["", "another"])
+@pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(others: str) -> None:
     port = _free_ports(1)[0]
     first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)

@@ -166,14 +166,10 @@ def test_ranks_that_ignore_the_signal_are_killed_after_a_grace_when_fleetrun_is(
     print(f"gone after {running.gone_within(60):.1f} s")
 
 
+@slow  # in the default run: tests/faults/test_stopping.py
 @pytest.mark.parametrize(
     ("name", "whom"),
-    [
-        pytest.param("SIGUSR1", "fleetrun", marks=slow),
-        pytest.param("SIGINT", "fleetrun", marks=slow),
-        ("SIGTERM", "rank"),
-        pytest.param("SIGTERM", "watcher", marks=slow),
-    ],
+    [("SIGUSR1", "fleetrun"), ("SIGINT", "fleetrun"), ("SIGTERM", "rank"), ("SIGTERM", "watcher")],
 )
 def test_a_signal_for_one_process_stops_all_ranks_cleanly(job, name: str, whom: str) -> None:
     running = job(STOPS)
@@ -229,7 +225,8 @@ def test_signals_of_others_do_not_end_a_rank_that_is_just_starting(
     assert (ended.code, ended.output) == (0, "lives\n")
 
 
-@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=slow), "<&- >&- 2>&-"])
+@slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_fleetrun_works_without_streams_that_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
 ) -> None:

@@ -303,6 +303,7 @@ def test_whoever_gave_up_waiting_lets_the_stopped_rank_be_named(host, message: s
     assert not outcome.is_consequence
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_by_itself_is_not_excused_by_one_that_stands_still(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)

@@ -34,7 +34,7 @@ def assert_passed(measurements: list[Measurement]) -> None:
     ("name", "groups", "count"),
     [
         pytest.param("ppyoloe_s", EVERYTHING, 93, marks=pytest.mark.slow),
-        ("ppyoloe_plus_s", EVERYTHING, 93),
+        pytest.param("ppyoloe_plus_s", EVERYTHING, 93, marks=pytest.mark.slow),
         pytest.param("ppyoloe_l", INFERENCE, 29, marks=pytest.mark.slow),
         pytest.param("yolov5n", EVERYTHING, 76, marks=pytest.mark.slow),
         pytest.param("yolov5n6", INFERENCE, 44, marks=pytest.mark.slow),

@@ -156,6 +156,7 @@ def test_an_error_below_zero_is_none_that_passes() -> None:
     assert off(0.0, 0.0) == 0 and off(1.0, 0.0) == np.inf and off(1.0, -1.0) == 2
 
 
+@pytest.mark.slow
 def test_every_false_array_of_a_file_is_found_by_itself(stored: Path, tmp_path: Path) -> None:
     """None of the arrays may be read and then ignored."""
     name = "yolov5n_cls"

@@ -121,6 +121,7 @@ def test_decoding_measures_sides_outwards_in_strides() -> None:
     np.testing.assert_allclose(boxes.numpy()[0, 0], [92, 44, 124, 188], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = tiny()
     shake(model)

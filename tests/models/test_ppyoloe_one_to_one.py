@@ -129,6 +129,7 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
     assert divided({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_the_second_head_alone_predicts_and_alone_is_deployed(tmp_path: Path) -> None:
     model, image = tiny(one_to_one=True, auxiliary=True), paddle.randn([2, 3, 64, 96])
     shake(model)

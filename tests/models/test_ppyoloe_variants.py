@@ -203,6 +203,7 @@ def test_any_multiples_give_a_model_that_trains_and_fuses(depth: float, width: f
             np.testing.assert_allclose(got.numpy(), want, atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_odd_channels_export(tmp_path: Path) -> None:
     model, image = tiny(width_multiple=0.023), paddle.randn([1, 3, 64, 32])
     assert model.neck.out_channels == [18, 9, 4]

@@ -236,6 +236,7 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
     assert use_onednn_convolutions(model) == 60
 
 
+@pytest.mark.slow
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = adapt(tiny())
     loaded = saved_graph(Decoded(model), tmp_path)

@@ -102,6 +102,7 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
     assert self_check(tiny()) is None
 
 
+@pytest.mark.slow
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
     model = tiny()
     loaded = saved_graph(model, tmp_path)

@@ -116,6 +116,7 @@ def test_a_run_without_evaluation_has_its_curves_alone(tmp_path):
     assert names(draw_run(write(tmp_path, records))) == OF_METRICS
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_a_run_has_its_pictures_alone(tmp_path):
     run = write(tmp_path, None, detected(tmp_path, 2))
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
@@ -270,6 +271,7 @@ def test_without_matplotlib_there_is_one_warning(tmp_path, monkeypatch, caplog):
     assert warning.levelno == logging.WARNING and "could not draw" in warning.getMessage()
 
 
+@pytest.mark.slow
 def test_images_that_are_gone_or_elsewhere(tmp_path):
     found = detected(tmp_path / "data" / "images", 2)
     for entry in found["worst"]:

@@ -128,6 +128,7 @@ def test_counts_far_apart_are_all_seen(tmp_path):
     assert ((lower_bar == (0, 114, 178)).all(-1).sum(1) > 20).any()
 
 
+@pytest.mark.slow
 def test_names_without_a_font_are_shown_by_number_and_no_warning(tmp_path):
     names = ("红细胞", "\U00012000", "œuf")
     splits = {"train": made(50, 3), "val": made(50, 3)}

@@ -135,6 +135,7 @@ def test_a_stop_leaves_trials_to_be_continued_and_says_so(tmp_path: Path, monkey
     store.close()
 
 
+@pytest.mark.slow
 def test_hopeless_trials_are_stopped_and_told_as_pruned(tmp_path: Path, monkeypatch) -> None:
     text = "overrides: [train.epochs=6]\nvariants:\n"
     text += "  a: [optimizer.lr=0.9]\n  b: [optimizer.lr=0.8]\n  c: [optimizer.lr=0.1]\n"
