@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ppdist.errors import ConfigError
 
 if TYPE_CHECKING:  # --help need not wait for these
-    from ppdist.data.dataset import DataConfig
+    from ppdist.config.data import DataConfig
 
 _FORMATS = ("coco", "voc", "yolo", "csv", "folder")
 _WITH_FORMAT = ("root", "images", "annotations", "names")
@@ -72,7 +72,7 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
     Raises: ConfigError: it says both, neither, or too little.
     """
     from ppdist.config import load_config
-    from ppdist.data.dataset import DataConfig, SplitConfig
+    from ppdist.config.data import DataConfig, SplitConfig
 
     if bool(arguments.config) == bool(arguments.format):
         raise ConfigError(

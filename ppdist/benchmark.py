@@ -34,7 +34,7 @@ from ppdist.optim.averaging import Averaging
 from ppdist.turns import wait_for_turn
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")

@@ -32,10 +32,8 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from pydantic import Field
 from safetensors import SafetensorError
 
-from ppdist.config import Section
 from ppdist.errors import CheckpointError
 
 _NAME = re.compile(r"^step-(\d+)$")
@@ -49,20 +47,6 @@ _DTYPES = {
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are written and how many stay."""
-
-    every_epochs: float = Field(
-        default=1.0, ge=0, description="Write one every so many epochs; 0: only at the end."
-    )
-    every_steps: int | None = Field(
-        default=None, gt=0, description="Write one every so many optimizer steps instead."
-    )
-    keep: int = Field(
-        default=3, gt=0, description="How many of the newest stay; best and last always do."
-    )
 
 
 @dataclass(frozen=True)

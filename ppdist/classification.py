@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.classify import resize_centre
 from ppdist.inference import graph_input, open_exported
 from ppdist.metrics.classification import rank
 from ppdist.models.detector import ImageModel
-from ppdist.runtime import DEFAULT, RuntimeOptions
+from ppdist.runtime import DEFAULT
 
 # images_B3HW, float32 RGB 0..255 -> probabilities_BC, float32
 Classifier = Callable[[np.ndarray], np.ndarray]

@@ -29,7 +29,7 @@ from paddle.distributed import collective, fleet
 from paddle.distributed.fleet.base import distributed_strategy
 
 from ppdist import pulse
-from ppdist.dist_config import DistributedConfig as DistributedConfig
+from ppdist.config.distributed import DistributedConfig
 from ppdist.errors import ConfigError
 from ppdist.heap import keep_freed_memory
 from ppdist.host_memory import MESSAGE_MB, HostMemory, join

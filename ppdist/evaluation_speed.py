@@ -10,13 +10,12 @@ from ppdist import dist
 from ppdist.benchmark import require_detector
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.evaluator import Evaluator
-from ppdist.engine.experiment import build_evaluator, derive_run, speed_up_cpu
-from ppdist.engine.experiment_config import LOSSES
+from ppdist.engine.experiment import LOSSES, build_evaluator, derive_run, speed_up_cpu
 from ppdist.models.detector import Detector
 from ppdist.scaling_speed import launch
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import ExportError
 from ppdist.infer_spec import InputSection
 from ppdist.inference import split_rows, suppress
 from ppdist.models.detector import ImageModel
-from ppdist.postprocess import NMSConfig
-from ppdist.runtime import Graph, OnnxGraph, PaddleGraph, RuntimeOptions
+from ppdist.runtime import Graph, OnnxGraph, PaddleGraph
 
 SCORE_TOLERANCE = 1e-4
 BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to

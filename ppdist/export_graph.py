@@ -17,11 +17,12 @@ from typing import TypeVar
 import paddle
 from paddle import Tensor, nn
 
+from ppdist.config.evaluate import NMSConfig
 from ppdist.errors import ExportError
 from ppdist.infer_spec import InputSection, NormalisationSection
 from ppdist.models.cpu_conv import plain_convolutions
 from ppdist.models.detector import Detector, ImageModel
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 
 Model = TypeVar("Model", bound=ImageModel)
 ONNX_OPSET = 16

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import ConfigError, ExportError
 from ppdist.export import FORMATS, Format, export_classifier, export_detector
 from ppdist.export_check import (
@@ -30,7 +31,6 @@ from ppdist.export_subjects import Subject, batches
 from ppdist.infer_spec import read_spec
 from ppdist.inference import ExportedPredictor, graph_input, open_exported
 from ppdist.models.detector import Detector
-from ppdist.runtime import RuntimeOptions
 from ppdist.sample_accuracy import precision_on
 
 MAP_LIMIT = 0.001  # 0..1; those of scores and boxes are export_check's

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from ppdist.config import Section, parse_config
-from ppdist.data.augment.transforms import GREY, Resize
+from ppdist.config.base import Section, parse_config
+from ppdist.config.data import Resize
+from ppdist.config.evaluate import NMSConfig
+from ppdist.data.augment.transforms import GREY
 from ppdist.data.dataset import read_annotations
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import ConfigError, ExportError, UserError
-from ppdist.postprocess import NMSConfig
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 SPEC_FILE = "infer.yml"
 

@@ -6,13 +6,16 @@ from typing import Literal, Protocol
 import numpy as np
 import paddle
 
-from ppdist.data.augment.transforms import Resize, fitted, resize_for_evaluation
+from ppdist.config.data import Resize
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.data.augment.transforms import fitted, resize_for_evaluation
 from ppdist.errors import ExportError, WeightsError
 from ppdist.infer_spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
 from ppdist.models.detector import Detector, ImageModel
 from ppdist.models.pretrained import load_weights
-from ppdist.postprocess import NMSConfig, multiclass_nms
-from ppdist.runtime import DEFAULT, Graph, OnnxGraph, PaddleGraph, RuntimeOptions
+from ppdist.postprocess import multiclass_nms
+from ppdist.runtime import DEFAULT, Graph, OnnxGraph, PaddleGraph
 
 
 def load_all_weights(model: ImageModel, path: Path) -> None:

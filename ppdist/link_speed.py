@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.dataset import read_split
 from ppdist.engine.feed import require_the_same
 from ppdist.engine.preflight import (
@@ -30,7 +31,7 @@ from ppdist.engine.preflight import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes, 1 KiB to 64 MiB
@@ -54,7 +55,7 @@ def check_ranks(config: "ExperimentConfig | None", output_dir: "Path | None") ->
     """
     with within(_STAGE_SECONDS, "joining the other ranks"):
         device = config.device if config else "auto"
-        dist.init(device, config.distributed if config else dist.DistributedConfig())
+        dist.init(device, config.distributed if config else DistributedConfig())
     if config is None or output_dir is None:
         hosts_W = dist.exchange(dist.host())
         require_agreement({"versions": versions(), "code": digests_of_code()}, hosts_W)

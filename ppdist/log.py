@@ -19,13 +19,12 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 import numpy as np
-from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ppdist.closing import closing_rows, commands
-from ppdist.config import Section
+from ppdist.config.output import LogConfig
 from ppdist.curves import Curves
 from ppdist.errors import ConfigError
 from ppdist.outlets import ConsoleHandler, LogFileHandler, Screen
@@ -37,36 +36,6 @@ from ppdist.visualdl_file import VisualDLFile, append_whole
 _LOGGER = logging.getLogger("ppdist")
 _PLAIN_WIDTH = 120  # columns of a table where there is no terminal
 _REFRESH_SECONDS = 0.2
-
-
-class LogConfig(Section):
-    """What a run says and how often."""
-
-    every_steps: int = Field(
-        default=20,
-        ge=1,
-        description="Optimizer steps between two lines of the log and of metrics.jsonl.",
-    )
-    visualdl: bool = Field(
-        default=True,
-        description="Write curves, images and hyper-parameters for VisualDL to output_dir/vdl.",
-    )
-    tensorboard: bool = Field(
-        default=False,
-        description="Write the same for TensorBoard to output_dir/tensorboard; needs "
-        "`pip install 'ppdist[tensorboard]'`.",
-    )
-    histograms: bool = Field(
-        default=False,
-        description="With each evaluation also how the values of all weights and of their last "
-        "gradients are spread.",
-    )
-    images: int = Field(
-        default=4,
-        ge=0,
-        description="How many validation images with true and predicted boxes each evaluation "
-        "adds to VisualDL and TensorBoard.",
-    )
 
 
 class RunLog:

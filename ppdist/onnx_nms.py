@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppdist.postprocess import NMSConfig
+from ppdist.config.evaluate import NMSConfig
 
 if TYPE_CHECKING:
     import onnx

@@ -2,33 +2,8 @@
 
 import paddle
 from paddle import Tensor
-from pydantic import Field
 
-from ppdist.config import Section
-
-
-class NMSConfig(Section):
-    """Which predictions stay: class-wise non-maximum suppression, or simply the best."""
-
-    score_threshold: float = Field(
-        default=0.01, ge=0, le=1, description="predictions below this score are dropped"
-    )
-    iou_threshold: float | None = Field(
-        default=0.7,
-        ge=0,
-        le=1,
-        description="of two boxes of one class that overlap more than this, the better stays; "
-        "null: no suppression, the best boxes stay (model.one_to_one: true has it so)",
-    )
-    candidates: int = Field(
-        default=1000, ge=1, description="best boxes per class and image that enter the suppression"
-    )
-    keep: int = Field(default=300, ge=1, description="best boxes per image that stay")
-    multi_label: bool = Field(
-        default=True,
-        description="true: a prediction counts for every class that scores; false: for its best "
-        "class only",
-    )
+from ppdist.config.evaluate import NMSConfig
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:

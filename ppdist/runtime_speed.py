@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.data.augment.transforms import Resize
+from ppdist.config.data import Resize
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.images import read_image
 from ppdist.data.sample import DetectionSet
 from ppdist.data.synthetic import scene
@@ -26,7 +27,6 @@ from ppdist.export_check import unexplained_rows
 from ppdist.infer_spec import InferenceSpec
 from ppdist.inference import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
 from ppdist.models.detector import Detector
-from ppdist.runtime import RuntimeOptions
 
 Report = dict[str, Any]
 IMAGES = 20  # at most: they are kept in memory

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.errors import DataError, ExportError
 from ppdist.infer_spec import InferenceSpec, SampleSection
 from ppdist.inference import ExportedPredictor, Predictor, detect
 from ppdist.metrics.coco import evaluate_boxes
-from ppdist.runtime import RuntimeOptions
 from ppdist.samples import read_record, spread
 
 SAMPLE_IMAGES, SAMPLE_SECONDS = 100, 60.0

@@ -15,7 +15,7 @@ from ppdist.engine.run_state import take
 from ppdist.engine.step import Clock
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 

@@ -63,7 +63,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "closing",
         "curves",
         "dist",
-        "dist_config",
         "heap",
         "host_memory",
         "joining",
@@ -78,15 +77,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "visualdl_file",
         "wire",
     ),
+    ("config",),
     (
-        "config",
-        "config_messages",
-        "config_schema",
-        "config_yaml",
         "errors",
         "faults",
         "files",
-        "own_keys",
         "pulse",
         "run_lock",
         "__version__",
@@ -94,20 +89,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # launch starts before Paddle is there and apart from the run that it starts.
 LAUNCH = "ppdist.launch"
-BELOW_LAUNCH = ("ppdist.launch", "ppdist.errors", "ppdist.own_keys", "ppdist.pulse")
-UPWARD = {
-    # Whoever reads a file has to know the tree of all sections; imported inside load_config, so
-    # that importing ppdist.config stays light.
-    ("ppdist.config", "ppdist.engine.experiment_config"),
-}
+BELOW_LAUNCH = ("ppdist.launch", "ppdist.config.distributed", "ppdist.errors", "ppdist.pulse")
 EXPERIMENT = "ppdist.engine.experiment"
-CONFIG_TREE = "ppdist.engine.experiment_config"
 # What the parts hand to each other: knowing these is not knowing a part.
 CONTRACTS = ("ppdist.data.sample", "ppdist.models.detector", "ppdist.losses")
 # About single detectors by purpose: compares each with its original implementation.
 OF_SINGLE_DETECTORS = ("ppdist.parity",)
 SEAM = "ppdist.dist"  # the only importer of paddle.distributed
-WITHOUT_PADDLE = ("ppdist.config", "ppdist.errors", "ppdist.own_keys", "ppdist.plan", LAUNCH)
+WITHOUT_PADDLE = ("ppdist.config", "ppdist.errors", "ppdist.plan", LAUNCH)
 
 
 @cache
@@ -174,20 +163,26 @@ def test_imports_point_down() -> None:
         elif inside(target, LAUNCH):
             allowed = inside(module, "tools")
         else:
-            allowed = layer(target) <= layer(module) or (module, target) in UPWARD
+            allowed = layer(target) <= layer(module)
         if not allowed:
             wrong.append(f"{where}: {module} imports {target}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_exception_to_the_arrows_is_still_needed() -> None:
-    assert {(module, target) for module, target, _ in arrows()} >= UPWARD
+def test_config_knows_nothing_of_ours_but_errors() -> None:
+    known = ("ppdist.config", "ppdist.errors")
+    wrong = [
+        f"{where}: {module} imports {target}"
+        for module, target, where in arrows()
+        if inside(module, "ppdist.config") and not any(inside(target, name) for name in known)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for module, target, _ in arrows():
-        if module != target and (module, target) not in UPWARD:
+        if module != target:
             graph.setdefault(module, set()).add(target)
     done: set[str] = set()
 
@@ -208,7 +203,7 @@ def test_only_the_experiment_sees_data_models_losses_and_optim_together() -> Non
     for module, target, _ in arrows():
         if target not in CONTRACTS and layer(module) <= layer("ppdist.engine"):
             seen.setdefault(module, set()).update(part for part in parts if inside(target, part))
-    assert {module for module, found in seen.items() if found == parts} <= {EXPERIMENT, CONFIG_TREE}
+    assert {module for module, found in seen.items() if found == parts} <= {EXPERIMENT}
 
 
 def test_nothing_but_the_table_of_the_experiment_knows_which_detectors_there_are() -> None:
@@ -224,9 +219,7 @@ def test_nothing_but_the_table_of_the_experiment_knows_which_detectors_there_are
         f"{where}: {module} imports {target}"
         for module, target, where in arrows()
         if target in detectors
-        and not any(
-            inside(module, name) for name in (EXPERIMENT, CONFIG_TREE, *OF_SINGLE_DETECTORS)
-        )
+        and not any(inside(module, name) for name in (EXPERIMENT, *OF_SINGLE_DETECTORS))
         and layer(module) > layer("ppdist.losses")
     ]
     assert not wrong, "\n".join(wrong)

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from ppdist.config import Section, dump_yaml, parse_config
-from ppdist.config_schema import json_schema, markdown
-from ppdist.config_yaml import InvalidConfig
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import Section, dump_yaml, parse_config
+from ppdist.config.schema import json_schema, markdown
+from ppdist.config.yaml import InvalidConfig
 from ppdist.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -457,16 +458,12 @@ def test_the_json_schema_accepts_a_file_that_leaves_keys_to_its_base() -> None:
 
 
 def test_every_key_of_an_experiment_is_described() -> None:
-    from ppdist.engine.experiment_config import ExperimentConfig
-
     rows = [line for line in markdown(ExperimentConfig).splitlines() if line.startswith("| `")]
     assert len(rows) > 40
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_generated_docs_are_up_to_date() -> None:
-    from ppdist.engine.experiment_config import ExperimentConfig
-
     remedy = "run `python tools/config.py docs && python tools/config.py schema`"
     docs = (REPOSITORY / "docs/config.md").read_text(encoding="utf-8")
     assert docs == markdown(ExperimentConfig), remedy
@@ -475,8 +472,6 @@ def test_generated_docs_are_up_to_date() -> None:
 
 
 def test_every_shipped_config_loads_and_reads_back_the_same(folder: Path) -> None:
-    from ppdist.config import load_config
-
     shipped = [
         path
         for path in (REPOSITORY / "configs").rglob("*.yml")
@@ -489,6 +484,24 @@ def test_every_shipped_config_loads_and_reads_back_the_same(folder: Path) -> Non
         (folder / "again.yml").write_text(dump_yaml(config), encoding="utf-8")
         assert load_config("again.yml") == config, path
         yaml.safe_load(dump_yaml(config))  # other programs can read it too
+
+
+@pytest.mark.parametrize("action", ["show", "docs", "schema"])
+def test_reading_and_documenting_keys_needs_no_paddle(folder: Path, action: str) -> None:
+    path = REPOSITORY / "configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml"
+    arguments = ["-c", str(path)] if action == "show" else ["--out", str(folder / "out")]
+    # A run of the tool, and what it has imported when it ends.
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['config.py', {action!r}, *{arguments!r}]\n"
+        f"try: runpy.run_path({str(REPOSITORY / 'tools/config.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end\n"
+        "print({'paddle', 'cv2', 'matplotlib', 'ppdist.config'} & set(sys.modules))\n"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "{'ppdist.config'}"
 
 
 def test_the_tool_prints_one_message_and_exits_with_2(folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config_yaml import Reader
+from ppdist.config.yaml import Reader
 from ppdist.errors import ConfigError
 
 SAYS = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.log import LogConfig, RunLog
+from ppdist.config.output import LogConfig
+from ppdist.log import RunLog
 from ppdist.points import histogram, pr_curves
 
 ANALYSIS = {

@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from ppdist import dist, meetings
+from ppdist.config.distributed import DistributedConfig
 from ppdist.errors import ConfigError, DataError, UserError
 from ppdist.message_size import messages
 from tests.distributed import run_on_ranks
@@ -19,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def meet(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     me = dist.rank()
     total = dist.all_reduce_sum(paddle.to_tensor([1.0 + me]))
     rows = dist.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
@@ -53,7 +54,7 @@ def test_collectives_and_meetings_agree_on_two_ranks():
 
 def fail_alone(argument):
     """Rank 1 alone fails, first at the user's fault and then at ours, and is late every time."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
 
     def work(error):
         time.sleep(0.3 * dist.rank())
@@ -104,12 +105,14 @@ def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():
     if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
         pytest.skip("this Paddle can use a GPU")
     with pytest.raises(ConfigError, match=r"device: gpu was asked for.*device: cpu"):
-        dist.init("gpu", dist.DistributedConfig())
+        dist.init("gpu", DistributedConfig())
 
 
 def test_a_rank_that_is_ended_because_of_another_prints_nothing():
     waiting = (
-        "import time; from ppdist import dist; dist.init('cpu', dist.DistributedConfig()); "
+        "import time; from ppdist import dist; "
+        "from ppdist.config.distributed import DistributedConfig; "
+        "dist.init('cpu', DistributedConfig()); "
         "print('here', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -123,7 +126,7 @@ def test_a_rank_that_is_ended_because_of_another_prints_nothing():
 
 
 def open_links(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     began = time.monotonic()
     links = [dist.open_link(1, 2) for _ in range(6)]
     took = time.monotonic() - began

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.evaluator import Evaluator
 from ppdist.errors import ConfigError, UserError
 from ppdist.metrics.classification import rank
-from ppdist.postprocess import NMSConfig
 from tests.data.classified import classified_set
 
 TOOL = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "eval.py"))

@@ -11,6 +11,9 @@ import paddle
 import pytest
 import yaml
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import ExportError
 from ppdist.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
 from ppdist.export_check import (
@@ -22,10 +25,9 @@ from ppdist.export_check import (
 from ppdist.infer_spec import InferenceSpec, InputSection
 from ppdist.inference import EagerPredictor, ExportedPredictor, detect, split_rows
 from ppdist.models.cpu_conv import use_onednn_convolutions
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.sync_bn import GlooSyncBatchNorm2D
-from ppdist.postprocess import NMSConfig, multiclass_nms
-from ppdist.runtime import RuntimeOptions
+from ppdist.postprocess import multiclass_nms
 
 SIZE = (64, 96)
 NMS = NMSConfig(score_threshold=0.3)

@@ -10,13 +10,14 @@ import pytest
 import yaml
 
 from ppdist.classification import EagerClassifier, ExportedClassifier, best_classes_of
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5ClsConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import ConfigError, ExportError
 from ppdist.export import deployment_copy, export_classifier
 from ppdist.infer_spec import InferenceSpec, InputSection, ResizeSection, read_spec, write_spec
 from ppdist.inference import ExportedPredictor
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
-from ppdist.postprocess import NMSConfig
-from ppdist.runtime import RuntimeOptions
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 from tests.test_export import pictures, tiny_spec
 
 SIZE = (64, 96)

@@ -9,15 +9,16 @@ import paddle
 import pytest
 from paddle import nn
 
+from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.export import deployment_copy, export_detector
 from ppdist.export_graph import RawModel, deployed, normalisation_of
 from ppdist.infer_spec import read_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor
 from ppdist.models.blocks import ConvNorm
 from ppdist.models.detector import ImageModel
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
-from ppdist.runtime import RuntimeOptions
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.yolov5 import YOLOv5
 from tests.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tests.test_export_classifier import tiny_classifier
 

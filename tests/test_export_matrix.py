@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from ppdist import export_matrix as matrix
+from ppdist.config.model import YOLOv5Config
 from ppdist.errors import ConfigError, DataError
 from ppdist.export_check import eager_outputs
 from ppdist.export_subjects import MODELS, Subject, enliven, images_of, threshold_for
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
+from ppdist.models.yolov5 import YOLOv5
 from ppdist.samples import prepared
 from tests.test_export import NMS, tiny_spec
 

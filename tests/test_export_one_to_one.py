@@ -8,12 +8,13 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.export import deployment_copy, export_detector
 from ppdist.infer_spec import read_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor, prepare
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
-from ppdist.postprocess import NMSConfig
-from ppdist.runtime import RuntimeOptions
+from ppdist.models.ppyoloe import PPYOLOE
 from tests.test_export import assert_same_boxes, pictures, tiny_model, tiny_spec
 
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))

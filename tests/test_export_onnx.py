@@ -14,12 +14,13 @@ import pytest
 
 from ppdist import export_graph
 from ppdist.classification import EagerClassifier
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import ExportError
 from ppdist.export import deployment_copy, export_classifier, export_detector
 from ppdist.inference import EagerPredictor, ExportedPredictor, split_rows, suppress
 from ppdist.onnx_nms import append_nms
-from ppdist.postprocess import NMSConfig
-from ppdist.runtime import OnnxGraph, RuntimeOptions
+from ppdist.runtime import OnnxGraph
 from tests.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tests.test_export_classifier import classifier_spec, tiny_classifier
 

@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from ppdist import dist, pulse
+from ppdist.config.distributed import DistributedConfig
 from ppdist.host_memory import HostMemory, _messages, _pieces, _share
 from ppdist.joining import drowsy_threads
 from ppdist.launch.outcome import RankEnd
@@ -21,7 +22,7 @@ from tests.distributed import run_on_ranks
 
 def sums(argument):
     """Sums of tensors of odd sizes that do not fit one message, against the sum by sockets."""
-    dist.init("cpu", dist.DistributedConfig(bucket_mb=1))
+    dist.init("cpu", DistributedConfig(bucket_mb=1))
     assert (dist._host is not None) == argument["memory"]
     draw = np.random.default_rng(dist.rank())
     shapes = [(3,), (700, 1001), (1,), (5, 7), (400_000,)]
@@ -64,7 +65,7 @@ def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
 
 def late(argument):
     """Rank 1 comes late, then too late, then not at all."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     me, said, one = dist.rank(), [], paddle.to_tensor([1.0])
     began, heard = time.monotonic(), []
     signal.signal(signal.SIGALRM, lambda number, frame: heard.append(time.monotonic() - began))
@@ -132,7 +133,7 @@ def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_t
 
 def apart(argument):
     """Rank 1 leaves out a sum, or takes part in another one; then both wait at the same place."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     one, two = paddle.to_tensor([1.0]), paddle.to_tensor([1.0, 2.0])
     said = []
     for name in argument:
@@ -174,7 +175,7 @@ def refuse(argument):
     """The first rank of the host has no memory to share."""
     if dist.rank() == 0:
         os.memfd_create = lambda name: os.open("/", os.O_RDONLY)  # nothing can be reserved there
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     return [dist._host is None, dist.all_reduce_sum(paddle.to_tensor([1.0])).tolist()]
 
 
@@ -256,7 +257,7 @@ def test_threads_that_gloo_makes_may_be_woken_later_and_no_others():
 
 def auto(argument):
     began = time.perf_counter()
-    dist.init("cpu", dist.DistributedConfig(bucket_mb="auto"))
+    dist.init("cpu", DistributedConfig(bucket_mb="auto"))
     chosen, seconds = dist.bucket_mb(), time.perf_counter() - began
     dist.resume_bucket(3)
     return [chosen, seconds, dist.bucket_mb()]

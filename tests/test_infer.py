@@ -12,11 +12,12 @@ import pytest
 from pycocotools.coco import COCO
 
 from ppdist.config import load_config
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.data.synthetic import make_shapes
 from ppdist.errors import ConfigError, DataError, UserError, WeightsError, printable
 from ppdist.infer_spec import describe, read_spec, validation_set
 from ppdist.inference import load_all_weights
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.pictures import PictureWriter, find_sources, frames_of, picture_names
 from ppdist.predictions import require_own_folder
 from tests.forked import run_tool

@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from ppdist.config import load_config
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.evaluate import NMSConfig
 from ppdist.data.augment.transforms import (
     GREY,
     fitted,
@@ -17,14 +19,13 @@ from ppdist.data.augment.transforms import (
     random_placement,
     resize_for_evaluation,
 )
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.loader import EvalLoader
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator
 from ppdist.infer_spec import describe, read_spec, write_spec
 from ppdist.inference import detect, prepare
 from ppdist.models.detector import Detector
-from ppdist.postprocess import NMSConfig
 from tests.data.sets import write_coco
 
 INPUTS = [(320, 320), (320, 416), (64, 96), (97, 33)]  # height, width

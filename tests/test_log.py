@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.output import LogConfig
 from ppdist.errors import ConfigError
-from ppdist.log import LogConfig, RunLog
+from ppdist.log import RunLog
 from ppdist.run_records import read_metrics
 
 
@@ -259,7 +260,8 @@ def test_logging_imports_neither_paddle_nor_visualdl():
 def test_a_reader_of_stdout_that_goes_away_does_not_end_the_run(tmp_path):
     code = (
         "import sys, pathlib, ppdist.log as l\n"
-        "log = l.RunLog(pathlib.Path(sys.argv[1]), True, 9, 9, l.LogConfig(), None)\n"
+        "from ppdist.config.output import LogConfig\n"
+        "log = l.RunLog(pathlib.Path(sys.argv[1]), True, 9, 9, LogConfig(), None)\n"
         "sys.stdin.read()\n"  # until the reader of stdout has gone
         "for _ in range(3): log.info('x' * 100000)\n"
         "log.metrics({'step': 9})\n"

@@ -8,12 +8,13 @@ import time
 import pytest
 
 from ppdist import dist, wire
+from ppdist.config.distributed import DistributedConfig
 from tests.distributed import run_on_ranks
 
 
 def delayed(_):
     """Of each TCP connection of a rank that has met the others, whether it holds messages back."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     dist.barrier()
     found = []
     for connection in wire._connections():
@@ -32,7 +33,7 @@ def test_no_connection_to_the_store_waits_with_small_messages_for_larger_ones():
 
 def stopped(_):
     """Both ranks are stopped while rank 1 waits for an answer of the store, which rank 0 holds."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     processes = dist.exchange(os.getpid())
     if dist.rank() == 0:
         child = os.fork()

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.log import LogConfig, RunLog
+from ppdist.config.output import LogConfig
+from ppdist.log import RunLog
 from ppdist.outlets import Screen
 from ppdist.run_records import read_metrics
 from ppdist.visualdl_file import VisualDLFile
@@ -155,10 +156,10 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
     code = (
         "import sys\n"
         "for name in ('visualdl', 'matplotlib', 'prometheus_client'): sys.modules[name] = None\n"
-        "import ppdist.engine.experiment, ppdist.log, pathlib, tempfile\n"
+        "import ppdist.config.output, ppdist.engine.experiment, ppdist.log, pathlib, tempfile\n"
         "with tempfile.TemporaryDirectory() as folder:\n"
         "    with ppdist.log.RunLog(\n"
-        "        pathlib.Path(folder), True, 9, 3, ppdist.log.LogConfig(), None\n"
+        "        pathlib.Path(folder), True, 9, 3, ppdist.config.output.LogConfig(), None\n"
         "    ) as log:\n"
         "        log.metrics({'step': 1, 'loss': 1.0})\n"
         "    print(len(list(pathlib.Path(folder, 'vdl').iterdir())))\n"
@@ -173,7 +174,8 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
 A_TOOL = """
 import pathlib, sys
 from ppdist import errors
-from ppdist.log import LogConfig, RunLog
+from ppdist.config.output import LogConfig
+from ppdist.log import RunLog
 from ppdist.run_records import read_metrics
 def main():
     folder = pathlib.Path(sys.argv[1])

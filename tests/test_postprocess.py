@@ -6,7 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.config.evaluate import NMSConfig
+from ppdist.postprocess import multiclass_nms
 
 
 def random_predictions(images: int = 2, count: int = 120, classes: int = 3) -> tuple:

@@ -8,13 +8,14 @@ import paddle
 import pytest
 
 from ppdist import onnx_nms
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.errors import ExportError
 from ppdist.export import export_detector
 from ppdist.infer_spec import read_spec, write_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor
-from ppdist.postprocess import NMSConfig
-from ppdist.runtime import OnnxGraph, RuntimeOptions
+from ppdist.runtime import OnnxGraph
 from ppdist.sample_accuracy import precision_on, take_sample
 from ppdist.samples import Pictures, readable, spread
 from tests.forked import run_tool

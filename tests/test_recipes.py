@@ -10,9 +10,9 @@ from PIL import Image
 
 from ppdist import dist
 from ppdist.config import load_config
+from ppdist.config.study import load_study
 from ppdist.data.dataset import read_split
 from ppdist.engine.experiment import derive_run
-from ppdist.tune.study import load_study
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "configs"

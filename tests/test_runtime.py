@@ -13,13 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from ppdist import runtime, runtime_speed
+from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import DataError, ExportError
 from ppdist.export import export_detector
 from ppdist.export_graph import deployment_copy
 from ppdist.infer_spec import InferenceSpec, read_spec, write_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor, graph_input, prepare
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.runtime import OnnxGraph, PaddleGraph, RuntimeOptions
+from ppdist.runtime import OnnxGraph, PaddleGraph
 from ppdist.runtime_speed import measure_predictors, pictures_of, predictors_of
 from tests.test_export import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tools import infer

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppdist import dist, turns
+from ppdist.config.distributed import DistributedConfig
 from ppdist.errors import LaunchError
 from ppdist.turns import Group, _ended, take_turns, wait_for_turn
 from tests.distributed import run_on_ranks
@@ -168,7 +169,7 @@ def test_a_step_waits_while_it_is_not_its_turn_and_says_so(monkeypatch, tmp_path
 
 def boundary(folder):
     """Rank 1 comes later; then rank 0 looks just before the pause begins, rank 1 just after."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     pause, own = Path(folder) / "pause", Path(folder) / str(dist.rank())
     own.mkdir()
     os.environ |= {"PPDIST_TURNS": str(own), "PPDIST_TURNS_OWNER": str(os.getpid())}

@@ -14,7 +14,8 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from ppdist.log import LogConfig, RunLog
+from ppdist.config.output import LogConfig
+from ppdist.log import RunLog
 from tests.test_curves import ANALYSIS
 
 pytestmark = pytest.mark.slow

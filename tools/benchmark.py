@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ppdist import errors
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 
 def parse() -> argparse.Namespace:

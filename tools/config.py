@@ -9,8 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ppdist.config import dump_yaml, load_config
-from ppdist.config_schema import json_schema, markdown
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import dump_yaml
+from ppdist.config.schema import json_schema, markdown
 from ppdist.errors import run
 from ppdist.files import make_parent, writing
 
@@ -32,8 +33,6 @@ def main() -> None:
     if args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
         return
-    from ppdist.engine.experiment_config import ExperimentConfig
-
     if args.command == "docs":
         text = markdown(ExperimentConfig)
     else:

@@ -26,9 +26,9 @@ from rich.table import Table
 from ppdist import errors
 
 if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+    from ppdist.config.data import DataConfig
     from ppdist.data.check.audit import Report
-    from ppdist.data.dataset import DataConfig
-    from ppdist.engine.experiment_config import ExperimentConfig
 
 _MOST_CLASSES = 100  # that a table lists
 

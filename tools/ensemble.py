@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppdist import errors
+from ppdist.config.distributed import DistributedConfig
 from ppdist.ensemble.defaults import IMAGES, IOU, METHODS, SIGMA, VIEW_MARGIN
 
 if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
     from ppdist.data.sample import DetectionSet
-    from ppdist.engine.experiment_config import ExperimentConfig
     from ppdist.ensemble.members import Member
     from ppdist.models.detector import ImageModel
 
@@ -140,7 +141,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     if configs:
         dist.init(configs[0].device, configs[0].distributed)
     else:
-        dist.init("cpu", dist.DistributedConfig())
+        dist.init("cpu", DistributedConfig())
     dist.on_main(lambda: make_folder(out))  # not only when the work is done
     dataset, saved = dist.together(lambda: fusing.read_all(files, configs, arguments.detections))
     for line in limits(dataset):

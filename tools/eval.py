@@ -15,7 +15,7 @@ from ppdist import errors
 if TYPE_CHECKING:
     import numpy as np
 
-    from ppdist.data.dataset import DataConfig
+    from ppdist.config.data import DataConfig
     from ppdist.engine.classification import ClassificationEvaluator
     from ppdist.engine.evaluator import Evaluator
 

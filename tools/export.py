@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ppdist import errors
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
     from ppdist.export import ExportReport, Format
     from ppdist.infer_spec import InferenceSpec
     from ppdist.samples import Pictures

@@ -128,10 +128,10 @@ def of_export(arguments: argparse.Namespace) -> "Report":
         )
     from ppdist import dist
     from ppdist.classification import ExportedClassifier
+    from ppdist.config.runtime import RuntimeOptions
     from ppdist.infer_spec import read_spec
     from ppdist.inference import ExportedPredictor
     from ppdist.predictions import Classes, Objects
-    from ppdist.runtime import RuntimeOptions
 
     directory, out = arguments.model, arguments.out
     spec = read_spec(directory)

@@ -72,6 +72,7 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     require_optuna()
+    from ppdist.config.study import load_study
     from ppdist.data.cores import available_cores
     from ppdist.launch.signals import signals_noted
     from ppdist.launch.worker import end_with_parent
@@ -79,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.tune.results import draw, export
     from ppdist.tune.search import Search
     from ppdist.tune.store import Store
-    from ppdist.tune.study import load_study
 
     began = time.monotonic()
     study = load_study(arguments.config, tuple(arguments.override))

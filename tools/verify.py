@@ -35,6 +35,7 @@ from math import isfinite
 from pathlib import Path
 
 from ppdist import errors
+from ppdist.config.distributed import DistributedConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -181,7 +182,7 @@ def export(arguments: argparse.Namespace) -> int:
     models = [name for name in MODELS if name not in runs]
     models = models if arguments.models is None else arguments.models
     require_known(models)
-    dist.init("cpu", dist.DistributedConfig())  # not with a card's TF32
+    dist.init("cpu", DistributedConfig())  # not with a card's TF32
     images = images_of(arguments.images)
     rows = []
     for name in [*runs, *models]:

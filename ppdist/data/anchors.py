@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppdist.data.augment.transforms import Resize, fitted
+from ppdist.config.data import Resize
+from ppdist.data.augment.transforms import fitted
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import DataError
 

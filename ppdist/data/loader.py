@@ -13,10 +13,10 @@ from typing import Protocol
 import cv2
 import paddle
 
+from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
 from ppdist.data.classify import ClassifyEvalSamples, ClassifyTrainSamples
 from ppdist.data.cores import worker_count
-from ppdist.data.dataset import DataConfig
 from ppdist.data.records import Records
 from ppdist.data.sample import EMPTY, Batch, DetectionSet, SampleKey
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes

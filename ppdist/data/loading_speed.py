@@ -15,7 +15,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from ppdist.data.dataset import DataConfig
+from ppdist.config.data import DataConfig
 from ppdist.data.loader import TrainLoader
 from ppdist.data.records import Records
 from ppdist.data.sample import Batch, DetectionSet

@@ -14,12 +14,8 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.data.augment.transforms import (
-    Resize,
-    fitted,
-    map_boxes,
-    resize_for_evaluation,
-)
+from ppdist.config.data import Resize
+from ppdist.data.augment.transforms import fitted, map_boxes, resize_for_evaluation
 from ppdist.data.cache import ImageCache
 from ppdist.data.images import read_image
 from ppdist.data.sample import DetectionSet, SampleKey

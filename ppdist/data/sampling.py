@@ -9,33 +9,14 @@ is the same on any number of ranks and after a restart.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
-from ppdist.config import Section
+from ppdist.config.data import SamplingConfig
 from ppdist.data.records import Records
 from ppdist.data.sample import DetectionSet
 
 _UNIT = 2**32  # parts of one, for exact sums
-
-
-class SamplingConfig(Section):
-    """How often each training image comes in an epoch, the same on any number of ranks."""
-
-    name: Literal["shuffle", "balanced", "difficulty"] = Field(
-        default="shuffle",
-        description="shuffle: each once, in random order. balanced: images of rare classes more "
-        "often. difficulty: images of classes that are rare or score low more often; needs --eval.",
-    )
-    balance_threshold: float = Field(
-        default=0.001,
-        gt=0,
-        le=1,
-        description="balanced: a class that fewer than this share of images show counts as rare; "
-        "its images come sqrt(threshold / share) times (LVIS: 0.001).",
-    )
 
 
 def copies(

@@ -8,7 +8,7 @@ from itertools import islice
 import cv2
 import numpy as np
 
-from ppdist.data.dataset import DataConfig
+from ppdist.config.data import DataConfig
 from ppdist.data.loader import EvalLoader, TrainLoader
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.data.sampler import TrainSampler

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ppdist.data.dataset import DataConfig
+from ppdist.config.data import DataConfig
 from ppdist.data.formats.annotations import read_text
 from ppdist.data.formats.names import read_list
 from ppdist.data.formats.raw import Finding

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ppdist.data.augment.transforms import Resize, fitted
+from ppdist.config.data import Resize
+from ppdist.data.augment.transforms import fitted
 from ppdist.data.sample import DetectionSet
 
 _SMALL, _LARGE = 32**2, 96**2  # square pixels, COCO's limits

@@ -12,16 +12,16 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.data import Resize
 from ppdist.data.augment.affine import between, moved, random_view
 from ppdist.data.augment.canvas import Canvas
 from ppdist.data.augment.combine import Donor, behind, copy_paste, cutmix, donor_of, mixup
-from ppdist.data.augment.config import AugmentConfig
 from ppdist.data.augment.effects import blurred, erased, without_colours
 from ppdist.data.augment.mosaic import Slot, random_layout, tile
 from ppdist.data.augment.original import Original, original_of, random_turn, turned_sides
 from ppdist.data.augment.transforms import (
     Placement,
-    Resize,
     fitted,
     map_boxes,
     random_colours,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from ppdist import dist
+from ppdist.config.data import Resize
 from ppdist.data.anchors import refit, sizes_in_input
-from ppdist.data.augment.transforms import Resize
 from ppdist.data.sample import DetectionSet
 from ppdist.log import RunLog
 

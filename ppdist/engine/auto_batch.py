@@ -12,10 +12,10 @@ import numpy as np
 
 from ppdist import dist
 from ppdist.checkpoint import Snapshot
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config import ExperimentConfig
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.sample import ImageRecord
 from ppdist.engine.batch_probe import search, trial_of
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.memory import CARD, room
 from ppdist.errors import CheckpointError, ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppdist.data.dataset import DataConfig
+from ppdist.config.data import DataConfig
 from ppdist.data.sample import Batch
 from ppdist.data.show import drawn_samples
 from ppdist.drawing import grid, within, write_jpeg

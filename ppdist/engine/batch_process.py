@@ -22,10 +22,10 @@ import numpy as np
 import paddle
 
 from ppdist import dist
+from ppdist.config import ExperimentConfig
 from ppdist.data.sample import Batch
 from ppdist.engine.batch_probe import MISTAKE, NO_MEMORY
 from ppdist.engine.experiment import build_model, build_train_step, derive_run, speed_up_cpu
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.memory import Meter, largest
 from ppdist.engine.out_of_memory import is_out_of_memory
 from ppdist.engine.run_state import Progress, take

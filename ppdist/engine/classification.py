@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 
 from ppdist import dist
+from ppdist.config.evaluate import CLASSIFICATION_METRICS
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_classes, side_by_side
 from ppdist.engine.agreement import agreed
@@ -21,7 +22,6 @@ from ppdist.engine.evaluator import (
 )
 from ppdist.engine.validation_loss import ValidationLoss, normalised
 from ppdist.metrics.classification import (
-    METRICS,
     Ranking,
     accuracy,
     analyse_classes,
@@ -45,7 +45,7 @@ class ClassificationEvaluator:
             left, the surest ones on the right, for `RunLog.images`.
     """
 
-    headline = metrics = METRICS
+    headline = metrics = CLASSIFICATION_METRICS
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ppdist.config import Section, parse_config
+from ppdist.config.base import Section, parse_config
 from ppdist.engine.preflight import flattened
 from ppdist.errors import CheckpointError, ConfigError
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
 from ppdist.errors import ConfigError
-from ppdist.optim.ema import Decay, EMAConfig
-from ppdist.optim.optimizer import OptimizerConfig
+from ppdist.optim.ema import Decay
 from ppdist.optim.scaling import (
     adam_moments,
     decay_factor,
@@ -16,7 +17,7 @@ from ppdist.optim.scaling import (
     rate_factor,
     warmup_images,
 )
-from ppdist.optim.schedule import Schedule, ScheduleConfig
+from ppdist.optim.schedule import Schedule
 
 
 class Fact(NamedTuple):

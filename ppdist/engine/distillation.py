@@ -10,18 +10,18 @@ evaluates or exports a distilled student never hears of them.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import paddle
 from paddle import Tensor, nn
-from pydantic import ConfigDict, Field, model_validator
 
 from ppdist import dist
-from ppdist.config import Section, parse_config
+from ppdist.config.base import parse_config
+from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, LogitsConfig, Trained
 from ppdist.errors import ConfigError
 from ppdist.losses import Loss, LossOutput
 from ppdist.losses.distill import Teaching, Term
-from ppdist.models import ModelConfig, build_model
+from ppdist.models import build_model
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.detector import Detector
 from ppdist.models.onednn_layers import OneDNNConv2D
@@ -31,86 +31,15 @@ from ppdist.models.weight_files import checkpoint_of
 BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
 
 
-class LogitsConfig(Section):
-    """Class scores (YOLOv5: objectness and classes)."""
+def teaching_of(config: DistillConfig) -> Teaching:
+    """The terms, for `Loss.distil`."""
 
-    weight: float = Field(
-        default=1.0, gt=0, description="beside the classes' own loss, which counts 1"
-    )
-    temperature: float = Field(default=1.0, gt=0, description="divides the logits of both")
+    def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
+        if config is None:
+            return None
+        return Term(config.weight, config.temperature or BOXES_TEMPERATURE)
 
-
-class FeaturesConfig(Section):
-    """The neck's features, channel by channel (CWD, arXiv:2011.13256)."""
-
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        description="beside the boxes' own loss, which counts 1",
-    )
-    temperature: float = Field(default=4.0, gt=0, description="divides the features of both")
-
-
-class BoxesConfig(Section):
-    """Boxes where the teacher is sure (PP-YOLOE: the distributions of sides, LD, arXiv:2102.12252;
-    YOLOv5: GIoU with the teacher's boxes)."""
-
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        description="beside the loss of the distributions (YOLOv5: of boxes), which counts 1",
-    )
-    temperature: float | None = Field(
-        default=None,
-        gt=0,
-        description="divides the logits of both; null: 10; YOLOv5 has no distributions: null",
-    )
-
-
-class DistillConfig(Section):
-    """A teacher, and what is learned from it."""
-
-    teacher: str = Field(
-        description="a checkpoint folder of a run of the same model family, classes and strides, "
-        "any size, or the output_dir of that run (its best, else its last)"
-    )
-    logits: LogitsConfig | None = Field(
-        default=LogitsConfig(), description="class scores; null: not learned from it"
-    )
-    features: FeaturesConfig | None = Field(
-        default=None, description="features of the neck; null: not learned from it"
-    )
-    boxes: BoxesConfig | None = Field(
-        default=BoxesConfig(), description="boxes; null: not learned from it"
-    )
-
-    @model_validator(mode="after")
-    def _something(self) -> "DistillConfig":
-        if not (self.logits or self.features or self.boxes):
-            raise ValueError(
-                "logits, features and boxes are all null, so nothing is learned from the teacher; "
-                "give one of them ({} for its defaults), or set distill: null"
-            )
-        return self
-
-    def teaching(self) -> Teaching:
-        """The terms, for `Loss.distil`."""
-
-        def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
-            if config is None:
-                return None
-            return Term(config.weight, config.temperature or BOXES_TEMPERATURE)
-
-        return Teaching(term(self.logits), term(self.features), term(self.boxes))
-
-
-class Trained(Section):
-    """What counts of the configuration of a teacher's run; its other keys may be those of another
-    version."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    model: Annotated[ModelConfig, Field(discriminator="name")]
+    return Teaching(term(config.logits), term(config.features), term(config.boxes))
 
 
 class Adapters(nn.Layer):
@@ -197,7 +126,7 @@ def build_distillation(
     if config is None:
         return None
     source, teacher = dist.together(lambda: read_teacher(Path(config.teacher), section, student))
-    teaching = config.teaching()
+    teaching = teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)
     about = (

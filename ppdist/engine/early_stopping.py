@@ -7,37 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
-from pydantic import Field
-
-from ppdist.config import Section
+from ppdist.config.train import EarlyStoppingConfig
 
 LOWER_IS_BETTER = ("val_loss",)
 # So many evaluations, and a fifth of those so far, have a median that counts as one value.
 _FEWEST, _SHARE = 5, 5
 _APART = 0.2  # above its lowest
-
-
-class EarlyStoppingConfig(Section):
-    """Ends training before its last epoch."""
-
-    metric: Literal["mAP", "mAP50", "fitness", "f1", "top1", "top5", "val_loss"] | None = Field(
-        default=None,
-        description="What has to get better; val_loss: lower is better. null: evaluate.metric.",
-    )
-    patience: int = Field(
-        default=20,
-        ge=1,
-        description="Training ends after so many evaluations in a row (one in "
-        "evaluate.every_epochs) that were not better than the best before them.",
-    )
-    min_delta: float = Field(
-        default=0.0,
-        ge=0,
-        description="A value is better when it is better by more than this, in units of the "
-        "metric (mAP and its kin lie in 0..1).",
-    )
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import paddle
-from pydantic import Field
 
 from ppdist import dist, pulse
-from ppdist.config import Section
+from ppdist.config.evaluate import DETECTION_METRICS, NMSConfig
 from ppdist.data.sample import Batch, DetectionSet
 from ppdist.drawing import draw_boxes, side_by_side
 from ppdist.engine.agreement import agreed
@@ -22,38 +21,13 @@ from ppdist.log import duration
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
 from ppdist.models.detector import Detector
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 
 _LOGGER = logging.getLogger("ppdist")
 _REPORT_SECONDS = 30.0
 _DRAWN_SCORE = 0.3
 SEEN = -1  # in place of a class: the row says only that the image was looked at
 CUT_SHORT = -1  # in place of an image's position: the rank was asked to stop
-
-
-class EvaluateConfig(Section):
-    """When and how the validation set is evaluated during training."""
-
-    every_epochs: int = Field(
-        default=1,
-        ge=1,
-        description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
-    )
-    metric: Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None = Field(
-        default=None,
-        description="What makes a checkpoint the best. null: mAP, of classifiers top1; fitness: "
-        "0.1 mAP50 + 0.9 mAP, as YOLOv5 chooses.",
-    )
-    batch_size_per_card: int = Field(
-        default=8,
-        ge=1,
-        description="Images per rank in one forward pass of an evaluation.",
-    )
-    rectangular: bool = Field(
-        default=False,
-        description="With data.resize: letterbox, make each input no larger than its image needs "
-        "(sides in multiples of the largest stride), images of one shape together; faster.",
-    )
 
 
 class EvaluationStopped(Exception):
@@ -83,7 +57,7 @@ class Evaluator:
             pictures), `ranks` (waiting for the others), `metrics`.
     """
 
-    headline = ("mAP", "mAP50", "fitness")
+    headline = DETECTION_METRICS
 
     def __init__(
         self,

@@ -8,7 +8,11 @@ import numpy as np
 import paddle
 
 from ppdist import dist, models, run_lock
-from ppdist.config import dump_yaml
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import dump_yaml
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.config.model import YOLOv5Config
+from ppdist.config.validate import surprises
 from ppdist.data.limit import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.sample import DetectionSet
@@ -18,12 +22,10 @@ from ppdist.engine.auto_batch import settle_batch
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.compatible import surprises
 from ppdist.engine.derived import Derived, derive
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.environment import describe_run
 from ppdist.engine.evaluator import Evaluator
-from ppdist.engine.experiment_config import LOSSES, ExperimentConfig
 from ppdist.engine.feed import Feed, images_of_epoch, read_sets
 from ppdist.engine.hyper_parameters import hyper_parameters, settings
 from ppdist.engine.memory_estimate import Estimate, estimate, tell_memory
@@ -35,17 +37,26 @@ from ppdist.engine.validation_loss import ValidationLoss
 from ppdist.errors import ConfigError
 from ppdist.log import RunLog
 from ppdist.losses import Loss
-from ppdist.losses.yolov5 import YOLOv5LossConfig
+from ppdist.losses.classification import ClassificationLoss
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
 from ppdist.models.detector import ImageModel
 from ppdist.models.freeze import freeze, freezing, frozen_keys
 from ppdist.models.pretrained import LoadReport, load_weights
 from ppdist.models.sync_bn import synchronize_batch_norm
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
+from ppdist.models.yolov5 import YOLOv5
 from ppdist.optim.build import build_averaging, build_sharding, last_step
 from ppdist.optim.ema import EMA
 from ppdist.optim.layer_decay import layer_rates
 from ppdist.optim.optimizer import build_optimizer
+
+# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
+LOSSES: dict[str, type[Loss]] = {
+    "ppyoloe": PPYOLOELoss,
+    "yolov5": YOLOv5Loss,
+    "yolov5_cls": ClassificationLoss,
+}
 
 
 @dataclass

@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from ppdist import dist
+from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data.check.consistency import check_same_classes
 from ppdist.data.check.preflight import Checked, check_before_training
 from ppdist.data.cores import available_cores
-from ppdist.data.dataset import DataConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.loader import TrainLoader
 from ppdist.data.records import Records
 from ppdist.data.sample import Batch, DetectionSet, ImageRecord
 from ppdist.data.sampler import TrainSampler
-from ppdist.data.sampling import SamplingConfig, copies, difficulty, epoch_size
+from ppdist.data.sampling import copies, difficulty, epoch_size
 from ppdist.data.train_samples import require_outlines
 from ppdist.engine.batch_pictures import BatchPictures
 from ppdist.engine.derived import Derived

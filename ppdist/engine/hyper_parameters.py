@@ -2,10 +2,10 @@
 
 import json
 
-from ppdist.config import Section
+from ppdist.config.base import Section
+from ppdist.config.model import ModelConfig
 from ppdist.engine.derived import Derived
 from ppdist.engine.preflight import flattened
-from ppdist.models import ModelConfig
 
 
 def hyper_parameters(model: ModelConfig, seed: int, derived: Derived) -> dict[str, float | str]:

@@ -19,8 +19,8 @@ from typing import Any
 import paddle
 
 from ppdist import dist
+from ppdist.config.train import AmpConfig
 from ppdist.engine.memory import CARD, room, shown
-from ppdist.engine.precision import AmpConfig
 from ppdist.log import RunLog
 from ppdist.models.detector import ImageModel
 

@@ -1,23 +1,6 @@
 """Automatic mixed precision: its section of the configuration, and what Paddle's leaves to do."""
 
-from typing import Literal
-
 import paddle
-from pydantic import Field
-
-from ppdist.config import Section
-
-
-class AmpConfig(Section):
-    """Automatic mixed precision; GPUs only (Paddle has no such kernels on CPU)."""
-
-    enabled: bool = Field(default=False, description="Compute in a lower precision on GPUs.")
-    dtype: Literal["float16", "bfloat16"] = Field(
-        default="float16", description="float16 needs loss scaling (done); bfloat16 does not."
-    )
-    level: Literal["O1", "O2"] = Field(
-        default="O1", description="O1: chosen operators; O2: the whole model, float32 masters."
-    )
 
 
 def make_float32(parameters: list[paddle.Tensor]) -> None:

@@ -26,11 +26,11 @@ import paddle
 
 import ppdist
 from ppdist import dist
+from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.data.cores import available_memory
 from ppdist.errors import ConfigError, LaunchError
 from ppdist.joining import interfaces
 from ppdist.models.weight_files import checkpoint_of, digest_of_weights
-from ppdist.own_keys import HOSTS_OWN_KEYS
 
 Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
 _REMEDIES = {

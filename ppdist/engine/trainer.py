@@ -8,15 +8,18 @@ import numpy as np
 import paddle
 
 from ppdist import dist, pulse
-from ppdist.checkpoint import CheckpointConfig, point_at_step, set_aside
+from ppdist.checkpoint import point_at_step, set_aside
 from ppdist.checkpoint_writer import CheckpointWriter
+from ppdist.config.evaluate import EvaluateConfig
+from ppdist.config.output import CheckpointConfig
+from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.sample import Batch
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived
-from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingConfig, LossCurves
+from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.epochs import Epochs
-from ppdist.engine.evaluator import EvaluateConfig, EvaluationStopped, Evaluator
+from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.feed import Feed
 from ppdist.engine.injection import Injector
 from ppdist.engine.pace import Pace

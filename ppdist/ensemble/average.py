@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ppdist.config import ExperimentConfig
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.experiment import build_evaluator
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.ensemble.soup import Soup, Tried, greedy, put, uniform
 from ppdist.ensemble.statistics import LastEpoch, renew_statistics
 from ppdist.models.detector import ImageModel

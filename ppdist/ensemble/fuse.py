@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ppdist import dist
+from ppdist.config import ExperimentConfig
 from ppdist.data.dataset import read_split
 from ppdist.data.sample import DetectionSet
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.ensemble import fusion
 from ppdist.ensemble.defaults import IOU, SIGMA, VIEW_MARGIN
 from ppdist.ensemble.members import FuseClass, Member, member_of

@@ -14,13 +14,13 @@ import paddle
 from paddle import nn
 
 from ppdist import dist, pulse
+from ppdist.config import ExperimentConfig
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sample import Batch, DetectionSet, SampleKey
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.sampling import copies
 from ppdist.engine.agreement import agreed
 from ppdist.engine.experiment import derive_run
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.feed import images_of_epoch
 from ppdist.models.detector import ImageModel
 

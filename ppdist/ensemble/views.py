@@ -8,10 +8,10 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from ppdist.config import ExperimentConfig
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.experiment import build_evaluator
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError, DataError
 from ppdist.models.detector import Detector
 

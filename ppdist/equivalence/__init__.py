@@ -47,7 +47,7 @@ from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, LaunchError
 from ppdist.scaling_speed import launch
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 __all__ = ["Report", "Rounding", "Trace", "alone_overrides", "compare", "judge", "launch", "lines"]
 __all__ += ["measure", "require_comparable", "tolerance_of", "train_steps", "verdict"]

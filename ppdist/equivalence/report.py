@@ -8,7 +8,7 @@ import numpy as np
 from ppdist.equivalence.trace import Trace
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 

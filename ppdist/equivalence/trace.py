@@ -19,7 +19,7 @@ from ppdist.models.sync_bn import take_gloo_batch_norm
 from ppdist.optim.ema import Decay
 
 if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+    from ppdist.config import ExperimentConfig
 
 # What training leaves, float64; S steps:
 #   losses/NAME, norm/gradient                  [S]

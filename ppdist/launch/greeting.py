@@ -9,12 +9,12 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
+from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.connection import Message, integer_of, text_of
 from ppdist.launch.membership import proof, proves
 from ppdist.launch.network import typed_hosts
 from ppdist.launch.options import MOST_RESTARTS, Options
 from ppdist.launch.plan import CPU_VARIABLE, LaunchPlan
-from ppdist.own_keys import HOSTS_OWN_KEYS
 
 _LIST_LIMIT, _WORD_LIMIT = 4096, 4096
 

@@ -1,28 +1,13 @@
 """Cross entropy of a classifier, with label smoothing."""
 
-from typing import Any, Literal
+from typing import Any
 
 import paddle.nn.functional as F
 from paddle import Tensor
-from pydantic import Field
 
-from ppdist.config import Section
+from ppdist.config.loss import ClassificationLossConfig
 from ppdist.losses import Loss, LossOutput
 from ppdist.models.detector import ImageModel
-
-
-class ClassificationLossConfig(Section):
-    """Cross entropy."""
-
-    name: Literal["yolov5_cls"] = Field(
-        default="yolov5_cls", description="cross entropy of one class per image"
-    )
-    label_smoothing: float = Field(
-        default=0.1,
-        ge=0,
-        lt=1,
-        description="part of the target that is spread over all classes alike, 0..1",
-    )
 
 
 class ClassificationLoss(Loss):

@@ -1,14 +1,13 @@
 """The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
-from pydantic import Field
 
 from ppdist.boxes import aligned_giou
-from ppdist.config import Section
+from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses import Loss, LossOutput, with_terms
 from ppdist.losses.assign import (
     Assignment,
@@ -29,35 +28,6 @@ from ppdist.losses.distill import (
 from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.detector import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
-
-
-class PPYOLOELossConfig(Section):
-    """Assignment and gains."""
-
-    name: Literal["ppyoloe"] = Field(default="ppyoloe", description="that of the model")
-    static_assigner_epochs: float = Field(
-        default=30.0,
-        ge=0,
-        description="epochs with ATSS before TAL takes over (published: 30 of 80, 100 of 300)",
-    )
-    class_gain: float = Field(default=1.0, ge=0, description="weight of the varifocal loss")
-    box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
-    dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
-    atss_topk: int = Field(default=9, ge=1, description="ATSS: cells named per object and level")
-    tal_topk: int = Field(default=13, ge=1, description="TAL: predictions named per object")
-    tal_alpha: float = Field(default=1.0, gt=0, description="TAL: exponent of the class score")
-    tal_beta: float = Field(default=6.0, gt=0, description="TAL: exponent of the IoU")
-    tal_radius: float | None = Field(
-        default=None,
-        gt=0,
-        description="TAL: an object names cells nearer to its centre than this many of their "
-        "strides (published for t: 2); null: cells inside it",
-    )
-    auxiliary_attached_epochs: float = Field(
-        default=5.0,
-        ge=0,
-        description="epochs in which the auxiliary head's gradient reaches backbone and neck",
-    )
 
 
 class Truth(NamedTuple):

@@ -1,14 +1,13 @@
 """The YOLOv5 loss: CIoU + objectness + class, over anchors matched by shape."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
-from pydantic import Field
 
 from ppdist.boxes import aligned_ciou, aligned_giou, cxcywh_to_xyxy
-from ppdist.config import Section
+from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.losses import Loss, LossOutput, with_terms
 from ppdist.losses.anchor_match import Matches, match_anchors
 from ppdist.losses.distill import (
@@ -22,27 +21,6 @@ from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
 
 NOMINAL_BATCH = 64  # images that the recipe's learning rate is for
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
-
-
-class YOLOv5LossConfig(Section):
-    """Matching and gains."""
-
-    name: Literal["yolov5"] = Field(default="yolov5", description="that of the model")
-    box_gain: float = Field(default=0.05, ge=0, description="weight of 1 - CIoU, for 3 levels")
-    object_gain: float = Field(
-        default=1.0, ge=0, description="weight of the objectness, at 640 pixels and for 3 levels"
-    )
-    class_gain: float = Field(
-        default=0.5, ge=0, description="weight of the classes, for 80 of them and 3 levels"
-    )
-    anchor_threshold: float = Field(
-        default=4.0,
-        gt=1,
-        description="an anchor learns a box when no side of one is this many times the other's",
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="part of a class label spread over yes and no alike"
-    )
 
 
 class Gains(NamedTuple):

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ppdist.config.evaluate import CLASSIFICATION_METRICS
 from ppdist.data.sample import DetectionSet
 from ppdist.files import write_json
 from ppdist.metrics.confusion import confusion_table
 
 BEST = 5  # classes of an image that are kept
-METRICS = ("top1", "top5")
 
 
 class Ranking(NamedTuple):
@@ -47,7 +47,7 @@ def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray
 def accuracy(ranking: Ranking) -> dict[str, float]:
     """{"top1", "top5"}: part of the images, 0..1, whose true class is first, or among five."""
     within = {"top1": 1, "top5": 5}
-    return {name: float((ranking.place_N < within[name]).mean()) for name in METRICS}
+    return {name: float((ranking.place_N < within[name]).mean()) for name in CLASSIFICATION_METRICS}
 
 
 def analyse_classes(

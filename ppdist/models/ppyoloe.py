@@ -8,20 +8,18 @@ YOLOv5's backbone and neck; `one_to_one` a head that needs no suppression (arXiv
 Attribute names are the official state-dict keys, so published weights load unchanged.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from pydantic import Field, ValidationInfo, field_validator
 
-from ppdist.config import Section
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.models.blocks import ConvNorm, RepBlock, RepConv, SpatialPyramid, upsample2x
 from ppdist.models.csprepresnet import Backbone, scaled_width
 from ppdist.models.detector import Detector, anchor_points
 from ppdist.models.ppyoloe_aux import AuxiliaryHead
-from ppdist.models.ppyoloe_body import LEVELS as YOLOV5_LEVELS
 from ppdist.models.ppyoloe_body import yolov5_body
 
 DEPTH_WIDTH = {
@@ -35,72 +33,6 @@ DEPTH_WIDTH = {
 NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}
 EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them all
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
-
-
-class PPYOLOEConfig(Section):
-    """Which PP-YOLOE."""
-
-    name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
-    variant: Literal["crn", "plus"] = Field(
-        default="plus",
-        description="plus: PP-YOLOE+, learned scale on the backbone's 1x1 branches, pixels / 255; "
-        "crn: the first PP-YOLOE, ImageNet mean and deviation",
-    )
-    size: Literal["t", "s", "m", "l", "x"] = Field(
-        default="s", description="depth and width multiples; t is published with auxiliary: true"
-    )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
-    levels: Literal["P3-P5", "P2-P5", "P3-P6", "P2-P6"] = Field(
-        default="P3-P5",
-        description="output levels, strides 2^level: P2 adds stride 4 for small objects, P6 "
-        "stride 64 for large images (no published weights)",
-    )
-    auxiliary: bool = Field(
-        default=False,
-        description="the published design of PP-YOLOE+ t: equal neck channels, heads with RepVGG "
-        "branches, and a second neck and head that assign objects in training and vanish after it",
-    )
-    body: Literal["csprepresnet", "yolov5"] = Field(
-        default="csprepresnet",
-        description="backbone and neck; yolov5: those of YOLOv5 at the same depth and width under "
-        "PP-YOLOE's head (levels P3-P5 and P3-P6)",
-    )
-    one_to_one: bool = Field(
-        default=False,
-        description="a second head learns one prediction for each object, from features that it "
-        "does not change; it alone predicts after training, without suppression: of `nms` only "
-        "score_threshold, keep and multi_label count (YOLOv10)",
-    )
-    num_classes: int = Field(default=80, ge=1, description="object classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pdparams, .pt, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
-    )
-    image_size: tuple[int, int] = Field(
-        default=(640, 640),
-        description="input [height, width] in pixels, multiples of the largest stride",
-    )
-
-    @field_validator("body")
-    @classmethod
-    def _body_has_parts(cls, body: str, info: ValidationInfo) -> str:
-        if body == "yolov5" and info.data.get("levels", "P3-P5") not in YOLOV5_LEVELS:
-            raise ValueError(
-                f"yolov5 has the levels {' or '.join(YOLOV5_LEVELS)}, levels is "
-                f"{info.data['levels']}; choose other levels or the other body"
-            )
-        if body == "yolov5" and info.data.get("auxiliary"):
-            raise ValueError(
-                "yolov5 has no neck of equal channels, which auxiliary: true needs; "
-                "set auxiliary: false or take the other body"
-            )
-        return body
 
 
 class PPYOLOEOutputs(NamedTuple):

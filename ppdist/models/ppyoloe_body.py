@@ -21,8 +21,6 @@ from ppdist.models.yolov5 import (
     start_uniform,
 )
 
-LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
-
 
 class CoarseFirstNeck(Neck):
     """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).

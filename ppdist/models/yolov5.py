@@ -8,15 +8,14 @@ Sources: CSPNet arXiv:1911.11929, PANet arXiv:1803.01534; pooling: SPP arXiv:140
 """
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from pydantic import Field, ValidationInfo, field_validator
 
-from ppdist.config import Section
+from ppdist.config.model import YOLOv5Config
 from ppdist.models.blocks import ConvNorm, upsample2x
 from ppdist.models.detector import Detector, anchor_points
 from ppdist.models.yolov5_keys import P5_ROWS, P6_ROWS, original_keys
@@ -46,56 +45,6 @@ P6_ANCHORS = (
     ((140, 301), (303, 264), (238, 542)),
     ((436, 615), (739, 380), (925, 792)),
 )
-
-_Side = Annotated[float, Field(gt=0)]
-_Anchor = tuple[_Side, _Side]
-
-
-class YOLOv5Config(Section):
-    """Which YOLOv5."""
-
-    name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
-    size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
-        default="s",
-        description="depth and width multiples; with 6: a fourth level of stride 64, for large "
-        "images",
-    )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
-    num_classes: int = Field(default=80, ge=1, description="object classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
-    )
-    image_size: tuple[int, int] = Field(
-        default=(640, 640),
-        description="input [height, width] in pixels, multiples of 32 (of 64 with four levels)",
-    )
-    anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
-        default=None,
-        description="three [width, height] per level, fine to coarse, in input pixels; null: the "
-        "published ones",
-    )
-    auto_anchor: bool = Field(
-        default=True,
-        description="fit new anchors to the training set before training when fewer than 98 % of "
-        "its boxes could be matched by the present ones (best possible recall); `anchors` stay",
-    )
-
-    @field_validator("anchors")
-    @classmethod
-    def _one_row_per_level(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
-        levels = 4 if str(info.data.get("size", "")).endswith("6") else 3
-        if anchors is not None and "size" in info.data and len(anchors) != levels:
-            raise ValueError(
-                f"anchors of {len(anchors)} levels, size {info.data['size']} has {levels}"
-            )
-        return anchors
 
 
 class YOLOv5Outputs(NamedTuple):

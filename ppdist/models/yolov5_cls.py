@@ -3,13 +3,10 @@
 images -> Backbone -> stride 32 -> ClassifierHead -> logits_BC
 """
 
-from typing import Literal
-
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from pydantic import Field
 
-from ppdist.config import Section
+from ppdist.config.model import YOLOv5ClsConfig
 from ppdist.models.blocks import ConvNorm
 from ppdist.models.detector import ImageModel
 from ppdist.models.yolov5 import (
@@ -25,33 +22,6 @@ from ppdist.models.yolov5_keys import CLASSIFIER_ROWS, original_keys
 
 HEAD_CHANNELS = 1280  # of every size
 STRIDE = 32
-
-
-class YOLOv5ClsConfig(Section):
-    """Which YOLOv5 classifier."""
-
-    name: Literal["yolov5_cls"] = Field(default="yolov5_cls", description="classifier family")
-    size: Literal["n", "s", "m", "l", "x"] = Field(
-        default="s", description="depth and width multiples"
-    )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
-    num_classes: int = Field(default=1000, ge=1, description="image classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
-    )
-    image_size: tuple[int, int] = Field(
-        default=(224, 224), description="input [height, width] in pixels, multiples of 32"
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="chance to drop a feature before the last layer, 0..1"
-    )
 
 
 class ClassifierHead(nn.Layer):

@@ -3,6 +3,7 @@
 import paddle
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.optim.averaging import Averaging, DuringBackward, next_synchronised
 from ppdist.optim.compression import LowPrecision, LowRank, TopK
 from ppdist.optim.local_sgd import LocalSGD
@@ -10,7 +11,7 @@ from ppdist.optim.sharding import Sharding
 
 
 def build_averaging(
-    config: dist.DistributedConfig,
+    config: DistributedConfig,
     parameters: dict[str, paddle.Tensor],
     optimizer: paddle.optimizer.Optimizer,
     steps: int,
@@ -36,7 +37,7 @@ def build_averaging(
 
 
 def build_sharding(
-    config: dist.DistributedConfig, parameters: dict[str, paddle.Tensor]
+    config: DistributedConfig, parameters: dict[str, paddle.Tensor]
 ) -> Sharding | None:
     """The shares of the optimizer's state; None: each rank holds all of it."""
     if not config.shard_optimizer or dist.world_size() == 1:
@@ -44,7 +45,7 @@ def build_sharding(
     return Sharding(parameters)
 
 
-def last_step(max_steps: int | None, config: dist.DistributedConfig) -> int | None:
+def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
     """`train.max_steps`, or the next step at which the ranks of this run can stop."""
     if max_steps is None or config.sync_every is None or dist.world_size() == 1:
         return max_steps

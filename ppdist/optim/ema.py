@@ -7,29 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 from paddle import nn
-from pydantic import Field
-
-from ppdist.config import Section
-
-
-class EMAConfig(Section):
-    """Averaging of weights over steps."""
-
-    enabled: bool = Field(default=True, description="Evaluate and keep averaged weights.")
-    decay: float = Field(
-        default=0.9998,
-        gt=0,
-        lt=1,
-        description="Decay per step at the reference batch size (optimizer.reference_batch_size); "
-        "raised to the power total batch / reference batch.",
-    )
-    ramp_steps: float | None = Field(
-        default=None,
-        gt=0,
-        description="How decay begins. null: min(decay, (1 + t) / (10 + t)) after t updates "
-        "(PP-YOLOE). T: decay * (1 - exp(-t / T)), T in steps at the reference batch size "
-        "(YOLOv5: 2000).",
-    )
 
 
 @dataclass(frozen=True)

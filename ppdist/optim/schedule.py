@@ -5,58 +5,9 @@ Everything here is plain arithmetic in O(1) per step, so resuming needs only the
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from pydantic import Field
-
-from ppdist.config import Section
-
-
-class ScheduleConfig(Section):
-    """How the learning rate moves over a run."""
-
-    name: Literal["cosine", "flat_cosine", "linear", "step"] = Field(
-        default="cosine", description="Shape of the decay after warm-up."
-    )
-    warmup_epochs: float = Field(
-        default=5.0, ge=0, description="Linear warm-up at the reference batch size, in epochs."
-    )
-    warmup_compensation: Literal["auto", "none"] = Field(
-        default="auto",
-        description="auto: a total batch above the reference warms up over more images "
-        "(at most 4 epochs, or warmup_epochs); none: warmup_epochs as written.",
-    )
-    warmup_least_steps: int = Field(
-        default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."
-    )
-    warmup_bias_lr: float | None = Field(
-        default=None,
-        ge=0,
-        description="Learning rate of biases at the start of warm-up, at the reference batch size, "
-        "from where it moves to that of the other weights; null: like all others, from 0.",
-    )
-    warmup_momentum: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="Momentum at the start of warm-up, from where it moves to optimizer.momentum; "
-        "null: constant.",
-    )
-    final_factor: float = Field(
-        default=0.01, ge=0, le=1, description="Last learning rate / scaled learning rate."
-    )
-    flat_fraction: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="flat_cosine: part of the steps after warm-up, before the decay.",
-    )
-    step_epochs: tuple[float, ...] = Field(
-        default=(),
-        description="step: epochs at which the rate is multiplied by step_factor; they move with "
-        "train.epochs_compensation.",
-    )
-    step_factor: float = Field(default=0.1, gt=0, lt=1, description="step: the multiplier.")
+from ppdist.config.optimizer import ScheduleConfig
 
 
 class Rates(NamedTuple):

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.loss import PPYOLOELossConfig
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.errors import DataError
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, PPYOLOEOutputs
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
 from ppdist.parity.measure import (
     Measurement,
     apart,
@@ -32,7 +35,7 @@ from ppdist.parity.reference import (
     set_weights,
     setting,
 )
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 
 NAME = re.compile(r"ppyoloe(?P<plus>_plus)?_(?P<size>[tsmlx])")
 NAMES = "ppyoloe_SIZE or ppyoloe_plus_SIZE with SIZE of t s m l x"

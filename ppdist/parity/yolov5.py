@@ -6,10 +6,12 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import paddle
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5Config
 from ppdist.errors import DataError
 from ppdist.losses.anchor_match import Matches
 from ppdist.losses.yolov5 import NOMINAL_BATCH, Gains, YOLOv5Loss
-from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5, YOLOv5Config, YOLOv5Outputs
+from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5, YOLOv5Outputs
 from ppdist.parity.measure import (
     Measurement,
     apart,
@@ -32,7 +34,7 @@ from ppdist.parity.reference import (
     set_weights,
     setting,
 )
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 
 NAME = re.compile(r"yolov5(?P<size>[nsmlx]6?)")
 NAMES = "yolov5SIZE with SIZE of n s m l x n6 s6 m6 l6 x6"

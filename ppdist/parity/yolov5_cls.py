@@ -5,9 +5,11 @@ from collections.abc import Collection, Iterator
 
 import paddle
 
+from ppdist.config.loss import ClassificationLossConfig
+from ppdist.config.model import YOLOv5ClsConfig
 from ppdist.errors import DataError
-from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.losses.classification import ClassificationLoss
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 from ppdist.parity.measure import (
     Measurement,
     apart,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppdist.data.dataset import DataConfig
+    from ppdist.config.data import DataConfig
     from ppdist.data.sample import DetectionSet
 
 _LOGGER = logging.getLogger("ppdist")
@@ -154,7 +154,7 @@ def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     """config.yml of a run; empty where there is none that can be read."""
-    from ppdist.config_yaml import Reader
+    from ppdist.config.yaml import Reader
     from ppdist.errors import ConfigError
 
     try:

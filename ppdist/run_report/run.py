@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist import run_lock
-from ppdist.config_yaml import Reader
+from ppdist.config.yaml import Reader
 from ppdist.errors import ConfigError, UserError
 from ppdist.run_records import RunRecords, read_metrics
 from ppdist.run_report.evaluation import Evaluation, read_evaluation

@@ -34,7 +34,7 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
         return [], "there is no configuration"
     try:
         # Here alone, because it needs Paddle; a page about a run that was copied does without.
-        from ppdist.engine.experiment_config import ExperimentConfig
+        from ppdist.config import ExperimentConfig
     except ImportError as error:
         return [], f"this machine cannot tell the defaults: {error}"
     try:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppdist.config import load_config
+from ppdist.config.study import StudyConfig, item_of
 from ppdist.errors import ConfigError
 from ppdist.run_records import RunRecords, read_metrics
-from ppdist.tune.study import StudyConfig, item_of
 
 _LEAST_STEPS = 25  # of a calibration, after its first epoch
 _TENTHS_BELOW = 20  # shorter runs are given to a tenth of an epoch, longer ones to whole ones

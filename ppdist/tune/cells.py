@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppdist.tune.study import StudyConfig, item_of
+from ppdist.config.study import StudyConfig, item_of
 
 
 @dataclass(frozen=True)

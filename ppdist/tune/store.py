@@ -30,12 +30,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppdist import run_lock
 from ppdist.config import load_config
+from ppdist.config.study import Dimension, PrunerConfig, StudyConfig
 from ppdist.errors import ConfigError
 from ppdist.files import make_folder, write_json
 from ppdist.tune.cells import Cell, grid
 from ppdist.tune.job import Past
 from ppdist.tune.locks import FileLock, JournalLock
-from ppdist.tune.study import Dimension, PrunerConfig, StudyConfig
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
 _MAY_CHANGE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ppdist.data.dataset import DataConfig, SplitConfig
+from ppdist.config.data import DataConfig, SplitConfig
 
 NAMES = ("RBC", "WBC", "Platelets")
 

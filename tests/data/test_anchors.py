@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data import anchors
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.sample import DetectionSet, ImageRecord
 from ppdist.errors import DataError
 from tests.data.test_data_tool import run

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data import cache as cache_module
 from ppdist.data.cache import ImageCache, Layout, open_cache
 from ppdist.data.dataset import read_split
 from ppdist.data.images import read_image
 from ppdist.data.sample import DetectionSet
-from ppdist.dist import DistributedConfig
 from tests.data.sets import coco_config, write_coco
 from tests.distributed import run_on_ranks
 

@@ -7,7 +7,8 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.classify import (
     ClassifyEvalSamples,
     ClassifyTrainSamples,
@@ -15,7 +16,7 @@ from ppdist.data.classify import (
     random_part,
     resize_centre,
 )
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.loader import EvalLoader, TrainLoader
 from ppdist.data.sample import SampleKey
 from ppdist.data.sampler import TrainSampler

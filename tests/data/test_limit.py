@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppdist.data.dataset import DataConfig, read_split
+from ppdist.config.data import DataConfig
+from ppdist.data.dataset import read_split
 from ppdist.data.limit import draw_order, limited, limits
 from ppdist.data.records import Records
 from ppdist.data.sample import DetectionSet, ImageRecord

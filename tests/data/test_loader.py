@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.dataset import read_split
 from ppdist.data.images import read_image
 from ppdist.data.loader import EvalLoader, TrainLoader

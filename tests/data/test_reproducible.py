@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.config.augment import AffineConfig, AugmentConfig
+from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data import samples
-from ppdist.data.augment.config import AffineConfig, AugmentConfig
-from ppdist.data.dataset import DataConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.images import read_image
 from ppdist.data.loader import EvalLoader, TrainLoader
 from ppdist.data.sample import Batch
 from ppdist.data.sampler import TrainSampler
-from ppdist.data.sampling import SamplingConfig, copies
+from ppdist.data.sampling import copies
 from ppdist.data.train_samples import reductions
 from tests.data.sets import NAMES, coco_config
 

@@ -3,14 +3,9 @@
 import numpy as np
 import pytest
 
+from ppdist.config.data import SamplingConfig
 from ppdist.data.sample import DetectionSet, ImageRecord
-from ppdist.data.sampling import (
-    SamplingConfig,
-    copies,
-    difficulty,
-    epoch_size,
-    whole_copies,
-)
+from ppdist.data.sampling import copies, difficulty, epoch_size, whole_copies
 
 BALANCED = SamplingConfig(name="balanced", balance_threshold=0.5)
 DIFFICULTY = SamplingConfig(name="difficulty")

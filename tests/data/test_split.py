@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.dataset import read_split
 from ppdist.data.split import divide, folds_of, groups_of_one_content, settings, write_parts
 from ppdist.errors import DataError, UserError
 from tests.data.sets import NAMES, write_coco, write_images

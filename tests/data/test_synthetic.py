@@ -6,7 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.dataset import read_split
 from ppdist.data.synthetic import CLASS_NAMES, make_shapes, scene
 from ppdist.errors import DataError
 

@@ -14,13 +14,14 @@ import paddle
 import pytest
 
 from ppdist.classification import EagerClassifier, prepare_centre
+from ppdist.config.evaluate import NMSConfig
 from ppdist.data.images import read_image
 from ppdist.export import deployment_copy, export_classifier, export_detector
 from ppdist.export_check import unexplained_rows
 from ppdist.infer_spec import resize_section, write_spec
 from ppdist.inference import EagerPredictor, detect, prepare, split_rows
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 from tests.test_export import NMS, SIZE, tiny_model, tiny_spec
 from tests.test_export_classifier import classifier_spec, tiny_classifier
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from ppdist import dist
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import batch_of, largest_divisor, most_objects, per_rank
 from ppdist.engine.batch_probe import Found
@@ -92,7 +93,7 @@ def test_what_is_wrong_with_a_run_is_said_as_without_auto(shapes, tmp_path):
 
 def under_limits(argument):
     """A run with two steps under an address space of this rank's own; its numbers."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
 
     def limited(ranks_on_host):
         limit = _status()["VmSize"] + (argument["MiB"][dist.rank()] << 20)
@@ -131,7 +132,7 @@ def test_ranks_with_different_limits_take_the_least_of_what_fits_and_train(shape
 
 def failing_on_one(argument):
     """What is said where rank 1 cannot look what is free, then where its search fails."""
-    dist.init("cpu", dist.DistributedConfig(timeout_seconds=60))
+    dist.init("cpu", DistributedConfig(timeout_seconds=60))
     config, said = tiny_config(Path(argument["scratch"]), AUTO), []
     records = [SimpleNamespace(labels_M=[])]
 

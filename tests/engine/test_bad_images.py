@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_training
 from ppdist.errors import DataError
@@ -29,7 +30,7 @@ def write_shapes(folder: Path, damaged: int) -> list[str]:
 
 def train(folder: Path, output_dir: Path, *overrides: str) -> tuple[str, int]:
     """How a run ended ("" where it did not fail), and how many bad images it knew."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = tiny_config(folder, [*UNCHECKED, *overrides])
     try:
         experiment = build_training(

@@ -8,12 +8,13 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.output import LogConfig
 from ppdist.data.sample import Batch
 from ppdist.drawing import PALETTE
 from ppdist.engine.batch_pictures import BatchPictures, write_validation
 from ppdist.engine.validation import Validation
-from ppdist.log import LogConfig, RunLog
+from ppdist.log import RunLog
 
 STEPS = 4  # of an epoch
 

@@ -5,6 +5,7 @@ import paddle
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sample import Batch
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.models.detector import ImageModel
@@ -65,7 +66,7 @@ def evaluator(indices=(0, 1, 2, 3, 4), **options) -> ClassificationEvaluator:
 
 
 def on_ranks(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     share = list(range(5))[dist.rank() :: dist.world_size()]
     if argument == "none":
         share = [] if dist.rank() else list(range(5))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ppdist.engine.compatible import surprises
+from ppdist.config.validate import surprises
 from ppdist.errors import ConfigError
 from tests.engine.tiny import tiny_config
 

@@ -5,13 +5,12 @@ import re
 
 import pytest
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
 from ppdist.engine import experiment
 from ppdist.engine.derived import derive
 from ppdist.errors import ConfigError
-from ppdist.optim.ema import EMAConfig
-from ppdist.optim.optimizer import OptimizerConfig
-from ppdist.optim.schedule import ScheduleConfig
 from tests.engine.tiny import tiny_config
 
 

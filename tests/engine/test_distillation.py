@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from ppdist import dist
 from ppdist.checkpoint import save_checkpoint
-from ppdist.config import dump_yaml
+from ppdist.config.base import dump_yaml
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sampler import TrainSampler
 from ppdist.engine.distillation import build_distillation, read_teacher
 from ppdist.engine.experiment import build_model
@@ -48,7 +49,7 @@ def write_teacher(
     Args: more: lines of its config.yml.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = tiny_config(folder, [LARGER[model], "seed=5", *overrides], model)
     teacher = build_model(config)
     if seen:
@@ -81,7 +82,7 @@ def test_a_teacher_may_be_named_by_its_folder_its_best_or_its_checkpoint(teacher
     output = shutil.copytree(teachers["ppyoloe"], tmp_path / "run", symlinks=True)
     folder = output / "checkpoints"
     config = distilled_config(tmp_path, output)
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     student = build_model(config)
 
     def meant(path: Path) -> Path:
@@ -108,7 +109,7 @@ def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_steps_teach_the_student_and_leave_the_teacher_as_it_is(model, teachers, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = distilled_config(tmp_path, teachers[model], model=model)
     step, rates = build_step(config, frozen=False)
     teacher = step.distillation._teacher
@@ -145,7 +146,7 @@ def test_steps_teach_the_student_and_leave_the_teacher_as_it_is(model, teachers,
     ],
 )
 def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = distilled_config(
         tmp_path, teachers[model], *(f"distill.{each}=null" for each in Teaching._fields),
         f"distill.{name}={{weight: {weight}}}", "optimizer.lr=0.03", "train.clip_norm=1.0",
@@ -161,7 +162,7 @@ def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, tea
 
 
 def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = distilled_config(tmp_path, teachers["ppyoloe"])
     student = build_model(config)
     images = fixed_batch(0, 0, 2).images_B3HW
@@ -179,7 +180,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
 
 
 def test_bfloat16_runs_and_no_feature_is_kept_where_none_is_compared(teachers, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = distilled_config(
         tmp_path, teachers["ppyoloe"], "train.amp={enabled: true, dtype: bfloat16}"
     )
@@ -251,7 +252,7 @@ def test_two_ranks_learn_from_a_teacher_like_one_rank_with_both_batches(
     paths = {model: f"{path}" for model, path in teachers.items()}
     argument, target = [cases, paths], "tests.engine.test_distillation:train_on_ranks"
     by_rank = run_on_ranks(2, target, argument, seconds=300)
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     furthest = 0.0
     for case in cases:
         alone = train(case, paths)
@@ -303,7 +304,7 @@ def test_a_teacher_with_a_head_without_suppression_teaches_by_the_other_one(teac
 
 
 def test_a_yolov5_with_anchors_of_its_own_is_refused(teachers, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     step, _ = build_step(
         distilled_config(tmp_path, teachers["yolov5"], model="yolov5"), frozen=False
     )

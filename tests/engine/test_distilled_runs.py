@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from ppdist import dist
 from ppdist.config import load_config
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.experiment import build_model, build_training
 from ppdist.engine.preflight import flat_config
@@ -31,7 +32,7 @@ OVERRIDES = (
 
 
 def run(data, output_dir, *overrides, resume=False, changed=False, evaluate=False, model="ppyoloe"):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     experiment = build_training(
         tiny_config(data, [*OVERRIDES, *overrides], model),
         output_dir=output_dir,

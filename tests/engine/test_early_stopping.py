@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 from ppdist import dist, faults
-from ppdist.config import parse_config
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import parse_config
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.synthetic import make_shapes
-from ppdist.engine.early_stopping import (
-    EarlyStopping,
-    EarlyStoppingConfig,
-    LossCurves,
-    Standing,
-)
+from ppdist.engine.early_stopping import EarlyStopping, LossCurves, Standing
 from ppdist.engine.experiment import build_training
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config
@@ -130,7 +127,7 @@ SLOW = 0.2  # seconds before each step of a rank
 
 def trained(data, output, *overrides, resume=None, before=lambda trainer: None):
     """Exit code and trainer of a run whose evaluations score as above."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     experiment = build_training(
         tiny_config(data, [*OVERRIDES, *overrides]),
         output_dir=output,
@@ -244,7 +241,7 @@ def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path
 
 
 def test_without_evaluations_it_is_refused(shapes, tmp_path):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     with pytest.raises(
         ConfigError, match=r"early_stopping goes by what evaluations find: .*--eval"
     ):

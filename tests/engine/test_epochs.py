@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.epochs import Epochs
 from ppdist.engine.experiment import build_training
@@ -107,7 +108,7 @@ def run(tmp_path_factory):
 
 def without_tensorboardx(folder):
     sys.modules["tensorboardX"] = None
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     with pytest.raises(UserError) as caught:
         build_training(
             tiny_config(Path(folder), ["train.batch_size_per_card=4", "log.tensorboard=true"]),

@@ -7,12 +7,13 @@ import paddle
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.evaluate import NMSConfig
 from ppdist.data.sample import Batch, DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
 from ppdist.engine.step import Clock
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from ppdist.models.detector import Detector
-from ppdist.postprocess import NMSConfig
 from tests.distributed import run_on_ranks
 
 IMAGES, CLASSES = 5, 2
@@ -113,7 +114,7 @@ def evaluator(indices=None, **options) -> Evaluator:
 
 
 def on_ranks(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     share = list(range(IMAGES))[dist.rank() :: dist.world_size()]
     if argument == "twice":
         share = [0, *share] if dist.rank() else share

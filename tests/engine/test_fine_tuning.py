@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.validate import surprises
 from ppdist.data.sampler import TrainSampler
-from ppdist.engine.compatible import surprises
 from ppdist.engine.experiment import build_training
 from ppdist.engine.step import Clock
 from ppdist.errors import CheckpointError, ConfigError
@@ -26,7 +27,7 @@ TUNED = ("train.freeze=3", "optimizer.layer_decay=0.7")
 
 
 def run(data, output_dir, *overrides, model="ppyoloe", resume=None, changed=False, evaluate=False):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     experiment = build_training(
         tiny_config(data, [*OVERRIDES, *overrides], model),
         output_dir=output_dir,

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from ppdist import dist
-from ppdist.config import parse_config
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import parse_config
 from ppdist.engine.experiment import build_training
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError
 from tests.data.classified import CONFIG, write_patterns
 

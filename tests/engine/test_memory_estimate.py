@@ -11,14 +11,15 @@ import pytest
 
 from ppdist import dist
 from ppdist.config import load_config
+from ppdist.config.output import LogConfig
+from ppdist.config.train import AmpConfig
 from ppdist.engine import memory
 from ppdist.engine.auto_batch import job_of
 from ppdist.engine.batch_probe import trial_of
 from ppdist.engine.experiment import build_model
 from ppdist.engine.memory import ADDRESSES, CARD, HOST, Meter, room, shown
 from ppdist.engine.memory_estimate import Estimate, estimate, saved_bytes, shortages, tell_memory
-from ppdist.engine.precision import AmpConfig
-from ppdist.log import LogConfig, RunLog
+from ppdist.log import RunLog
 from ppdist.models.freeze import frozen_keys
 from tests.engine.tiny import SIZE, tiny_config
 from tests.forked import ROOT

@@ -6,6 +6,7 @@ from dataclasses import replace
 import paddle
 
 from ppdist import dist, pulse
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine.pace import Pace
 from ppdist.engine.records import Stopwatch
 from ppdist.engine.step import StepResult
@@ -20,7 +21,7 @@ MADE = StepResult(
 
 def steps(slow):
     """50 steps of two ranks; one sleeps longer before the sum of a step."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     pace, said = Pace(), []
     for step in range(50):
         watch = Stopwatch()

@@ -6,6 +6,7 @@ import pytest
 from paddle import nn
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sample import Batch
 from ppdist.engine.step import AmpConfig, Clock, TrainStep
 from ppdist.losses import Loss, LossOutput
@@ -95,7 +96,7 @@ def enable_scaling(scaler: paddle.amp.GradScaler) -> None:
 
 
 def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_property):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     step, optimizer = build()
     enable_scaling(step.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
@@ -110,7 +111,7 @@ def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_prope
 
 
 def test_a_loss_scale_that_is_still_too_high_is_no_fault_until_it_is_below_one():
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     step, _ = build()
     enable_scaling(step.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()
@@ -129,7 +130,7 @@ def test_a_loss_scale_that_is_still_too_high_is_no_fault_until_it_is_below_one()
 
 
 def accumulate(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     step, optimizer = build()
     rank = dist.rank()
     for number in range(2):

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from ppdist import dist, meetings
+from ppdist.config.distributed import HOSTS_OWN_KEYS, DistributedConfig
 from ppdist.data.dataset import read_split
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine import preflight as module
 from ppdist.engine.feed import require_the_same
 from ppdist.engine.preflight import differences, flat_config, preflight, within
 from ppdist.errors import ConfigError, UserError
-from ppdist.own_keys import HOSTS_OWN_KEYS
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
 from tests.forked import ROOT
@@ -106,7 +106,7 @@ def attempt(work: Callable[[], Any]) -> str:
 def on_two_ranks(folder: str) -> dict[str, str]:
     """Several differences between two ranks, one after the other; all of them are told of each."""
     texts = {"devices": attempt(lambda: init_with(dist, "_choose_device", lambda device: "gpu"))}
-    other = dist.DistributedConfig(bucket_mb="auto" if dist.rank() else 25)
+    other = DistributedConfig(bucket_mb="auto" if dist.rank() else 25)
     texts["joining"] = attempt(lambda: dist.init("cpu", other))
     init_cpu()
     facts = {"a": "1", "b": "2"} if dist.rank() else {"b": "2", "a": "1"}

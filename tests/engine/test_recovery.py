@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine import recovery
 from ppdist.engine.experiment import build_training
 from ppdist.engine.out_of_memory import is_out_of_memory, parts_of
@@ -42,7 +43,7 @@ def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False,
 
 
 def alone(*arguments, **named):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     return train(*arguments, **named)
 
 
@@ -129,7 +130,7 @@ def flip(trainer):
 
 def two_ranks(argument):
     """Every scenario in one pair of processes, because each start takes seconds."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     shapes, top, me = argument["shapes"], Path(argument["folder"]), dist.rank()
     found = {}
 
@@ -455,7 +456,7 @@ WAYS = {
 
 def go_back_in_every_way(argument):
     """As test_going_back..., on two ranks and for all that they keep besides weights."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     shapes, top = argument["shapes"], Path(argument["folder"])
     later, first = (
         lambda trainer, steps=steps: spoil(trainer, steps * dist.rank())

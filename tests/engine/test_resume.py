@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from ppdist import dist
 from ppdist.checkpoint import read_checkpoint
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine import resume as module
 from ppdist.engine.config_changes import FREE, SCORES, changes, require_same
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
@@ -26,7 +27,7 @@ OVERRIDES = (
 
 
 def build(data, output_dir, *overrides, resume=None, changed=False, evaluate=False):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     return build_training(
         tiny_config(data, [*OVERRIDES, *overrides]),
         output_dir=output_dir,

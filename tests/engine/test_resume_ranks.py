@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine.experiment import build_training
 from ppdist.engine.resume import AUTO
 from ppdist.errors import UserError
@@ -32,7 +33,7 @@ def train(argument):
     Batch norm takes statistics that were fixed before the first step: those of a batch depend on
     how many of its images a rank has.
     """
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     for output, overrides, resume in argument["runs"]:
         folder = Path(output) / str(dist.rank()) if argument.get("apart") else Path(output)
         batch = f"train.batch_size_per_card={TOTAL_BATCH // dist.world_size()}"
@@ -127,7 +128,7 @@ def test_ranks_that_share_no_folder_get_the_checkpoint_from_rank_0(shapes, tmp_p
 
 def goes_on(argument):
     """Builds a run with a word after --resume of each rank's own; the end of what is said of it."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     word = argument["words"][dist.rank()]
     try:
         build_training(

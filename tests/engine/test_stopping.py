@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine import stopping
 from ppdist.engine.evaluator import EvaluationStopped
 from ppdist.errors import STOP_SIGNALS
@@ -22,7 +23,7 @@ SIGNALS = STOP_SIGNALS
 
 
 def asked_to_stop_on(one_rank):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     share = list(range(IMAGES))[dist.rank() :: dist.world_size()]
     under_test, model = evaluator(share), Oracle(five_images())
     try:
@@ -40,7 +41,7 @@ def test_one_rank_that_is_asked_to_stop_ends_the_evaluation_on_all_and_the_next_
 
 
 def meetings_under_signals(argument):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     asked = []
     stopping._SAME_REQUEST_SECONDS = 1e9
     stopping.listen(lambda: asked.append(1))

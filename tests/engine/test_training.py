@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.engine.experiment import build_training
 from ppdist.errors import CheckpointError, ConfigError
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -34,7 +35,7 @@ def run(
     evaluate=False,
     before=lambda trainer: None,
 ):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = tiny_config(data, [*OVERRIDES, *overrides], model)
     experiment = build_training(
         config,

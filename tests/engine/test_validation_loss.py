@@ -8,6 +8,7 @@ import paddle
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.dataset import read_split
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.evaluator import in_eval_mode
@@ -42,7 +43,7 @@ def patterns(tmp_path_factory):
 
 def built(folder, model, *overrides):
     """Model, loss, evaluator of the validation split; the same weights wherever it is called."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     config = tiny_config(folder, ["evaluate.batch_size_per_card=2", *overrides], model)
     network = build_model(config)
     step = build_train_step(config, derive_run(config, 64), network)

@@ -8,12 +8,13 @@ import paddle
 from paddle import nn
 
 from ppdist import dist
-from ppdist.config import parse_config
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import parse_config
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sample import EMPTY, Batch
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.samples import Arrays
 from ppdist.engine.experiment import build_model, build_train_step, derive_run
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.step import TrainStep
 from ppdist.models.detector import ImageModel
 from ppdist.optim.schedule import Rates
@@ -135,4 +136,4 @@ def build_step(
 
 
 def init_cpu() -> None:
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sample import DetectionSet
 from ppdist.engine.agreement import EvaluationFailed
 from ppdist.ensemble.fusion import hard_suppression, weighted_fusion
@@ -51,7 +52,7 @@ def fails_on_rank_1(*given):
 
 def on_ranks(_):
     """Of this rank: what is fused, what two members score, what it holds, how a failure ends."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     members = some_members()
     fused = fuse_members(members, WBF, 300).tobytes().hex()
     scored = member_of("scored", of_truth(), 1.0, five_images())

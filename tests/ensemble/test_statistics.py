@@ -8,6 +8,7 @@ import paddle
 import pytest
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.dataset import read_split
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.experiment import build_model
@@ -43,7 +44,7 @@ def statistics(model) -> list[np.ndarray]:
 
 
 def digest(folder):
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     model, epoch = prepared(Path(folder))
     renew_statistics(model, epoch)
     content = b"".join(array.tobytes() for array in statistics(model))

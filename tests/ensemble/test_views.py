@@ -6,11 +6,11 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
 from ppdist.ensemble.views import Mirrored, require_same_images, sizes_of
 from ppdist.errors import ConfigError, DataError
 from ppdist.models.detector import Detector
-from ppdist.postprocess import NMSConfig
 from tests.engine.test_evaluator import IMAGES, Loader, Oracle, five_images
 
 

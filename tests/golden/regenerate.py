@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from ppdist.config import ExperimentConfig
 from ppdist.engine.experiment import derive_run
-from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.engine.step import Clock
 from tests.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.config.distributed import DistributedConfig
 from ppdist.errors import LaunchError
 from ppdist.launch import doctor, equipment
 from ppdist.launch.doctor import OK, WARN
@@ -185,7 +186,7 @@ def compared(argument: str) -> dict[str, object]:
     """On two ranks that take themselves for hosts; the clock of the second is 600 s ahead."""
     from ppdist import dist, link_speed
 
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     rank, real = dist.rank(), link_speed.time.time
     link_speed.time.time = lambda: real() + 600 * rank
     dist.host = lambda: "ab"[rank]

@@ -18,8 +18,9 @@ NEAR, FAR = "127.0.0.2", "127.0.0.3"
 TRAINING = """
 import paddle
 from ppdist import dist, pulse
+from ppdist.config.distributed import DistributedConfig
 def main():
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     Path(f"pid{rank}").write_text(str(os.getpid()))
     total = 0.0
     for step in range(int(sys.argv[1])):

@@ -4,8 +4,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.config.loss import ClassificationLossConfig
+from ppdist.config.model import YOLOv5ClsConfig
+from ppdist.losses.classification import ClassificationLoss
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 
 RNG = np.random.RandomState(0)
 LOGITS_BC = RNG.standard_normal((5, 7)).astype("float32") * 3

@@ -5,6 +5,7 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses import LossOutput
 from ppdist.losses.distill import (
     SURE,
@@ -16,7 +17,7 @@ from ppdist.losses.distill import (
     where_sure,
     yes_or_no_distillation,
 )
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import LEVEL_WEIGHTS, Gains, YOLOv5Loss
 from ppdist.models.ppyoloe import PPYOLOEOutputs
 from ppdist.models.yolov5 import YOLOv5Outputs

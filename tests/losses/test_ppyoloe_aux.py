@@ -4,8 +4,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, PPYOLOEOutputs
+from ppdist.config.loss import PPYOLOELossConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
 from tests.losses.test_ppyoloe_loss import ATSS, STATIC, TAL, random_outputs, truth
 
 CLASSES = 3

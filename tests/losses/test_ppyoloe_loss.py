@@ -4,8 +4,9 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses.dfl import distribution_focal_loss
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.varifocal import varifocal_loss
 from ppdist.models.ppyoloe import PPYOLOEOutputs
 from tests.losses.slopes import assert_value_and_slopes

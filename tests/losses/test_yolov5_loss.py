@@ -9,9 +9,11 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.config.model import YOLOv5Config
 from ppdist.losses import LossOutput
-from ppdist.losses.yolov5 import Gains, YOLOv5Loss, YOLOv5LossConfig
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config, YOLOv5Outputs
+from ppdist.losses.yolov5 import Gains, YOLOv5Loss
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
 PIXELS = [

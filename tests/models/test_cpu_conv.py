@@ -8,10 +8,11 @@ import pytest
 from paddle import nn
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model, cpu_conv, onednn, onednn_layers
 from ppdist.models.blocks import ConvNorm, RepConv
 from ppdist.models.cpu_conv import plain_convolutions, self_check, use_onednn_convolutions
-from ppdist.models.ppyoloe import PPYOLOEConfig
 from ppdist.models.sync_bn import GlooSyncBatchNorm2D
 from tests.distributed import run_on_ranks
 
@@ -209,7 +210,7 @@ def test_a_shape_without_a_kernel_runs_as_before(monkeypatch):
 def train_on_ranks(argument):
     """Gradients and statistics of two accumulated micro-batches, per rank."""
     fast = argument == "fast"
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     paddle.seed(5)
     model = nn.Sequential(ConvNorm(3, 16, 3), RepConv(16), nn.Conv2D(16, 4, 1))
     if fast:

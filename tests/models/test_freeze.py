@@ -5,14 +5,15 @@ import paddle
 import pytest
 from paddle import nn
 
+from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.errors import ConfigError
 from ppdist.models.cpu_conv import use_onednn_convolutions
 from ppdist.models.freeze import freeze, freezing, frozen_keys
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.stages import stages_of
 from ppdist.models.sync_bn import GlooSyncBatchNorm2D, take_gloo_batch_norm
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.models.yolov5 import YOLOv5
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 
 
 def ppyoloe(auxiliary: bool = False) -> PPYOLOE:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.parity import compare, compare_keys, family_of, ppyoloe, yolov5
 from ppdist.parity.measure import GROUPS, Measurement
 from ppdist.parity.reference import Reference, read_formulas, read_key_list, read_reference

@@ -6,10 +6,11 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.errors import UserError
 from ppdist.models import build_model
 from ppdist.models.detector import anchor_points
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig, decode_boxes
+from ppdist.models.ppyoloe import PPYOLOE, decode_boxes
 from tests.models.saved_graph import Decoded, saved_graph
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}

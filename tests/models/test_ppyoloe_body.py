@@ -6,11 +6,10 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.cpu_conv import self_check
-from ppdist.models.ppyoloe import PPYOLOEConfig
 from ppdist.models.pretrained import load_weights
-from ppdist.models.yolov5 import YOLOv5Config
 from tests.models.test_ppyoloe import shake
 from tests.models.test_ppyoloe_variants import arrays, loss_of, static_outputs, tiny
 

@@ -6,13 +6,14 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.engine.terms import divided
 from ppdist.errors import ConfigError, WeightsError
 from ppdist.inference import load_all_weights
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.pretrained import load_weights
-from ppdist.postprocess import NMSConfig
 from tests.engine.tiny import tiny_config
 from tests.models.test_ppyoloe import shake
 from tests.models.test_ppyoloe_variants import arrays, static_outputs, tiny

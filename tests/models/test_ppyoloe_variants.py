@@ -6,10 +6,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
+from ppdist.config.loss import PPYOLOELossConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models import build_model
 from ppdist.models.cpu_conv import self_check
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.pretrained import load_weights
 from tests.models.saved_graph import Decoded, saved_graph
 from tests.models.test_ppyoloe import shake

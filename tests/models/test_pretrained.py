@@ -11,9 +11,10 @@ import paddle
 import pytest
 from safetensors.numpy import save_file
 
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.errors import WeightsError
 from ppdist.models import build_model
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEConfig
+from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.pretrained import load_weights, official_arrays_of
 from ppdist.models.weight_files import write_arrays
 

@@ -5,6 +5,7 @@ import paddle
 from paddle import nn
 
 from ppdist import dist
+from ppdist.config.distributed import DistributedConfig
 from ppdist.models.sync_bn import synchronize_batch_norm
 from tests.distributed import run_on_ranks
 
@@ -19,7 +20,7 @@ def data():
 
 def normalise(share):
     """share: [start, stop) of the images for each rank; uneven on purpose."""
-    dist.init("cpu", dist.DistributedConfig())
+    dist.init("cpu", DistributedConfig())
     paddle.seed(1)
     layer = synchronize_batch_norm(nn.Sequential(nn.BatchNorm2D(CHANNELS)))
     layer[0].weight.set_value(np.array([0.5, 1.0, 2.0], "float32"))

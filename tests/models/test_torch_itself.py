@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.pretrained import arrays_of, load_weights, official_arrays_of
 from ppdist.models.weight_files import as_numbers, read_arrays, write_arrays
-from ppdist.models.yolov5 import YOLOv5Config
-from ppdist.models.yolov5_cls import YOLOv5ClsConfig
 from ppdist.parity import yolov5, yolov5_cls
 from ppdist.parity.reference import read_formulas, read_key_list, read_reference
 

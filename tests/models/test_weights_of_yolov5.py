@@ -7,12 +7,13 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.errors import WeightsError
 from ppdist.models import build_model
 from ppdist.models.pretrained import arrays_of, load_weights, official_arrays_of
 from ppdist.models.weight_files import read_arrays, write_arrays
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Config
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.models.yolov5 import YOLOv5
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 from tests.models.torch_lookalikes import FakeTorch
 
 WIDTH = 0.0625

@@ -12,15 +12,16 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from ppdist.config import parse_config
+from ppdist.config.base import parse_config
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5Config
 from ppdist.errors import ConfigError
 from ppdist.export import export_detector
 from ppdist.infer_spec import InferenceSpec, InputSection
 from ppdist.models import build_model, onednn
 from ppdist.models.blocks import ConvNorm
 from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
-from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Config, YOLOv5Outputs
-from ppdist.postprocess import NMSConfig
+from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
 from tests.models.saved_graph import Decoded, saved_graph
 
 PARAMETERS = {"n": 1_872_157, "s": 7_235_389, "m": 21_190_557, "n6": 3_246_940}

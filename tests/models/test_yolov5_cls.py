@@ -7,10 +7,10 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model, onednn
 from ppdist.models.cpu_conv import self_check
-from ppdist.models.yolov5 import YOLOv5Config
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 from tests.models.saved_graph import saved_graph
 from tests.models.test_yolov5 import load_formulas
 

@@ -5,9 +5,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.models.yolov5_cls import YOLOv5Classifier, YOLOv5ClsConfig
+from ppdist.config.model import YOLOv5ClsConfig
+from ppdist.config.optimizer import OptimizerConfig
+from ppdist.models.yolov5_cls import YOLOv5Classifier
 from ppdist.optim.layer_decay import layer_factors, layer_rates
-from ppdist.optim.optimizer import OptimizerConfig, biases, build_optimizer, set_rates
+from ppdist.optim.optimizer import biases, build_optimizer, set_rates
 from ppdist.optim.schedule import Rates
 
 DECAY = 0.5

@@ -5,10 +5,10 @@ import paddle
 import pytest
 from paddle import nn
 
+from ppdist.config.optimizer import OptimizerConfig
 from ppdist.errors import CheckpointError
 from ppdist.optim.ema import EMA, Decay
 from ppdist.optim.optimizer import (
-    OptimizerConfig,
     biases,
     build_optimizer,
     load_optimizer_arrays,

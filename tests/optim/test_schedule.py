@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from ppdist.config.optimizer import ScheduleConfig
 from ppdist.optim.ema import Decay
-from ppdist.optim.schedule import Schedule, ScheduleConfig
+from ppdist.optim.schedule import Schedule
 
 
 def schedule(**values):

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.loss import PPYOLOELossConfig, YOLOv5LossConfig
 from ppdist.losses.classification import ClassificationLoss
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
-from ppdist.losses.yolov5 import NOMINAL_BATCH, YOLOv5Loss, YOLOv5LossConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.losses.yolov5 import NOMINAL_BATCH, YOLOv5Loss
 from ppdist.models.detector import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.models.yolov5_cls import YOLOv5Classifier
 from ppdist.parity import family_of
 from ppdist.parity.reference import gradients, official_state, padded_truth, set_weights
-from ppdist.postprocess import NMSConfig, multiclass_nms
+from ppdist.postprocess import multiclass_nms
 from tests.reference import formulas
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
 

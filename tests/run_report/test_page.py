@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.config import dump_yaml, load_config
+from ppdist.config import load_config
+from ppdist.config.base import dump_yaml
 from ppdist.errors import UserError
 from ppdist.run_report import page
 from ppdist.run_report.page import write_report

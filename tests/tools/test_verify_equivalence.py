@@ -9,14 +9,14 @@ import pytest
 
 from ppdist import dist, equivalence
 from ppdist.config import load_config
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.derived import derive
 from ppdist.engine.step import TrainStep
 from ppdist.equivalence.trace import comparable_steps, sketch
 from ppdist.errors import ConfigError
-from ppdist.optim.ema import EMA, EMAConfig
-from ppdist.optim.optimizer import OptimizerConfig
-from ppdist.optim.schedule import ScheduleConfig
+from ppdist.optim.ema import EMA
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_tool, succeeded
 

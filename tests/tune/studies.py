@@ -4,11 +4,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ppdist.config.study import StudyConfig, load_study
 from ppdist.launch.worker import end_with_parent
 from ppdist.tune.job import Launcher
 from ppdist.tune.search import Search
 from ppdist.tune.store import Store
-from ppdist.tune.study import StudyConfig, load_study
 
 EXPERIMENT = """
 data:

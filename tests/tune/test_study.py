@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.config.study import Dimension, load_study
 from ppdist.errors import ConfigError
 from ppdist.tune.cells import Cell, baseline, grid
-from ppdist.tune.study import Dimension, load_study
 from tests.tune.studies import GRID, SEARCH, study_of, write_study
 
 

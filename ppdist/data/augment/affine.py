@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.data.augment.config import AffineConfig
+from ppdist.config.augment import AffineConfig
 
 _LEAST_SIDE = 2.0  # input pixels; less is no object to learn, nor what one of these bounds says
 _LEAST_SEEN = 0.1  # of a box's area

@@ -12,14 +12,14 @@ the change in HSV are those of YOLOv5.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.data import Resize
 
-Resize = Literal["stretch", "letterbox"]  # `data.resize`
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
 GREY = (114, 114, 114)  # what lies beside a letterboxed one, and between the images of a mosaic
 _INTERPOLATIONS = (

@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ppdist.config.data import DataConfig
 from ppdist.data.check.consistency import check_same_classes
 from ppdist.data.check.copies import duplicates, leaks, same_list
 from ppdist.data.check.findings import KINDS, Kind
 from ppdist.data.check.look import Look
 from ppdist.data.check.scan import ImageFile, scan
-from ppdist.data.dataset import DataConfig, read_raw
+from ppdist.data.dataset import read_raw
 from ppdist.data.formats.annotations import box_problem
 from ppdist.data.formats.raw import Finding, RawImage, RawSet
 from ppdist.data.formats.walk import files_below

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppdist import dist
+from ppdist.config.data import DataConfig
 from ppdist.data.check.copies import Looked, leaks, same_list
 from ppdist.data.check.findings import KINDS
 from ppdist.data.check.look import Look
 from ppdist.data.check.scan import ImageFile, scan
-from ppdist.data.dataset import DataConfig
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import DataError
 from ppdist.files import user_cache

@@ -4,8 +4,8 @@ import cv2
 import numpy as np
 import pytest
 
+from ppdist.config.augment import AffineConfig
 from ppdist.data.augment.affine import between, covered, map_by_matrix, moved, paste, random_view
-from ppdist.data.augment.config import AffineConfig
 from ppdist.data.sample import keyed_generator
 
 NOTHING = AffineConfig()

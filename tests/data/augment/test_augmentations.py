@@ -9,7 +9,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from ppdist.config import load_config
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.augment.transforms import random_placement
 from ppdist.data.sample import DetectionSet, ImageRecord, SampleKey, keyed_generator
 from ppdist.data.samples import Sample

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.augment.combine import blend
-from ppdist.data.augment.config import AugmentConfig
 from ppdist.data.augment.mosaic import Slot, around_a_point, canvas_of, cell_of, in_three_rows, tile
 from ppdist.data.augment.transforms import GREY, random_hsv, recolour_hsv
 from ppdist.data.dataset import read_split

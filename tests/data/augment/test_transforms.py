@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.augment.transforms import (
     FILL,
     Placement,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.config import Section, parse_config
-from ppdist.data.augment.config import AugmentConfig
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.base import Section, parse_config
 from ppdist.data.augment.mosaic import in_a_grid, random_layout, tile
 from ppdist.data.augment.transforms import GREY
 from ppdist.data.sample import SampleKey, keyed_generator

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from ppdist.data.dataset import DataConfig, SplitConfig
+from ppdist.config.data import DataConfig, SplitConfig
 
 SIZE = 64, 48  # width, height of nearly all images
 NAMES = ("cat", "dog", "bird")

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.check.audit import audit
 from ppdist.data.check.findings import KINDS
-from ppdist.data.dataset import DataConfig, SplitConfig
 from ppdist.data.formats import yolo
 from tests.data.check.corpus import (
     config,

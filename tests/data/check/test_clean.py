@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
+from ppdist.config.data import DataConfig
 from ppdist.data.check import clean
 from ppdist.data.check.audit import audit
 from ppdist.data.check.clean import clean_copy
-from ppdist.data.dataset import DataConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.data.formats.convert import Format, Images, snippet
 from ppdist.errors import DataError, UserError
 from tests.data.check.corpus import (

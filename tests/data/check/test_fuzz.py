@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.data import DataConfig
 from ppdist.data.check.audit import audit
 from ppdist.data.check.scan import ImageFile, scan
-from ppdist.data.dataset import DataConfig, read_raw, read_split
+from ppdist.data.dataset import read_raw, read_split
 from ppdist.data.formats.annotations import settle
 from ppdist.errors import DataError
 from tests.data.check.corpus import config, write_clean_coco, write_picture

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.config.data import DataConfig
 from ppdist.data.check import preflight
 from ppdist.data.check.look import Look
 from ppdist.data.check.preflight import check_before_training
-from ppdist.data.dataset import DataConfig, read_split
+from ppdist.data.dataset import read_split
 from ppdist.errors import DataError
 from tests.data.check.corpus import config, write_clean_coco
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from ppdist.data.dataset import DataConfig, SplitConfig, read_raw, read_split
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.dataset import read_raw, read_split
 from ppdist.data.formats.convert import convert, snippet
 from ppdist.data.formats.raw import RawImage, RawObject, RawSet
 from ppdist.errors import DataError

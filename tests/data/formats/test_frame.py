@@ -10,7 +10,8 @@ import pytest
 import yaml
 from PIL import ExifTags, Image
 
-from ppdist.data.dataset import DataConfig, read_raw
+from ppdist.config.data import DataConfig
+from ppdist.data.dataset import read_raw
 from ppdist.data.formats.convert import convert, snippet
 from ppdist.data.formats.frame import image_size, read_frame, turned_upright
 from ppdist.data.formats.raw import RawImage, RawObject, RawSet

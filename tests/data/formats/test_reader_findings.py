@@ -7,8 +7,9 @@ import os
 import numpy as np
 import pytest
 
+from ppdist.config.data import DataConfig
 from ppdist.data.check.findings import KINDS
-from ppdist.data.dataset import DataConfig, read_raw, read_split
+from ppdist.data.dataset import read_raw, read_split
 from ppdist.data.formats.annotations import box_problem
 from ppdist.data.formats.raw import Finding, RawSet
 from ppdist.data.formats.walk import files_below

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.check.consistency import (
     check_classes,
     check_same_classes,
 )
-from ppdist.data.dataset import DataConfig, SplitConfig, read_annotations, read_split
+from ppdist.data.dataset import read_annotations, read_split
 from ppdist.data.sample import DetectionSet
 from ppdist.errors import DataError
 from tests.data.sets import NAMES, coco_config, coco_content, write_coco, write_images, write_json

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.check.consistency import check_same_classes
-from ppdist.data.dataset import DataConfig, SplitConfig, read_split
+from ppdist.data.dataset import read_split
 from tests.data.formats.test_readers import message_of
 from tests.data.sets import write_images
 

@@ -1,13 +1,43 @@
-"""The `train` section: length, batch and numerics of a run."""
+"""The `train` and `early_stopping` sections: length, batch and numerics of a run."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ppdist.config import Section
-from ppdist.engine.precision import AmpConfig
+from ppdist.config.base import Section
 from ppdist.errors import ConfigError
-from ppdist.optim.ema import EMAConfig
+
+
+class AmpConfig(Section):
+    """Automatic mixed precision; GPUs only (Paddle has no such kernels on CPU)."""
+
+    enabled: bool = Field(default=False, description="Compute in a lower precision on GPUs.")
+    dtype: Literal["float16", "bfloat16"] = Field(
+        default="float16", description="float16 needs loss scaling (done); bfloat16 does not."
+    )
+    level: Literal["O1", "O2"] = Field(
+        default="O1", description="O1: chosen operators; O2: the whole model, float32 masters."
+    )
+
+
+class EMAConfig(Section):
+    """Averaging of weights over steps."""
+
+    enabled: bool = Field(default=True, description="Evaluate and keep averaged weights.")
+    decay: float = Field(
+        default=0.9998,
+        gt=0,
+        lt=1,
+        description="Decay per step at the reference batch size (optimizer.reference_batch_size); "
+        "raised to the power total batch / reference batch.",
+    )
+    ramp_steps: float | None = Field(
+        default=None,
+        gt=0,
+        description="How decay begins. null: min(decay, (1 + t) / (10 + t)) after t updates "
+        "(PP-YOLOE). T: decay * (1 - exp(-t / T)), T in steps at the reference batch size "
+        "(YOLOv5: 2000).",
+    )
 
 
 class TrainConfig(Section):
@@ -138,3 +168,24 @@ class TrainConfig(Section):
                 f"multiple, another batch_size_per_card, or auto"
             )
         return self.total_batch // (world * batch)
+
+
+class EarlyStoppingConfig(Section):
+    """Ends training before its last epoch."""
+
+    metric: Literal["mAP", "mAP50", "fitness", "f1", "top1", "top5", "val_loss"] | None = Field(
+        default=None,
+        description="What has to get better; val_loss: lower is better. null: evaluate.metric.",
+    )
+    patience: int = Field(
+        default=20,
+        ge=1,
+        description="Training ends after so many evaluations in a row (one in "
+        "evaluate.every_epochs) that were not better than the best before them.",
+    )
+    min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        description="A value is better when it is better by more than this, in units of the "
+        "metric (mAP and its kin lie in 0..1).",
+    )

@@ -3,24 +3,20 @@
     base files (`_BASE_`) <- file <- -o overrides        mappings merge, everything else replaces
     -> checked as one tree against a Section             every problem is reported, each on a line
 
-A `Section` stands beside the part that it configures; the tree of all of them is
-`ppdist.engine.experiment_config.ExperimentConfig`.  docs/config.md and configs/schema.json are
-generated from the same classes (config_schema.py).
+The tree of all Sections is `ppdist.config.experiment.ExperimentConfig`.  docs/config.md and
+configs/schema.json are generated from the same classes (schema.py).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ppdist.config_messages import numbers_for_text, problems_of
-from ppdist.config_yaml import Node, Place, Problem, Reader, dump, merge, problems_error
-
-if TYPE_CHECKING:
-    from ppdist.engine.experiment_config import ExperimentConfig
+from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 
 class Section(BaseModel):
@@ -46,32 +42,16 @@ class Section(BaseModel):
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> "ExperimentConfig":
-    """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
-
-    Args:
-        path: the YAML file.
-        overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
-            They apply in order, so the last one wins.
-
-    Raises:
-        ConfigError: everything that is wrong, one line for each problem:
-            `file:line:column: key.path: what was found, what was expected; did you mean ...`.
-    """
-    # The one import that points up: the tree of all sections has to be known by whoever reads it.
-    from ppdist.engine.experiment_config import ExperimentConfig
-
-    defaults = {"output_dir": f"output/{Path(path).stem}"}
-    return parse_config(path, overrides, ExperimentConfig, defaults)
-
-
 def parse_config(
     path: str | Path,
     overrides: Sequence[str],
     schema: type[SectionT],
     defaults: Mapping[str, str] | None = None,
 ) -> SectionT:
-    """As load_config, for any Section; `defaults` are top-level values that depend on the path."""
+    """Reads a file as any Section, as `experiment.load_config` does the tree of all.
+
+    Args: defaults: top-level values that depend on the path.
+    """
     reader = Reader()
     tree = reader.read_file(str(path))
     for item in overrides:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ppdist.config import Section
+from ppdist.config.base import Section
 
 Gain = Annotated[float, Field(ge=0, le=1)]
 HueGain = Annotated[float, Field(ge=0, le=0.4)]

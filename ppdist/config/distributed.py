@@ -1,10 +1,20 @@
-"""The `distributed` section of the configuration."""
+"""The `distributed` section, and which keys may differ between hosts."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppdist.config import Section
+from ppdist.config.base import Section
+
+# What the hosts of one run may each set as they like: where things lie, not what is computed.
+HOSTS_OWN_KEYS = (
+    "output_dir",  # only rank 0 writes
+    "data.root",  # the data themselves are compared: feed.require_the_same
+    "data.cache_dir",
+    "data.workers",
+    "data.worker_timeout_seconds",
+    "model.pretrained",  # the content of the file is compared: preflight.flat_config
+)
 
 
 class DistributedConfig(Section):

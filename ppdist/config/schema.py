@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ppdist.config_yaml import BASE_KEY, Node
+from ppdist.config.yaml import BASE_KEY, Node
 
 SectionType = type[BaseModel]
 

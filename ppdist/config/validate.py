@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ppdist.data.augment.config import COMBINES
-from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.evaluator import Evaluator
+from ppdist.config.augment import COMBINES
+from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS
 
 
 def misfits(config: Any) -> Iterator[str]:
@@ -26,7 +25,7 @@ def misfits(config: Any) -> Iterator[str]:
             f"loss.name: {config.loss.name} is the loss of another model than model.name: {name}; "
             f"leave loss.name out"
         )
-    known = ClassificationEvaluator.headline if classifies else Evaluator.headline
+    known = CLASSIFICATION_METRICS if classifies else DETECTION_METRICS
     metrics = {"evaluate.metric": (config.evaluate.metric, known)}
     if config.early_stopping is not None:
         more = ("val_loss",) if classifies else ("f1", "val_loss")

@@ -1,37 +1,23 @@
-"""The config tree: what a YAML file of configs/ describes."""
+"""The tree of all Sections, which a YAML file of configs/ describes, and its reader."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ppdist import dist
-from ppdist.checkpoint import CheckpointConfig
-from ppdist.config import Section
-from ppdist.config_yaml import Node, merge
-from ppdist.data.dataset import DataConfig
-from ppdist.engine.compatible import misfits
-from ppdist.engine.distillation import DistillConfig
-from ppdist.engine.early_stopping import EarlyStoppingConfig
-from ppdist.engine.evaluator import EvaluateConfig
-from ppdist.engine.train_config import TrainConfig
-from ppdist.log import LogConfig
-from ppdist.losses import Loss
-from ppdist.losses.classification import ClassificationLoss, ClassificationLossConfig
-from ppdist.losses.ppyoloe import PPYOLOELoss, PPYOLOELossConfig
-from ppdist.losses.yolov5 import YOLOv5Loss, YOLOv5LossConfig
-from ppdist.models import ModelConfig
-from ppdist.models.ppyoloe import PPYOLOEConfig
-from ppdist.optim.optimizer import OptimizerConfig
-from ppdist.optim.schedule import ScheduleConfig
-from ppdist.postprocess import NMSConfig
-
-# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
-LOSSES: dict[str, type[Loss]] = {
-    "ppyoloe": PPYOLOELoss,
-    "yolov5": YOLOv5Loss,
-    "yolov5_cls": ClassificationLoss,
-}
-LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
+from ppdist.config.base import Section, parse_config
+from ppdist.config.data import DataConfig
+from ppdist.config.distill import DistillConfig
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.evaluate import EvaluateConfig, NMSConfig
+from ppdist.config.loss import LOSS_NAMES, LossConfig, PPYOLOELossConfig
+from ppdist.config.model import ModelConfig, PPYOLOEConfig
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.output import CheckpointConfig, LogConfig
+from ppdist.config.train import EarlyStoppingConfig, TrainConfig
+from ppdist.config.validate import misfits
+from ppdist.config.yaml import Node, merge
 
 
 class ExperimentConfig(Section):
@@ -59,9 +45,7 @@ class ExperimentConfig(Section):
     train: TrainConfig = Field(default=TrainConfig(), description="Length, batch, numerics.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate.")
-    distributed: dist.DistributedConfig = Field(
-        default=dist.DistributedConfig(), description="Ranks."
-    )
+    distributed: DistributedConfig = Field(default=DistributedConfig(), description="Ranks.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
     evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="Evaluation.")
     early_stopping: EarlyStoppingConfig | None = Field(
@@ -83,7 +67,7 @@ class ExperimentConfig(Section):
         """`loss.name` need not be written: it is the model's."""
         model = tree.child("model")
         name = model.child("name") if model is not None else None
-        if name is None or name.value not in LOSSES:
+        if name is None or name.value not in LOSS_NAMES:
             return tree
         implied = Node({"name": name}, name.place, name.key_place)
         return merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
@@ -94,3 +78,22 @@ class ExperimentConfig(Section):
         if problems:
             raise ValueError(problems)
         return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
+            They apply in order, so the last one wins.
+
+    Raises:
+        ConfigError: everything that is wrong, one line for each problem:
+            `file:line:column: key.path: what was found, what was expected; did you mean ...`.
+    """
+    # The one import that points up: the tree of all sections has to be known by whoever reads it.
+    from ppdist.config.experiment import ExperimentConfig
+
+    defaults = {"output_dir": f"output/{Path(path).stem}"}
+    return parse_config(path, overrides, ExperimentConfig, defaults)

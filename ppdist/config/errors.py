@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppdist.config_schema import (
+from ppdist.config.schema import (
     SectionType,
     all_keys,
     choices,
@@ -22,7 +22,7 @@ from ppdist.config_schema import (
     sections_in,
     type_in_words,
 )
-from ppdist.config_yaml import Node, Place, Problem, found
+from ppdist.config.yaml import Node, Place, Problem, found
 
 Path = tuple[str | int, ...]
 

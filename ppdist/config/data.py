@@ -1,0 +1,135 @@
+"""The `data` section: images and annotations, and how they reach the model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.base import Section
+
+Resize = Literal["stretch", "letterbox"]  # `data.resize`
+
+
+class SplitConfig(Section):
+    """Where the images and annotations of one split are."""
+
+    images: str = Field(
+        default="images",
+        description="Folder of the images, relative to data.root; folder: it holds one folder "
+        "per class.",
+    )
+    annotations: str = Field(
+        default="",
+        description="Relative to data.root. coco: the JSON file. voc: the list of images "
+        "(ImageSets/Main/train.txt: names whose XML files are in Annotations/, or lines "
+        "`IMAGE XML`). yolo: the folder of label files, or a list of image paths whose labels "
+        "are in labels/ in place of images/. csv: a file of lines `path,label`, paths relative "
+        "to images. folder: not used.",
+    )
+    limit: int | None = Field(
+        default=None,
+        gt=0,
+        description="Use so many of the images instead of all (checking, converting and splitting "
+        "the files still see all): the same ones whatever `seed` is, those of a smaller limit "
+        "among those of a larger one, and with an object of every class where so few suffice for "
+        "that. null: all.",
+    )
+
+
+class SamplingConfig(Section):
+    """How often each training image comes in an epoch, the same on any number of ranks."""
+
+    name: Literal["shuffle", "balanced", "difficulty"] = Field(
+        default="shuffle",
+        description="shuffle: each once, in random order. balanced: images of rare classes more "
+        "often. difficulty: images of classes that are rare or score low more often; needs --eval.",
+    )
+    balance_threshold: float = Field(
+        default=0.001,
+        gt=0,
+        le=1,
+        description="balanced: a class that fewer than this share of images show counts as rare; "
+        "its images come sqrt(threshold / share) times (LVIS: 0.001).",
+    )
+
+
+class DataConfig(Section):
+    """Images and boxes, and how they reach the model."""
+
+    format: Literal["coco", "voc", "yolo", "folder", "csv"] = Field(
+        default="coco",
+        description="Boxes: COCO JSON, Pascal VOC XML, YOLO text files. Classes of whole images, "
+        "for a classifier: a folder per class, a CSV file.",
+    )
+    root: str = Field(description="Folder that everything below is relative to.")
+    train: SplitConfig = Field(description="The training split.")
+    val: SplitConfig = Field(description="The validation split.")
+    class_names: tuple[str, ...] = Field(
+        default=(),
+        description="Names of the classes in the order of their numbers; coco: as the file has "
+        "them, or empty. Empty: from label_list.txt, classes.txt or a YAML file with `names` in "
+        "data.root, else the sorted names that the training split uses (voc, csv) or its folders "
+        "have (folder). These files are read again when a model is exported or predicts: names "
+        "written here stay what they are wherever the data are.",
+    )
+    bad_images: Literal["skip", "error"] = Field(
+        default="skip",
+        description="An image that cannot be decoded. skip: training takes the next good one in "
+        "its place, evaluation a blank one, and a line says so; error: stop.",
+    )
+    bad_boxes: Literal["clip", "drop", "error"] = Field(
+        default="clip",
+        description="A box that has no area or leaves the image by more than a pixel. clip: cut "
+        "it at the border, drop it when no area is left; drop: drop it; error: stop.",
+    )
+    resize: Resize = Field(
+        default="stretch",
+        description="How an image becomes the input, in training, evaluation and inference. "
+        "stretch: height and width each to the input's, cubic in evaluation (PP-YOLOE); "
+        "letterbox: the shape kept, grey beside it, linear (YOLOv5).",
+    )
+    bad_images_limit: float = Field(
+        default=0.001,
+        ge=0,
+        le=1,
+        description="Share of the training images that may turn out bad (one may always) before "
+        "the run stops on all ranks with their list.",
+    )
+    check_images: Literal["none", "header", "decode"] = Field(
+        default="header",
+        description="What is looked at in every image before training. header: that it is there, "
+        "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
+        "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
+    )
+    workers: int | Literal["auto"] = Field(
+        default="auto",
+        description="Processes per rank that prepare images. 0: the rank itself, between steps; "
+        "auto: from the cores of this machine and the ranks on it.",
+    )
+    worker_timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="A worker that is busy with one image for longer counts as hung: it is "
+        "replaced, and its batches are made anew.",
+    )
+    cache: Literal["none", "ram", "disk"] = Field(
+        default="none",
+        description="Where decoded training images are kept after the first time, uint8, reduced "
+        "to what the input size needs; shared by the workers and ranks of a host. disk: in "
+        "data.cache_dir, also for later runs.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        description="Folder of data.cache: disk. null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    sampling: SamplingConfig = Field(
+        default=SamplingConfig(), description="How often each training image comes in an epoch."
+    )
+    augment: AugmentConfig = Field(
+        default=AugmentConfig(), description="Random changes of training images."
+    )
+
+    @property
+    def classifies(self) -> bool:
+        """Whether images have one class each, for a classifier, instead of boxes."""
+        return self.format in ("folder", "csv")

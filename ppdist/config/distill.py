@@ -1,0 +1,80 @@
+"""The `distill` section: a teacher, and what is learned from it."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, model_validator
+
+from ppdist.config.base import Section
+from ppdist.config.model import ModelConfig
+
+
+class LogitsConfig(Section):
+    """Class scores (YOLOv5: objectness and classes)."""
+
+    weight: float = Field(
+        default=1.0, gt=0, description="beside the classes' own loss, which counts 1"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides the logits of both")
+
+
+class FeaturesConfig(Section):
+    """The neck's features, channel by channel (CWD, arXiv:2011.13256)."""
+
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="beside the boxes' own loss, which counts 1",
+    )
+    temperature: float = Field(default=4.0, gt=0, description="divides the features of both")
+
+
+class BoxesConfig(Section):
+    """Boxes where the teacher is sure (PP-YOLOE: the distributions of sides, LD, arXiv:2102.12252;
+    YOLOv5: GIoU with the teacher's boxes)."""
+
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="beside the loss of the distributions (YOLOv5: of boxes), which counts 1",
+    )
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="divides the logits of both; null: 10; YOLOv5 has no distributions: null",
+    )
+
+
+class DistillConfig(Section):
+    """A teacher, and what is learned from it."""
+
+    teacher: str = Field(
+        description="a checkpoint folder of a run of the same model family, classes and strides, "
+        "any size, or the output_dir of that run (its best, else its last)"
+    )
+    logits: LogitsConfig | None = Field(
+        default=LogitsConfig(), description="class scores; null: not learned from it"
+    )
+    features: FeaturesConfig | None = Field(
+        default=None, description="features of the neck; null: not learned from it"
+    )
+    boxes: BoxesConfig | None = Field(
+        default=BoxesConfig(), description="boxes; null: not learned from it"
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> "DistillConfig":
+        if not (self.logits or self.features or self.boxes):
+            raise ValueError(
+                "logits, features and boxes are all null, so nothing is learned from the teacher; "
+                "give one of them ({} for its defaults), or set distill: null"
+            )
+        return self
+
+
+class Trained(Section):
+    """What counts of the configuration of a teacher's run; its other keys may be those of another
+    version."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: Annotated[ModelConfig, Field(discriminator="name")]

@@ -1,0 +1,60 @@
+"""The `evaluate` and `nms` sections: when and how a model is scored."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ppdist.config.base import Section
+
+# Names of metrics for the log, by task; the first says by default what is best.
+DETECTION_METRICS = ("mAP", "mAP50", "fitness")
+CLASSIFICATION_METRICS = ("top1", "top5")
+
+
+class EvaluateConfig(Section):
+    """When and how the validation set is evaluated during training."""
+
+    every_epochs: int = Field(
+        default=1,
+        ge=1,
+        description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
+    )
+    metric: Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None = Field(
+        default=None,
+        description="What makes a checkpoint the best. null: mAP, of classifiers top1; fitness: "
+        "0.1 mAP50 + 0.9 mAP, as YOLOv5 chooses.",
+    )
+    batch_size_per_card: int = Field(
+        default=8,
+        ge=1,
+        description="Images per rank in one forward pass of an evaluation.",
+    )
+    rectangular: bool = Field(
+        default=False,
+        description="With data.resize: letterbox, make each input no larger than its image needs "
+        "(sides in multiples of the largest stride), images of one shape together; faster.",
+    )
+
+
+class NMSConfig(Section):
+    """Which predictions stay: class-wise non-maximum suppression, or simply the best."""
+
+    score_threshold: float = Field(
+        default=0.01, ge=0, le=1, description="predictions below this score are dropped"
+    )
+    iou_threshold: float | None = Field(
+        default=0.7,
+        ge=0,
+        le=1,
+        description="of two boxes of one class that overlap more than this, the better stays; "
+        "null: no suppression, the best boxes stay (model.one_to_one: true has it so)",
+    )
+    candidates: int = Field(
+        default=1000, ge=1, description="best boxes per class and image that enter the suppression"
+    )
+    keep: int = Field(default=300, ge=1, description="best boxes per image that stay")
+    multi_label: bool = Field(
+        default=True,
+        description="true: a prediction counts for every class that scores; false: for its best "
+        "class only",
+    )

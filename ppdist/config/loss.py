@@ -1,0 +1,75 @@
+"""The `loss` section: one Section for each model family, told apart by `name`."""
+
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from ppdist.config.base import Section
+
+
+class PPYOLOELossConfig(Section):
+    """Assignment and gains."""
+
+    name: Literal["ppyoloe"] = Field(default="ppyoloe", description="that of the model")
+    static_assigner_epochs: float = Field(
+        default=30.0,
+        ge=0,
+        description="epochs with ATSS before TAL takes over (published: 30 of 80, 100 of 300)",
+    )
+    class_gain: float = Field(default=1.0, ge=0, description="weight of the varifocal loss")
+    box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
+    dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
+    atss_topk: int = Field(default=9, ge=1, description="ATSS: cells named per object and level")
+    tal_topk: int = Field(default=13, ge=1, description="TAL: predictions named per object")
+    tal_alpha: float = Field(default=1.0, gt=0, description="TAL: exponent of the class score")
+    tal_beta: float = Field(default=6.0, gt=0, description="TAL: exponent of the IoU")
+    tal_radius: float | None = Field(
+        default=None,
+        gt=0,
+        description="TAL: an object names cells nearer to its centre than this many of their "
+        "strides (published for t: 2); null: cells inside it",
+    )
+    auxiliary_attached_epochs: float = Field(
+        default=5.0,
+        ge=0,
+        description="epochs in which the auxiliary head's gradient reaches backbone and neck",
+    )
+
+
+class YOLOv5LossConfig(Section):
+    """Matching and gains."""
+
+    name: Literal["yolov5"] = Field(default="yolov5", description="that of the model")
+    box_gain: float = Field(default=0.05, ge=0, description="weight of 1 - CIoU, for 3 levels")
+    object_gain: float = Field(
+        default=1.0, ge=0, description="weight of the objectness, at 640 pixels and for 3 levels"
+    )
+    class_gain: float = Field(
+        default=0.5, ge=0, description="weight of the classes, for 80 of them and 3 levels"
+    )
+    anchor_threshold: float = Field(
+        default=4.0,
+        gt=1,
+        description="an anchor learns a box when no side of one is this many times the other's",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="part of a class label spread over yes and no alike"
+    )
+
+
+class ClassificationLossConfig(Section):
+    """Cross entropy."""
+
+    name: Literal["yolov5_cls"] = Field(
+        default="yolov5_cls", description="cross entropy of one class per image"
+    )
+    label_smoothing: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="part of the target that is spread over all classes alike, 0..1",
+    )
+
+
+LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
+LOSS_NAMES = [section.model_fields["name"].default for section in get_args(LossConfig)]

@@ -1,0 +1,154 @@
+"""The `model` section: one Section for each family, told apart by `name`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from ppdist.config.base import Section
+
+YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
+_Side = Annotated[float, Field(gt=0)]
+_Anchor = tuple[_Side, _Side]
+
+
+class PPYOLOEConfig(Section):
+    """Which PP-YOLOE."""
+
+    name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
+    variant: Literal["crn", "plus"] = Field(
+        default="plus",
+        description="plus: PP-YOLOE+, learned scale on the backbone's 1x1 branches, pixels / 255; "
+        "crn: the first PP-YOLOE, ImageNet mean and deviation",
+    )
+    size: Literal["t", "s", "m", "l", "x"] = Field(
+        default="s", description="depth and width multiples; t is published with auxiliary: true"
+    )
+    depth_multiple: float | None = Field(
+        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
+    )
+    width_multiple: float | None = Field(
+        default=None, gt=0, description="channels as a multiple of size l; null: from size"
+    )
+    levels: Literal["P3-P5", "P2-P5", "P3-P6", "P2-P6"] = Field(
+        default="P3-P5",
+        description="output levels, strides 2^level: P2 adds stride 4 for small objects, P6 "
+        "stride 64 for large images (no published weights)",
+    )
+    auxiliary: bool = Field(
+        default=False,
+        description="the published design of PP-YOLOE+ t: equal neck channels, heads with RepVGG "
+        "branches, and a second neck and head that assign objects in training and vanish after it",
+    )
+    body: Literal["csprepresnet", "yolov5"] = Field(
+        default="csprepresnet",
+        description="backbone and neck; yolov5: those of YOLOv5 at the same depth and width under "
+        "PP-YOLOE's head (levels P3-P5 and P3-P6)",
+    )
+    one_to_one: bool = Field(
+        default=False,
+        description="a second head learns one prediction for each object, from features that it "
+        "does not change; it alone predicts after training, without suppression: of `nms` only "
+        "score_threshold, keep and multi_label count (YOLOv10)",
+    )
+    num_classes: int = Field(default=80, ge=1, description="object classes C")
+    pretrained: str | None = Field(
+        default=None,
+        description="weight file (.pdparams, .pt, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
+    )
+    image_size: tuple[int, int] = Field(
+        default=(640, 640),
+        description="input [height, width] in pixels, multiples of the largest stride",
+    )
+
+    @field_validator("body")
+    @classmethod
+    def _body_has_parts(cls, body: str, info: ValidationInfo) -> str:
+        if body == "yolov5" and info.data.get("levels", "P3-P5") not in YOLOV5_LEVELS:
+            raise ValueError(
+                f"yolov5 has the levels {' or '.join(YOLOV5_LEVELS)}, levels is "
+                f"{info.data['levels']}; choose other levels or the other body"
+            )
+        if body == "yolov5" and info.data.get("auxiliary"):
+            raise ValueError(
+                "yolov5 has no neck of equal channels, which auxiliary: true needs; "
+                "set auxiliary: false or take the other body"
+            )
+        return body
+
+
+class YOLOv5Config(Section):
+    """Which YOLOv5."""
+
+    name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
+    size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
+        default="s",
+        description="depth and width multiples; with 6: a fourth level of stride 64, for large "
+        "images",
+    )
+    depth_multiple: float | None = Field(
+        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
+    )
+    width_multiple: float | None = Field(
+        default=None, gt=0, description="channels as a multiple of size l; null: from size"
+    )
+    num_classes: int = Field(default=80, ge=1, description="object classes C")
+    pretrained: str | None = Field(
+        default=None,
+        description="weight file (.pt, .pdparams, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
+    )
+    image_size: tuple[int, int] = Field(
+        default=(640, 640),
+        description="input [height, width] in pixels, multiples of 32 (of 64 with four levels)",
+    )
+    anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
+        default=None,
+        description="three [width, height] per level, fine to coarse, in input pixels; null: the "
+        "published ones",
+    )
+    auto_anchor: bool = Field(
+        default=True,
+        description="fit new anchors to the training set before training when fewer than 98 % of "
+        "its boxes could be matched by the present ones (best possible recall); `anchors` stay",
+    )
+
+    @field_validator("anchors")
+    @classmethod
+    def _one_row_per_level(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
+        levels = 4 if str(info.data.get("size", "")).endswith("6") else 3
+        if anchors is not None and "size" in info.data and len(anchors) != levels:
+            raise ValueError(
+                f"anchors of {len(anchors)} levels, size {info.data['size']} has {levels}"
+            )
+        return anchors
+
+
+class YOLOv5ClsConfig(Section):
+    """Which YOLOv5 classifier."""
+
+    name: Literal["yolov5_cls"] = Field(default="yolov5_cls", description="classifier family")
+    size: Literal["n", "s", "m", "l", "x"] = Field(
+        default="s", description="depth and width multiples"
+    )
+    depth_multiple: float | None = Field(
+        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
+    )
+    width_multiple: float | None = Field(
+        default=None, gt=0, description="channels as a multiple of size l; null: from size"
+    )
+    num_classes: int = Field(default=1000, ge=1, description="image classes C")
+    pretrained: str | None = Field(
+        default=None,
+        description="weight file (.pt, .pdparams, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
+    )
+    image_size: tuple[int, int] = Field(
+        default=(224, 224), description="input [height, width] in pixels, multiples of 32"
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="chance to drop a feature before the last layer, 0..1"
+    )
+
+
+ModelConfig = PPYOLOEConfig | YOLOv5Config | YOLOv5ClsConfig

@@ -1,0 +1,115 @@
+"""The `optimizer` and `schedule` sections: how gradients become weights, and at which rate."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ppdist.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """How gradients become weights."""
+
+    name: Literal["momentum", "adamw"] = Field(
+        default="momentum", description="momentum: SGD with momentum; adamw: decoupled decay."
+    )
+    lr: float = Field(default=0.01, gt=0, description="Peak learning rate at reference_batch_size.")
+    reference_batch_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="Total batch (cards x batch per card x accumulation) that lr was tuned for; "
+        "null: whatever the run has, so nothing is scaled.",
+    )
+    lr_scaling: Literal["linear", "sqrt", "none"] = Field(
+        default="linear", description="How lr follows total batch / reference batch."
+    )
+    noise_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="Batch, in images, from which on larger ones help little (arXiv:1812.06162); "
+        "lr_scaling levels off towards it. By MLPerf's epochs about 450 for Mask R-CNN, 1800 for "
+        "RetinaNet. null: no limit.",
+    )
+    weight_decay: float = Field(
+        default=5e-4,
+        ge=0,
+        description="L2 coefficient (momentum) or decoupled decay (adamw); "
+        "normalisation layers are exempt.",
+    )
+    weight_decay_scaling: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: x kappa / lr's own factor (kappa: total / reference batch), so that lr "
+        "x weight_decay stays the same per image: as written with linear and no noise_scale, x "
+        "sqrt(kappa) with sqrt, more with a noise_scale; none, or lr_scaling none: as written.",
+    )
+    decay_biases: bool = Field(
+        default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."
+    )
+    layer_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Learning rates that fall towards the image, for fine-tuning: x 1 in the head, "
+        "x layer_decay in the neck, x layer_decay^2 in the last stage of the backbone, and so on "
+        "(arXiv:1801.06146, arXiv:2106.08254); null: the same in all layers.",
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum: its coefficient.")
+    nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), description="adamw: decay of the first and second moments."
+    )
+    epsilon: float = Field(
+        default=1e-8, gt=0, description="adamw: added to the root of the second moment."
+    )
+    betas_scaling: Literal["auto", "none"] = Field(
+        default="none",
+        description="auto: with lr_scaling sqrt, betas and epsilon follow the total batch so that "
+        "the moments span the same images (arXiv:2205.10287); none: as written.",
+    )
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves over a run."""
+
+    name: Literal["cosine", "flat_cosine", "linear", "step"] = Field(
+        default="cosine", description="Shape of the decay after warm-up."
+    )
+    warmup_epochs: float = Field(
+        default=5.0, ge=0, description="Linear warm-up at the reference batch size, in epochs."
+    )
+    warmup_compensation: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: a total batch above the reference warms up over more images "
+        "(at most 4 epochs, or warmup_epochs); none: warmup_epochs as written.",
+    )
+    warmup_least_steps: int = Field(
+        default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."
+    )
+    warmup_bias_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="Learning rate of biases at the start of warm-up, at the reference batch size, "
+        "from where it moves to that of the other weights; null: like all others, from 0.",
+    )
+    warmup_momentum: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Momentum at the start of warm-up, from where it moves to optimizer.momentum; "
+        "null: constant.",
+    )
+    final_factor: float = Field(
+        default=0.01, ge=0, le=1, description="Last learning rate / scaled learning rate."
+    )
+    flat_fraction: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="flat_cosine: part of the steps after warm-up, before the decay.",
+    )
+    step_epochs: tuple[float, ...] = Field(
+        default=(),
+        description="step: epochs at which the rate is multiplied by step_factor; they move with "
+        "train.epochs_compensation.",
+    )
+    step_factor: float = Field(default=0.1, gt=0, lt=1, description="step: the multiplier.")
