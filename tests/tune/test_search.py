@@ -30,7 +30,7 @@ RUNS = """
 import sys
 from pathlib import Path
 from ppdist.tune.store import Store
-from ppdist.tune.study import load_study
+from ppdist.config.study import load_study
 from tests.tune.studies import search_in
 store = Store(Path(sys.argv[2]), load_study(Path(sys.argv[1])))
 search, said = search_in(store, workers=int(sys.argv[3]))

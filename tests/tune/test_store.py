@@ -20,7 +20,7 @@ CLAIMS = """
 import sys, time
 from pathlib import Path
 from ppdist.tune.store import Claim, Store
-from ppdist.tune.study import load_study
+from ppdist.config.study import load_study
 store = Store(Path(sys.argv[2]), load_study(Path(sys.argv[1])))
 print("ready", flush=True)
 sys.stdin.readline()
