@@ -290,5 +290,6 @@ def _require_same_job(store: Any) -> None:
         raise LaunchError(
             f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
             f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
-            f"PPDIST_JOB_TOKEN is not the same on all hosts"
+            "PPDIST_JOB_TOKEN is not the same on all hosts",
+            code="other_job",
         )

@@ -63,7 +63,9 @@ def search(trial: Callable[[Sequence[int]], Outcome], room: Bytes, most: int) ->
     if not good:
         took = f"it takes {tightest(measured[1], room)}; {_SMALLER}" if measured else why
         raise ConfigError(
-            f"train.batch_size_per_card: auto: not even one image can be trained with: {took}"
+            f"auto: not even one image can be trained with: {took}",
+            code="no_image_fits",
+            where="train.batch_size_per_card",
         )
     bad = most + 1
     if why:  # it died, though the line had let it go on

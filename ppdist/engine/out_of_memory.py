@@ -44,8 +44,13 @@ def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
     images = math.ceil(batch_size / parts)
     if images == 1:
         raise ConfigError(
-            f"step {step}: {ranks} ran out of memory with one image at a time; lower "
-            f"model.image_size (or train.multi_scale), data.workers, or take a smaller model"
+            f"{ranks} ran out of memory with one image at a time",
+            code="no_image_fits",
+            where=f"step {step}",
+            fix=(
+                "lower model.image_size (or train.multi_scale), data.workers, or take a smaller "
+                "model"
+            ),
         )
     return math.ceil(images / 2)
 

@@ -34,8 +34,9 @@ def _left_out(text: str) -> set[int]:
     """`7,12`  Raises: ConfigError: it is something else."""
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
         raise ConfigError(
-            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12; "
-            f"fleetrun --max_restart sets it by itself"
+            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
+            code="skip_step_invalid",
+            fix="fleetrun --max_restart sets it by itself",
         )
     return {int(step) for step in text.split(",") if step}
 

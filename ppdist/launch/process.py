@@ -60,7 +60,11 @@ def run_job(
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--log_dir {options.log_dir}: {error.strerror}") from error
+        raise LaunchError(
+            f"{error.strerror}",
+            code="folder_unwritable",
+            where=f"--log_dir {options.log_dir}",
+        ) from error
     afresh = options.log_overwrite and attempt == 0
     orders = {
         "command": _command(options),
@@ -243,7 +247,9 @@ def private_files(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LaunchError(
             f"{folder} cannot be written ({error.strerror}): fleetrun keeps there what ranks tell "
-            f"it; make room, or set TMPDIR to a folder with some"
+            "it",
+            code="temporary_folder_unwritable",
+            fix="make room, or set TMPDIR to a folder with some",
         ) from error
 
 
