@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 
 from ppdist.config import Section
 from ppdist.errors import CheckpointError
+from ppdist.files import is_disk_full
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -132,7 +133,7 @@ def save_checkpoint(
         raise CheckpointError(
             f"cannot write the checkpoint: {error.strerror or error}; it needs "
             f"{needed / 1e6:.1f} MB, {_free(folder)}",
-            code="checkpoint_unwritable",
+            code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
             where=f"{final}",
             fix="older checkpoints are untouched",
         ) from error

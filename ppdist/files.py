@@ -1,5 +1,6 @@
 """Files that a user named: a path that cannot be written is the user's error."""
 
+import errno
 import hashlib
 import json
 import os
@@ -21,9 +22,14 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"cannot be written: {error.strerror or error}",
-            code="file_unwritable",
+            code="disk_full" if is_disk_full(error) else "file_unwritable",
             where=f"{path}",
         ) from error
+
+
+def is_disk_full(error: OSError) -> bool:
+    """No room is left there, or none that this user may take."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ppdist import pulse
 from ppdist.engine.memory import Bytes, fits, largest, tightest
-from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, UserError
+from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, Failure
 
 _LADDER = (1, 2, 4)  # a line through two of them is long enough
 _TRIALS = 4  # of larger ones, at most
@@ -157,7 +157,7 @@ def _why(code: int, folder: Path, said: Path) -> str:
     if code == 0:
         return ""
     if code == MISTAKE and (folder / "mistake").exists():
-        raise UserError((folder / "mistake").read_text(encoding="utf-8"))
+        raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
     tail = said.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     words = f"it ended with {ended}{': ' * bool(tail)}{tail}"

@@ -247,8 +247,10 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
 
     def refuse(what: str, of_teacher: Any, of_student: Any) -> ConfigError:
         return ConfigError(
-            f"distill.teacher: {source}: {what} {of_teacher}, the student has {of_student}; give "
-            f"a teacher trained with the same"
+            f"{what} {of_teacher}, the student has {of_student}",
+            code="teacher_unsuitable",
+            where=f"distill.teacher: {source}",
+            fix="give a teacher trained with the same",
         )
 
     if theirs.name != section.name:

@@ -17,11 +17,11 @@ from ppdist import dist
 from ppdist.checkpoint import Snapshot
 from ppdist.engine.derived import Derived
 from ppdist.engine.feed import Feed
-from ppdist.engine.out_of_memory import halved, is_out_of_memory, note, noted, parts_of
+from ppdist.engine.out_of_memory import halved, note, noted, parts_of
 from ppdist.engine.precision import loss_scale
 from ppdist.engine.run_state import Progress, restore
 from ppdist.engine.step import StepResult, TrainStep
-from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError
+from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
 from ppdist.log import RunLog
 
 MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate

@@ -114,12 +114,12 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
     for place, address in enumerate(addresses):
         same = [names[other] for other in range(place) if addresses[other] == address]
         if same:
+            what = f"{names[place]} and {same[0]} are both {address}"
+            fix = "each host stands there once (processes per host: --nproc_per_node)"
+            if names[place] == same[0]:
+                raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
             # One of two names may be that of a host which has lost this address.
-            kind = LaunchError if names[place] == same[0] else NotYetKnown
-            raise kind(
-                f"--ips: {names[place]} and {same[0]} are both {address}; each host stands there "
-                f"once (processes per host: --nproc_per_node)"
-            )
+            raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
     _refuse_loopback_among_hosts(names, addresses)
     return addresses
 
@@ -279,7 +279,7 @@ def choose_port(
         if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
             taken.insert(0, start)
     if taken:
-        raise LaunchError(port_in_use(taken[0], hosts))
+        raise port_in_use(taken[0], hosts)
     return start
 
 
@@ -305,13 +305,15 @@ def ranks_port(start: int, hosts: int) -> int:
     return start + (hosts > 1)
 
 
-def port_in_use(port: int, hosts: int) -> str:
-    """What to tell the user."""
+def port_in_use(port: int, hosts: int) -> LaunchError:
+    """The error to raise."""
     others = " (the same on every host)" if hosts > 1 else ""
     who = holder(port)
     by = f"by {who}" if who else "by another run or one that did not end"
     hint = "" if who else "; `ss -ltnp` shows who has it"
-    return (
-        f"port {port} is in use on this machine, {by}; choose another with --start_port P{others}"
-        f"{', or end that process' if who else ''}{hint}"
+    end = ", or end that process" if who else ""
+    return LaunchError(
+        f"port {port} is in use on this machine, {by}",
+        code="port_in_use",
+        fix=f"choose another with --start_port P{others}{end}{hint}",
     )

@@ -179,7 +179,7 @@ class _Job:
                 self._announce(cause)
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
-        gone = [end for end in ends if end.exit is not None]  # others may still say why
+        gone = [end for end in ends if end.process_code is not None]  # others may still say why
         if self._ending is not None and len(gone) == len(self._offsets):
             self._ending -= _PEER_SECONDS  # nobody is left who could say anything
 
