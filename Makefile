@@ -75,6 +75,7 @@ bench: install
 docs: install
 	$(PY) tools/config.py docs
 	$(PY) tools/config.py schema
+	$(PY) tools/config.py errors
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

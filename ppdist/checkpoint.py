@@ -35,6 +35,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ppdist.errors import CheckpointError
+from ppdist.files import is_disk_full
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -114,8 +115,11 @@ def save_checkpoint(
         shutil.rmtree(draft, ignore_errors=True)
         needed = sum(array.nbytes for arrays in groups.values() for array in arrays.values())
         raise CheckpointError(
-            f"{final}: cannot write the checkpoint: {error.strerror or error}; it needs "
-            f"{needed / 1e6:.1f} MB, {_free(folder)}; older checkpoints are untouched"
+            f"cannot write the checkpoint: {error.strerror or error}; it needs "
+            f"{needed / 1e6:.1f} MB, {_free(folder)}",
+            code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
+            where=f"{final}",
+            fix="older checkpoints are untouched",
         ) from error
     with contextlib.suppress(OSError):  # a file system without links; the checkpoint is there
         last = folder / "last"
@@ -228,7 +232,11 @@ def set_aside(folder: Path, step: int) -> Path | None:
         for link, name in links.items():
             (aside / link.name).symlink_to(name)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot move older checkpoints: {error}") from error
+        raise CheckpointError(
+            f"cannot move older checkpoints: {error}",
+            code="checkpoint_unwritable",
+            where=f"{folder}",
+        ) from error
     return aside
 
 
@@ -240,7 +248,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     manifest_file = path / _MANIFEST
     if not manifest_file.is_file():
-        raise CheckpointError(f"{path}: not a checkpoint (it has no {_MANIFEST})")
+        raise CheckpointError(
+            f"not a checkpoint (it has no {_MANIFEST})",
+            code="not_a_checkpoint",
+            where=f"{path}",
+        )
     try:
         manifest = json.loads(manifest_file.read_bytes())["files"]
         files: dict[str, bytes] = {}
@@ -250,8 +262,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             files[name] = (path / name).read_bytes()
             if hashlib.sha256(files[name]).hexdigest() != expected["sha256"]:
                 raise CheckpointError(
-                    f"{path / name}: damaged (its SHA-256 is not the one in {_MANIFEST}); "
-                    f"use an older checkpoint"
+                    f"damaged (its SHA-256 is not the one in {_MANIFEST})",
+                    code="checkpoint_damaged",
+                    where=f"{path / name}",
+                    fix="use an older checkpoint",
                 )
         state = json.loads(files["state.json"])
         if not isinstance(state["step"], int):
@@ -259,7 +273,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: unreadable checkpoint: {error}") from error
+        raise CheckpointError(
+            f"unreadable checkpoint: {error}",
+            code="checkpoint_damaged",
+            where=f"{path}",
+        ) from error
     return Checkpoint(path=path, state=state, files=files)
 
 
@@ -268,7 +286,11 @@ def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
     try:
         return safetensors.numpy.load(data)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:  # the last: types of arrays
-        raise CheckpointError(f"{file}: holds no arrays that can be read: {error}") from error
+        raise CheckpointError(
+            f"holds no arrays that can be read: {error}",
+            code="checkpoint_damaged",
+            where=f"{file}",
+        ) from error
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:

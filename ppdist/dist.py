@@ -99,13 +99,17 @@ def _choose_device(device: str) -> str:
     if device == "gpu" and not has_card():
         found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
         raise ConfigError(
-            f"device: gpu was asked for, but the installed Paddle {paddle.__version__} {found}; "
-            f"install paddlepaddle-gpu for your CUDA version, or set device: cpu"
+            f"gpu was asked for, but the installed Paddle {paddle.__version__} {found}",
+            code="device_unavailable",
+            where="device",
+            fix="install paddlepaddle-gpu for your CUDA version, or set device: cpu",
         )
     if device == "gpu" and world_size() > 1 and os.environ.get(_BACKEND) == "gloo":
         raise ConfigError(
-            "device: gpu was asked for, but the launcher started processes for CPUs; start it "
-            "with --selected_gpus, or set device: cpu"
+            "gpu was asked for, but the launcher started processes for CPUs",
+            code="launched_for_cpu",
+            where="device",
+            fix="start it with --selected_gpus, or set device: cpu",
         )
     if device == "cpu" or not has_card():
         paddle.set_device("cpu")

@@ -98,21 +98,34 @@ def _parsed(word: str) -> Fault:
     found = _FORM.fullmatch(word)
     if found is None:
         raise ConfigError(
-            f"{VARIABLE}: {word!r}: expected KIND[=VALUE]@rankR:stepN, such as kill@rank1:step7; "
-            f"kinds: {', '.join(KINDS)}"
+            "expected KIND[=VALUE]@rankR:stepN, such as kill@rank1:step7",
+            code="fault_invalid",
+            where=f"{VARIABLE}: {word!r}",
+            fix=f"kinds: {', '.join(KINDS)}",
         )
     name, kind = found["kind"], KINDS.get(found["kind"])
     if kind is None:
         raise ConfigError(
-            f"{VARIABLE}: {word!r}: there is no fault {name!r}; kinds: {', '.join(KINDS)}"
+            f"there is no fault {name!r}",
+            code="fault_invalid",
+            where=f"{VARIABLE}: {word!r}",
+            fix=f"kinds: {', '.join(KINDS)}",
         )
     value = math.nan if kind.value is None else kind.value
     if found["value"] is not None:
         if kind.value is None:
-            raise ConfigError(f"{VARIABLE}: {word!r}: {name} takes no value")
+            raise ConfigError(
+                f"{name} takes no value",
+                code="fault_invalid",
+                where=f"{VARIABLE}: {word!r}",
+            )
         value = _number(word, found["value"], kind.allowed)
     if found["step"] == "0":
-        raise ConfigError(f"{VARIABLE}: {word!r}: the first step is step1")
+        raise ConfigError(
+            "the first step is step1",
+            code="fault_invalid",
+            where=f"{VARIABLE}: {word!r}",
+        )
     return Fault(name, int(found["rank"]), int(found["step"]), value)
 
 
@@ -125,7 +138,9 @@ def _number(word: str, text: str, allowed: str) -> float:
     fits = {"any": True, "positive": value > 0, "count": value >= 1 and value % 1 == 0}
     if not (math.isfinite(value) and fits[allowed]):
         raise ConfigError(
-            f"{VARIABLE}: {word!r}: expected {expected[allowed]} after `=`, found {text!r}"
+            f"expected {expected[allowed]} after `=`, found {text!r}",
+            code="fault_invalid",
+            where=f"{VARIABLE}: {word!r}",
         )
     return value
 

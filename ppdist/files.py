@@ -1,5 +1,6 @@
 """Files that a user named: a path that cannot be written is the user's error."""
 
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,16 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            code="disk_full" if is_disk_full(error) else "file_unwritable",
+            where=f"{path}",
+        ) from error
+
+
+def is_disk_full(error: OSError) -> bool:
+    """No room is left there, or none that this user may take."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(path: Path) -> None:
@@ -28,11 +38,20 @@ def make_folder(path: Path) -> None:
     Raises: UserError: it cannot be made, or not be written to.
     """
     if path.exists() and not path.is_dir():
-        raise UserError(f"{path}: cannot be written to: it is a file; expected a folder")
+        raise UserError(
+            "cannot be written to: it is a file",
+            code="folder_expected",
+            where=f"{path}",
+            fix="expected a folder",
+        )
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
-        raise UserError(f"{path}: cannot be written to: no permission")
+        raise UserError(
+            "cannot be written to: no permission",
+            code="folder_unwritable",
+            where=f"{path}",
+        )
 
 
 def make_parent(path: Path) -> None:
@@ -42,7 +61,12 @@ def make_parent(path: Path) -> None:
     """
     make_folder(path.parent)
     if path.is_dir():
-        raise UserError(f"{path}: cannot be written: it is a folder; expected a file name")
+        raise UserError(
+            "cannot be written: it is a folder",
+            code="file_name_expected",
+            where=f"{path}",
+            fix="expected a file name",
+        )
 
 
 def user_cache() -> Path | None:

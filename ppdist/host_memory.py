@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from ppdist import pulse
+from ppdist.errors import RankError
 
 _LOGGER = logging.getLogger("ppdist.dist")
 MESSAGE_MB = 8  # what one rank writes of a larger one has left the caches before others read it
@@ -187,8 +188,8 @@ class HostMemory:
             places: of as many values on every rank, in the same order.
             across: called by the first rank alone with the sums of every message, [F] float32, to
                 add to them, in place, what is on other hosts.  None: there are none.
-        Raises: RuntimeError: another rank has ended, or is in another exchange (on every rank).
-            TimeoutError: another rank did not come in time.
+        Raises: RankError: another rank has ended, did not come in time, or is in another exchange
+            (on every rank).
         """
         self._show("sum", sum(count for _, count in places))
         slot, sums = self._slots[self._me].ctypes.data, self._sums.ctypes.data
@@ -254,11 +255,12 @@ class HostMemory:
         own = cells[me + 1 : me + 4]
         for other in range(len(self._ranks)):
             if cells[other * _CELL + 1 : other * _CELL + 4] != own:
-                raise RuntimeError(
+                raise RankError(
                     f"the ranks are not in the same collective, number {self._exchanges} of this "
                     f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them left "
-                    f"one out or took another way; what decides about a collective must be the "
-                    f"same on all ranks"
+                    f"one out or took another way",
+                    code="collectives_differ",
+                    fix="what decides about a collective must be the same on all ranks",
                 )
 
     def _exchange(self, number: int) -> str:
@@ -291,14 +293,15 @@ class HostMemory:
         late = f"rank {self._ranks[other]} (process {process} of this host)"
         # It may have come and ended since the counter was read.
         if not _lives(process) and self._counters[other * _CELL] < self._arrivals:
-            raise RuntimeError(f"{late} ended while rank {self._rank} waited for it")
+            raise RankError(f"{late} ended while rank {self._rank} waited for it", code="lost_rank")
         if waited > patience:
             limit = "distributed.timeout_seconds"
             if patience < self._patience:
                 limit = "other hosts wait 30 s for this one, which cannot be configured"
-            raise TimeoutError(
+            raise RankError(
                 f"rank {self._rank} waited {patience:g} s ({limit}) for {late}, which lives but "
-                f"did not come to the same exchange"
+                f"did not come to the same exchange",
+                code="rank_timeout",
             )
 
 

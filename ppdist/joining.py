@@ -69,7 +69,8 @@ def wait_for_store(endpoint: str, here: str, patience: float) -> None:
             )
             raise LaunchError(
                 f"host {here} cannot reach port {port} of {address}, where rank 0 keeps what ranks "
-                f"tell each other ({problem.strerror or problem}, tried for {waited:.0f} s): {why}"
+                f"tell each other ({problem.strerror or problem}, tried for {waited:.0f} s): {why}",
+                code="store_unreachable",
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -128,8 +129,12 @@ def require_same(exchange: Exchange, host: str, settings: Mapping[str, Any]) -> 
             if found.get(key) != value:
                 raise ConfigError(
                     f"{key}: {value} on rank 0 (host {first_host}), {found.get(key)} on rank "
-                    f"{other} (host {place}): they cannot train together; give every host the same "
-                    f"configuration, the same command and the same build of Paddle"
+                    f"{other} (host {place}): they cannot train together",
+                    code="ranks_differ",
+                    fix=(
+                        "give every host the same configuration, the same command and the same "
+                        "build of Paddle"
+                    ),
                 )
 
 
@@ -169,9 +174,10 @@ def require_ways(
     lost = [way for failed in failed_W for way in failed]
     if lost:
         raise LaunchError(
-            f"hosts do not reach one another: {'; '.join(lost)}. gloo and NCCL choose "
-            f"such ports by themselves: open everything between these hosts in the firewall, and "
-            f"see that {interfaces(environment)} is the interface of their network"
+            f"hosts do not reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
+            "by themselves: open everything between these hosts in the firewall, and see that "
+            f"{interfaces(environment)} is the interface of their network",
+            code="hosts_unreachable",
         )
 
 

@@ -98,7 +98,10 @@ class RunLog:
                 _set_aside(output_dir)
             kept = _begin_metrics(self._metrics_path, resume_step)
         except OSError as error:
-            raise ConfigError(f"output_dir: {output_dir} cannot be written: {error}") from error
+            raise ConfigError(
+                f"output_dir: {output_dir} cannot be written: {error}",
+                code="folder_unwritable",
+            ) from error
         for record in kept:
             if record.get("eval_seconds") is not None:
                 self._meter.remember(record["eval_seconds"])

@@ -12,12 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import paddle
 
 from ppdist import pulse, wire
-from ppdist.errors import JOB_VARIABLE, LaunchError, UserError
+from ppdist.errors import JOB_VARIABLE, Failure, LaunchError, RankError, UserError, failure_of
 from ppdist.joining import wait_for_store
 
 _POLL_SECONDS = 0.02
@@ -129,7 +130,8 @@ def on_main(work: Callable[[], Any]) -> Any:
 
     Args:
         work: takes nothing; its result must survive JSON.
-    Raises: whatever `work` raised, on rank 0; UserError with the same text on the other ranks.
+    Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
+        if it has one, else RankError.
     """
     if world_size() == 1:
         return work()
@@ -145,7 +147,7 @@ def on_main(work: Callable[[], Any]) -> Any:
             text = json.dumps({"value": result})
             return result
         except BaseException as error:
-            text = json.dumps({"error": f"rank 0 (host {host()}) failed: {error}"})
+            text = json.dumps({"failure": _told(error)})
             raise
         finally:
             store.set(f"{key}/result", text)
@@ -157,8 +159,8 @@ def on_main(work: Callable[[], Any]) -> Any:
             _sleep_until(deadline, lambda: "rank 0 did not finish its work")
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
     _leave(key)
-    if "error" in outcome:
-        raise UserError(outcome["error"])
+    if "failure" in outcome:
+        raise Failure(**outcome["failure"]).error()
     return outcome["value"]
 
 
@@ -170,8 +172,8 @@ def together(work: Callable[[], Any]) -> Any:
     Every rank calls it; they may be minutes apart.
 
     Returns: what `work` returned on this rank.
-    Raises: whatever `work` raised, on the ranks where it did; on the others UserError, or
-        RuntimeError if it was no UserError, that names such a rank and says what happened.
+    Raises: whatever `work` raised, on the ranks where it did; on the others an error of the same
+        kind and code, or RankError if it has none, that names such a rank and says what happened.
     """
     if world_size() == 1:
         return work()
@@ -181,8 +183,7 @@ def together(work: Callable[[], Any]) -> Any:
         result = work()
     except Exception as error:
         kind = "user" if isinstance(error, UserError) else "bug"
-        said = f"rank {rank()} (host {host()}) failed: {error}"
-        store.set(f"{key}/{kind}", json.dumps(said))
+        store.set(f"{key}/{kind}", json.dumps(_told(error)))
         store.add(f"{key}/{kind}s", 1)
         _arrive(key)
         _leave(key)
@@ -194,11 +195,14 @@ def together(work: Callable[[], Any]) -> Any:
         if store.add(f"{key}/{kind}s", 0) > 0
     }
     _leave(key)
-    if "bug" in failures:
-        raise RuntimeError(failures["bug"])
-    if "user" in failures:
-        raise UserError(failures["user"])
+    for failure in failures.values():
+        raise Failure(**failure).error()
     return result
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """What the other ranks hear of an error of this one."""
+    return asdict(failure_of(error).of_rank(rank(), host()))
 
 
 def announce() -> Callable[[], str]:
@@ -250,8 +254,9 @@ def _leave(key: str) -> None:
 
 def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError(
-            f"rank {rank()} waited {_patience:g} s (distributed.timeout_seconds): {missing()}"
+        raise RankError(
+            f"rank {rank()} waited {_patience:g} s (distributed.timeout_seconds): {missing()}",
+            code="rank_timeout",
         )
     time.sleep(_POLL_SECONDS)
 
@@ -290,5 +295,6 @@ def _require_same_job(store: Any) -> None:
         raise LaunchError(
             f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
             f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
-            f"PPDIST_JOB_TOKEN is not the same on all hosts"
+            "PPDIST_JOB_TOKEN is not the same on all hosts",
+            code="other_job",
         )

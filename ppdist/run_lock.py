@@ -33,7 +33,11 @@ def hold(output_dir: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"output_dir: cannot write to {output_dir}: {error}") from error
+        raise ConfigError(
+            f"cannot write to {output_dir}: {error}",
+            code="folder_unwritable",
+            where="output_dir",
+        ) from error
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -50,8 +54,13 @@ def hold(output_dir: Path) -> list[str]:
                 holder = _described(os.read(handle, 4096))
                 os.close(handle)
                 raise ConfigError(
-                    f"output_dir: {output_dir}: another training writes there ({holder}); wait "
-                    f"for it or stop it, or give this one a folder of its own: -o output_dir=..."
+                    f"{output_dir}: another training writes there ({holder})",
+                    code="output_dir_in_use",
+                    where="output_dir",
+                    fix=(
+                        "wait for it or stop it, or give this one a folder of its own: -o "
+                        "output_dir=..."
+                    ),
                 ) from error
         time.sleep(0.1)
     _held[folder] = handle

@@ -37,8 +37,9 @@ def require_tensorboardx() -> None:
         import tensorboardX  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"log.tensorboard: true needs the package tensorboardX, which cannot be imported here "
-            f"({error}): pip install 'ppdist[tensorboard]', or set log.tensorboard: false"
+            "log.tensorboard: true needs the package tensorboardX, which cannot be imported here "
+            f"({error}): pip install 'ppdist[tensorboard]', or set log.tensorboard: false",
+            code="package_missing",
         ) from error
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ppdist import dist, meetings
 from ppdist.config.distributed import DistributedConfig
-from ppdist.errors import ConfigError, DataError, UserError
+from ppdist.errors import ConfigError, DataError, RankError
 from ppdist.message_size import messages
 from tests.distributed import run_on_ranks
 
@@ -29,7 +29,7 @@ def meet(argument):
     try:
         dist.on_main(lambda: 1 / 0 if me == 0 else None)
         failure = ""
-    except (ZeroDivisionError, UserError) as error:
+    except (ZeroDivisionError, RankError) as error:
         failure = f"{type(error).__name__}: {error}"
     dist.barrier()
     return {
@@ -49,7 +49,7 @@ def test_collectives_and_meetings_agree_on_two_ranks():
     assert first["objects"] == second["objects"] == objects
     assert first["slow"] == second["slow"] == {"from": 0}
     assert first["failure"] == "ZeroDivisionError: division by zero"
-    assert second["failure"] == f"UserError: rank 0 (host {HOST}) failed: division by zero"
+    assert second["failure"] == f"RankError: rank 0 (host {HOST}) failed: division by zero"
 
 
 def fail_alone(argument):
@@ -63,14 +63,19 @@ def fail_alone(argument):
         return dist.rank()
 
     said = []
-    for error in (None, DataError("no image \udcd6.jpg"), KeyError("bug")):  # a name in GBK
+    for error in (
+        None,
+        DataError("no image \udcd6.jpg", code="image_missing"),  # a name in GBK
+        KeyError("bug"),
+    ):
         try:
             said.append(dist.together(lambda error=error: work(error)))
-        except (ValueError, KeyError, RuntimeError) as failure:
-            said.append(f"{type(failure).__name__}: {failure}")
+        except (DataError, KeyError, RankError) as failure:
+            code, origin = getattr(failure, "code", ""), getattr(failure, "from_rank", None)
+            said.append([type(failure).__name__, code, origin, str(failure)])
     try:
         dist.on_main(lambda: {1, 2})  # JSON holds no set
-    except (TypeError, UserError) as failure:
+    except (TypeError, RankError) as failure:
         said.append(type(failure).__name__)
     # Rank 0 has nothing left to do, but a sleepy rank 1 has not read its answer from the store.
     meetings._POLL_SECONDS += 2.0 * dist.rank()
@@ -80,9 +85,16 @@ def fail_alone(argument):
 def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
     first, second = run_on_ranks(2, "tests.test_dist:fail_alone")
     who = f"rank 1 (host {HOST})"
-    named = [f"UserError: {who} failed: no image \udcd6.jpg", f"RuntimeError: {who} failed: 'bug'"]
+    named = [
+        ["DataError", "image_missing", 1, f"{who} failed: no image \udcd6.jpg"],
+        ["RankError", "rank_failed", 1, f"{who} failed: 'bug'"],
+    ]
     assert first == [0, *named, "TypeError", 7]
-    assert second == [1, "DataError: no image \udcd6.jpg", "KeyError: 'bug'", "UserError", 7]
+    own = [
+        ["DataError", "image_missing", None, "no image \udcd6.jpg"],
+        ["KeyError", "", None, "'bug'"],
+    ]
+    assert second == [1, *own, "RankError", 7]
 
 
 def test_one_process_needs_no_ranks():

@@ -13,6 +13,7 @@ import pytest
 
 from ppdist import dist, pulse
 from ppdist.config.distributed import DistributedConfig
+from ppdist.errors import RankError, failure_of
 from ppdist.host_memory import HostMemory, _messages, _pieces, _share
 from ppdist.joining import drowsy_threads
 from ppdist.launch.outcome import RankEnd
@@ -79,8 +80,8 @@ def late(argument):
     for _ in range(2):  # rank 0 meets a rank that is late, then rank 1 one that has ended
         try:
             dist.all_reduce_sum(one)
-        except (TimeoutError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+        except RankError as error:
+            said.append(f"{error.code}: {error}")
             break
     return [*said, os.getpid()]
 
@@ -91,10 +92,10 @@ def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
     assert first == [
         [2.0],
         True,
-        "TimeoutError: rank 0 waited 0.5 s (distributed.timeout_seconds) for rank 1 (process "
+        "rank_timeout: rank 0 waited 0.5 s (distributed.timeout_seconds) for rank 1 (process "
         f"{pid_1} of this host), which lives but did not come to the same exchange",
     ]
-    gone = f"RuntimeError: rank 0 (process {pid_0} of this host) ended while rank 1 waited for it"
+    gone = f"lost_rank: rank 0 (process {pid_0} of this host) ended while rank 1 waited for it"
     assert second == [[2.0], True, gone]
 
 
@@ -112,7 +113,7 @@ def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(
         for cell, fact in enumerate((arrived, pulse.step(), 0, 2)):  # a sum of two values
             memory._counters[8 + cell] = fact
         values = np.ones(2, np.float32)
-        with pytest.raises(TimeoutError) as told:
+        with pytest.raises(RankError) as told:
             memory.sum([(values.ctypes.data, 2)], lambda sums_F: None)
         return str(told.value)
 
@@ -125,10 +126,11 @@ def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(
 
 
 def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_the_cause():
-    lost = "RuntimeError: rank 0 (process 7 of this host) ended while rank 1 waited for it"
-    slow = "TimeoutError: rank 0 waited 5 s (distributed.timeout_seconds) for rank 1 (process 8"
+    lost = failure_of(RankError("", code="lost_rank"))
+    slow = failure_of(RankError("", code="rank_timeout"))
     assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
-    assert not RankEnd(0, 0, 1, slow, 0.0).is_consequence
+    late = RankEnd(0, 0, 1, slow, 0.0)
+    assert late.waited_in_vain and not late.is_consequence
 
 
 def apart(argument):
@@ -149,7 +151,8 @@ def apart(argument):
                 dist.all_gather(two)
             else:
                 dist.all_reduce_sum(one)
-        except RuntimeError as error:
+        except RankError as error:
+            assert error.code == "collectives_differ"
             said.append(str(error))
     return said
 

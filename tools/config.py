@@ -1,17 +1,19 @@
-"""Shows a resolved configuration, or regenerates what is generated from the config classes.
+"""Shows a resolved configuration, or regenerates what is generated from the source.
 
 python tools/config.py show -c configs/x.yml [-o key=value ...]    the resolved file, on stdout
 python tools/config.py docs [--out FILE]                           writes docs/config.md
 python tools/config.py schema [--out FILE]                         writes configs/schema.json
+python tools/config.py errors [--out FILE]                         writes docs/errors.md
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config import load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown
+from ppdist.error_table import markdown as error_table
 from ppdist.errors import run
 from ppdist.files import make_parent, writing
 
@@ -26,21 +28,29 @@ def main() -> None:
     show = commands.add_parser("show", help="check a file and print it with every key resolved")
     show.add_argument("-c", "--config", required=True, help="YAML file")
     show.add_argument("-o", "--override", nargs="+", action="extend", default=[], help="a.b=value")
-    for name, target in (("docs", "docs/config.md"), ("schema", "configs/schema.json")):
+    targets = {
+        "docs": "docs/config.md",
+        "schema": "configs/schema.json",
+        "errors": "docs/errors.md",
+    }
+    for name, target in targets.items():
         command = commands.add_parser(name, help=f"regenerate {target}")
         command.add_argument("--out", type=Path, default=REPOSITORY / target)
     args = parser.parse_args()
     if args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
         return
-    if args.command == "docs":
-        text = markdown(ExperimentConfig)
-    else:
-        text = json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
+    text = error_table(REPOSITORY) if args.command == "errors" else _of_config(args.command)
     make_parent(args.out)
     with writing(args.out):
         args.out.write_text(text, encoding="utf-8")
     print(f"wrote {args.out}")
+
+
+def _of_config(command: str) -> str:
+    if command == "docs":
+        return markdown(ExperimentConfig)
+    return json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -152,18 +152,28 @@ def read_bound(at_least: str | None) -> tuple[str, float] | None:
         return name, float(value)
     except ValueError:
         raise errors.ConfigError(
-            f"--at-least {at_least}: expected METRIC=VALUE, such as mAP50=0.8"
+            "expected METRIC=VALUE, such as mAP50=0.8",
+            code="option_invalid",
+            where=f"--at-least {at_least}",
         ) from None
 
 
 def require_metric(name: str, metrics: Sequence[str]) -> None:
     if name not in metrics:
-        raise errors.ConfigError(f"--at-least: no metric {name!r}; there is {', '.join(metrics)}")
+        raise errors.ConfigError(
+            f"no metric {name!r}",
+            code="unknown_metric",
+            where="--at-least",
+            fix=f"there is {', '.join(metrics)}",
+        )
 
 
 def judge(name: str, floor: float, metrics: dict[str, float]) -> None:
     if metrics[name] < floor:
-        raise errors.UserError(f"{name} is {metrics[name]:.4f}, below the {floor:g} asked for")
+        raise errors.UserError(
+            f"{name} is {metrics[name]:.4f}, below the {floor:g} asked for",
+            code="metric_below_floor",
+        )
 
 
 if __name__ == "__main__":

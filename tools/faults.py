@@ -44,7 +44,11 @@ def main() -> int:
     # As an exception, so that the job of the moment ends with this tool.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if arguments.per_job > STEPS:
-        raise errors.ConfigError(f"--per-job {arguments.per_job}: a job has {STEPS} steps only")
+        raise errors.ConfigError(
+            f"a job has {STEPS} steps only",
+            code="option_invalid",
+            where=f"--per-job {arguments.per_job}",
+        )
     if arguments.json:
         make_parent(arguments.json)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="ppdist-faults-"))

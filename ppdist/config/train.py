@@ -148,8 +148,10 @@ class TrainConfig(Section):
         """
         if self.batch_size_per_card == "auto":
             raise ConfigError(
-                "train.batch_size_per_card: auto is found out by a training run alone; here give a "
-                "number: -o train.batch_size_per_card=8"
+                "auto is found out by a training run alone",
+                code="auto_outside_training",
+                where="train.batch_size_per_card",
+                fix="here give a number: -o train.batch_size_per_card=8",
             )
         return self.batch_size_per_card
 
@@ -163,9 +165,11 @@ class TrainConfig(Section):
         batch = self.images_per_card
         if self.total_batch % (world * batch):
             raise ConfigError(
-                f"train.total_batch: {self.total_batch} is no multiple of {world} rank"
-                f"{'s' * (world > 1)} x {batch} images (train.batch_size_per_card); take such a "
-                f"multiple, another batch_size_per_card, or auto"
+                f"{self.total_batch} is no multiple of {world} rank{'s' * (world > 1)} x {batch} "
+                "images (train.batch_size_per_card)",
+                code="batch_indivisible",
+                where="train.total_batch",
+                fix="take such a multiple, another batch_size_per_card, or auto",
             )
         return self.total_batch // (world * batch)
 

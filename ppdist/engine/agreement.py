@@ -1,11 +1,11 @@
 """Work that may fail on one rank: then all of them hear of it, and none waits for the others."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from ppdist import dist
-from ppdist.errors import UserError
+from ppdist.errors import CodedError, Failure, UserError, failure_of
 
 T = TypeVar("T")
 
@@ -18,8 +18,10 @@ class Agreed(Generic[T]):
     said_W: list[Any]  # what each rank said of its own
 
 
-class EvaluationFailed(RuntimeError):
+class EvaluationFailed(CodedError, RuntimeError):
     """Raised on every rank alike, and training is as it was: some rank could not do its part."""
+
+    kind = "evaluation"
 
 
 def agreed(work: Callable[[], T], say: Callable[[T], Any] = lambda value: None) -> Agreed[T]:
@@ -36,11 +38,15 @@ def agreed(work: Callable[[], T], say: Callable[[T], Any] = lambda value: None) 
     except Exception as error:
         failure = error
         text = f"rank {dist.rank()} (host {dist.host()}): {type(error).__name__}: {error}"
-        mine = [isinstance(error, UserError), text]
+        heard = failure_of(error).of_rank(dist.rank(), dist.host())
+        mine = [isinstance(error, UserError), text, asdict(heard)]
     said_W = dist.exchange([mine, told])
     failed = [failure for failure, _ in said_W if failure]
     if not failed:
         return Agreed(cast(T, value), [told for _, told in said_W])
-    if all(is_users for is_users, _ in failed):
-        raise failure or UserError(failed[0][1])
-    raise EvaluationFailed("; ".join(text for _, text in failed)) from failure
+    first = Failure(**failed[0][2])
+    if all(is_users for is_users, _, _ in failed):
+        raise failure or first.error()
+    ended = EvaluationFailed("; ".join(text for _, text, _ in failed), code="evaluation_failed")
+    ended.from_rank = None if failure else first.from_rank
+    raise ended from failure

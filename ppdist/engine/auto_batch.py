@@ -79,8 +79,10 @@ def _usable(share: float) -> dict[str, int]:
     free = room(dist.local_size())
     if dist.on_gpu() and CARD not in free:
         raise ConfigError(
-            "train.batch_size_per_card: auto: the card does not say how much memory it has free; "
-            "give a number, or install Paddle 3.3"
+            "auto: the card does not say how much memory it has free",
+            code="free_memory_unknown",
+            where="train.batch_size_per_card",
+            fix="give a number, or install Paddle 3.3",
         )
     return {kind: int(limit * share) for kind, limit in free.items()}
 
@@ -127,7 +129,9 @@ def batch_of(
     if total % world:
         raise CheckpointError(
             f"the steps of the checkpoint are of {total} images, which {world} ranks cannot share "
-            f"evenly; start a number of ranks that divides it"
+            "evenly",
+            code="batch_indivisible",
+            fix="start a number of ranks that divides it",
         )
     share = total // world
     if asked is not None:
@@ -146,8 +150,10 @@ def per_rank(total_batch: int | None, world: int) -> int | None:
         return None
     if total_batch % world:
         raise ConfigError(
-            f"train.total_batch: {total_batch} images of a step cannot be shared evenly by {world} "
-            f"ranks; start a number of ranks that divides it, or take a multiple of {world}"
+            f"{total_batch} images of a step cannot be shared evenly by {world} ranks",
+            code="batch_indivisible",
+            where="train.total_batch",
+            fix=f"start a number of ranks that divides it, or take a multiple of {world}",
         )
     return total_batch // world
 

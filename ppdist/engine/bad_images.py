@@ -55,9 +55,14 @@ class BadImages:
         shown = [f"  {self._line(index)}" for index in sorted(self.known)[:_SHOWN]]
         if len(self.known) > _SHOWN:
             shown.append(f"  and {len(self.known) - _SHOWN} more")
+        lines = "\n".join(shown)
         raise DataError(
-            f"{self._dataset.source}: {len(self.known)} of {images} images cannot be used, more "
-            f"than data.bad_images_limit: {self._limit:g} allows ({allowed}); `tools/data.py "
-            f"check` lists all, its --fix writes a set without them; or raise the limit:\n"
-            + "\n".join(shown)
+            f"{len(self.known)} of {images} images cannot be used, more than "
+            f"data.bad_images_limit: {self._limit:g} allows ({allowed})",
+            code="too_many_bad_images",
+            where=f"{self._dataset.source}",
+            fix=(
+                "`tools/data.py check` lists all, its --fix writes a set without them; or raise "
+                f"the limit:\n{lines}"
+            ),
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 from ppdist import pulse
 from ppdist.engine.memory import Bytes, fits, largest, tightest
-from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, UserError
+from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, Failure
 
 _LADDER = (1, 2, 4)  # a line through two of them is long enough
 _TRIALS = 4  # of larger ones, at most
@@ -63,7 +63,9 @@ def search(trial: Callable[[Sequence[int]], Outcome], room: Bytes, most: int) ->
     if not good:
         took = f"it takes {tightest(measured[1], room)}; {_SMALLER}" if measured else why
         raise ConfigError(
-            f"train.batch_size_per_card: auto: not even one image can be trained with: {took}"
+            f"auto: not even one image can be trained with: {took}",
+            code="no_image_fits",
+            where="train.batch_size_per_card",
         )
     bad = most + 1
     if why:  # it died, though the line had let it go on
@@ -155,7 +157,7 @@ def _why(code: int, folder: Path, said: Path) -> str:
     if code == 0:
         return ""
     if code == MISTAKE and (folder / "mistake").exists():
-        raise UserError((folder / "mistake").read_text(encoding="utf-8"))
+        raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
     tail = said.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     words = f"it ended with {ended}{': ' * bool(tail)}{tail}"

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from ppdist.data.sample import Batch
 from ppdist.engine.batch_probe import MISTAKE, NO_MEMORY
 from ppdist.engine.experiment import build_model, build_train_step, derive_run, speed_up_cpu
 from ppdist.engine.memory import Meter, largest
-from ppdist.engine.out_of_memory import is_out_of_memory
 from ppdist.engine.run_state import Progress, take
 from ppdist.engine.step import Clock
-from ppdist.errors import UserError
+from ppdist.errors import UserError, failure_of, is_out_of_memory
 from ppdist.models.sync_bn import take_gloo_batch_norm
 from ppdist.optim.schedule import Rates
 
@@ -58,7 +57,7 @@ def main() -> None:
     try:
         _measure(job, folder / "took.jsonl")
     except UserError as error:
-        (folder / "mistake").write_text(f"{error}", encoding="utf-8")
+        (folder / "mistake").write_text(json.dumps(asdict(failure_of(error))), encoding="utf-8")
         sys.exit(MISTAKE)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -122,7 +122,9 @@ def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool
             return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
         raise CheckpointError(
             f"--resume: {file} cannot be compared with the present configuration, another version "
-            f"wrote it: {error}; add --resume-changed to go on with the present one"
+            f"wrote it: {error}",
+            code="config_of_other_version",
+            fix="add --resume-changed to go on with the present one",
         ) from error
     found = changes(then, config, by_scores)
     if found.learned and not allow:
@@ -130,7 +132,8 @@ def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool
         raise CheckpointError(
             f"--resume: {checkpoint} was trained with other settings, which change what is "
             f"learned:\n{lines}\ntake the old values ({file}), or add --resume-changed: the run "
-            f"then goes on at the same step with the new values of all that is listed, so a "
-            f"schedule of another length goes on in its middle, at another rate"
+            "then goes on at the same step with the new values of all that is listed, so a "
+            "schedule of another length goes on in its middle, at another rate",
+            code="config_changed",
         )
     return found

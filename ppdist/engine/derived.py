@@ -207,7 +207,11 @@ def derive(
     stretch = _stretch(epochs, total_batch, reference, optimizer.noise_scale if lengthens else None)
     schedule_steps = round(epochs * stretch * steps_per_epoch)
     if schedule_steps < 1:
-        raise ConfigError(f"train.epochs: {epochs:g} epochs of {steps_per_epoch} steps are no step")
+        raise ConfigError(
+            f"{epochs:g} epochs of {steps_per_epoch} steps are no step",
+            code="epochs_without_step",
+            where="train.epochs",
+        )
     scaled = _scaled(optimizer, total_batch, reference)
     warmup = schedule.warmup_epochs * phases_factor
 

@@ -92,7 +92,11 @@ class Distillation:
         Raises: ConfigError, on every rank: the teacher's outputs mean something else.
         """
         if problem := loss.misfit(self._teacher):
-            raise ConfigError(f"distill.teacher: {self.source}: {problem}")
+            raise ConfigError(
+                problem,
+                code="teacher_unsuitable",
+                where=f"distill.teacher: {self.source}",
+            )
 
     @paddle.no_grad()
     def ask(self, images_B3HW: Tensor) -> Any:
@@ -160,15 +164,22 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
     source = checkpoint_of(path)
     if not (source / "manifest.json").is_file():
         raise ConfigError(
-            f"distill.teacher: {path}: no checkpoint there; expected a checkpoint folder of a run "
-            f"of this project (checkpoints/best), or its output_dir"
+            "no checkpoint there",
+            code="teacher_not_found",
+            where=f"distill.teacher: {path}",
+            fix=(
+                "expected a checkpoint folder of a run of this project (checkpoints/best), or its "
+                "output_dir"
+            ),
         )
     theirs = parse_config(source / "config.yml", (), Trained).model
 
     def refuse(what: str, of_teacher: Any, of_student: Any) -> ConfigError:
         return ConfigError(
-            f"distill.teacher: {source}: {what} {of_teacher}, the student has {of_student}; give "
-            f"a teacher trained with the same"
+            f"{what} {of_teacher}, the student has {of_student}",
+            code="teacher_unsuitable",
+            where=f"distill.teacher: {source}",
+            fix="give a teacher trained with the same",
         )
 
     if theirs.name != section.name:

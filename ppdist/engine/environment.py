@@ -38,7 +38,11 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         (output_dir / "config.yml").write_text(config_yaml, encoding="utf-8")
         (output_dir / "environment.json").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"output_dir: cannot write to {output_dir}: {error}") from error
+        raise ConfigError(
+            f"cannot write to {output_dir}: {error}",
+            code="folder_unwritable",
+            where="output_dir",
+        ) from error
 
 
 def _git_commit() -> str | None:

@@ -81,7 +81,11 @@ def build_model(config: ExperimentConfig) -> ImageModel:
     sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
     for key, (height, width) in sizes:
         if height % step or width % step or min(height, width) < step:
-            raise ConfigError(f"{key}: [{height}, {width}]: expected multiples of {step} pixels")
+            raise ConfigError(
+                f"expected multiples of {step} pixels",
+                code="image_size_not_multiple",
+                where=f"{key}: [{height}, {width}]",
+            )
     return model
 
 

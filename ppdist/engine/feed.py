@@ -44,8 +44,10 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
 
     if config.sampling.name == "difficulty" and not evaluate:
         raise ConfigError(
-            "data.sampling.name: difficulty goes by the scores of evaluations: start with --eval, "
-            "or set it to balanced"
+            "difficulty goes by the scores of evaluations: start with --eval, or set it to "
+            "balanced",
+            code="evaluation_missing",
+            where="data.sampling.name",
         )
 
     def read() -> tuple[DetectionSet, DetectionSet | None]:
@@ -89,8 +91,11 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
     else:
         what = _first_difference(records, top, other)
     raise DataError(
-        f"{dataset.source}: not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {what}; give every host the same files below data.root"
+        f"not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {what}",
+        code="dataset_differs",
+        where=f"{dataset.source}",
+        fix="give every host the same files below data.root",
     )
 
 
@@ -133,10 +138,12 @@ def _require_same_images(source: str, records: Records, top: str) -> None:
         first = next(index for index, ours, theirs in pairs if ours != theirs)
         what = "as many bytes, but others"
     raise DataError(
-        f"{source}: not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: {what}"
-        f"{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}; give every host "
-        f"the same files below data.root"
+        f"not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: "
+        f"{what}{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}",
+        code="dataset_differs",
+        where=f"{source}",
+        fix="give every host the same files below data.root",
     )
 
 

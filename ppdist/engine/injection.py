@@ -53,8 +53,9 @@ class Injector:
         for fault in found:
             if fault.rank >= dist.world_size():
                 raise ConfigError(
-                    f"{faults.VARIABLE}: {fault}: there is no rank {fault.rank}: ranks are 0 to "
-                    f"{dist.world_size() - 1}"
+                    f"there is no rank {fault.rank}: ranks are 0 to {dist.world_size() - 1}",
+                    code="fault_invalid",
+                    where=f"{faults.VARIABLE}: {fault}",
                 )
         self._pending = [fault for fault in found if fault.rank == dist.rank()]
         self._pause_seconds = 0.0  # before each step

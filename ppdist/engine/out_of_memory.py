@@ -10,16 +10,6 @@ from ppdist import dist
 from ppdist.errors import JOB_DIR_VARIABLE, ConfigError
 
 _FILE = "out_of_memory.json"
-# What cuDNN, cuBLAS and the CUDA runtime say; Paddle raises OSError for all errors of theirs, and
-# MemoryError for its own (ResourceExhausted).  Not seen on a GPU.
-_SIGNS = ("ALLOC_FAILED", "cudaErrorMemoryAllocation", "out of memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether less work at a time would have helped."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, OSError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def parts_of(batch_size: int, most_images: int | None) -> int:
@@ -44,8 +34,13 @@ def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
     images = math.ceil(batch_size / parts)
     if images == 1:
         raise ConfigError(
-            f"step {step}: {ranks} ran out of memory with one image at a time; lower "
-            f"model.image_size (or train.multi_scale), data.workers, or take a smaller model"
+            f"{ranks} ran out of memory with one image at a time",
+            code="no_image_fits",
+            where=f"step {step}",
+            fix=(
+                "lower model.image_size (or train.multi_scale), data.workers, or take a smaller "
+                "model"
+            ),
         )
     return math.ceil(images / 2)
 

@@ -83,7 +83,8 @@ def preflight(
     )
     if config.early_stopping is not None and not evaluate:
         raise ConfigError(
-            "early_stopping goes by what evaluations find: start with --eval, or set it to null"
+            "early_stopping goes by what evaluations find: start with --eval, or set it to null",
+            code="evaluation_missing",
         )
     require_sum()
     first_of_host = hosts_W.index(hosts_W[dist.rank()]) == dist.rank()
@@ -103,8 +104,13 @@ def keep_sources(config: Any, output_dir: Path) -> None:
     for key, source in sources.items():
         if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
             raise ConfigError(
-                f"{key}: {source} is in {output_dir}, where this run would write; give the new run "
-                f"a folder of its own: -o output_dir=PATH (to go on with the run there: --resume)"
+                f"{source} is in {output_dir}, where this run would write",
+                code="out_holds_source",
+                where=f"{key}",
+                fix=(
+                    "give the new run a folder of its own: -o output_dir=PATH (to go on with the "
+                    "run there: --resume)"
+                ),
             )
 
 
@@ -114,13 +120,18 @@ def check_precision(config: Any) -> None:
     amp, sums = config.train.amp, config.distributed.gradient_dtype
     if sums == "float16" and not dist.on_gpu() and dist.world_size() > 1:
         raise ConfigError(
-            "distributed.gradient_dtype: float16, but this run is on CPU, where gloo sums float16 "
-            "to infinity; take bfloat16, which is of the same size, or float32"
+            "float16, but this run is on CPU, where gloo sums float16 to infinity",
+            code="gradient_dtype_on_cpu",
+            where="distributed.gradient_dtype",
+            fix="take bfloat16, which is of the same size, or float32",
         )
     if amp.enabled and not dist.on_gpu():
         raise ConfigError(
-            "train.amp.enabled: true, but this run is on CPU, where Paddle has no float16 or "
-            "bfloat16 kernels and ignores AMP silently; set train.amp.enabled: false or use a GPU"
+            "true, but this run is on CPU, where Paddle has no float16 or bfloat16 kernels and "
+            "ignores AMP silently",
+            code="amp_on_cpu",
+            where="train.amp.enabled",
+            fix="set train.amp.enabled: false or use a GPU",
         )
     supported = {
         "float16": paddle.amp.is_float16_supported,
@@ -128,8 +139,11 @@ def check_precision(config: Any) -> None:
     }
     if amp.enabled and not supported[amp.dtype]():
         raise ConfigError(
-            f"train.amp.dtype: {amp.dtype} is not supported by this card, and Paddle would "
-            f"silently compute in float32; take the other, or set train.amp.enabled: false"
+            f"{amp.dtype} is not supported by this card, and Paddle would silently compute in "
+            "float32",
+            code="amp_dtype_unsupported",
+            where="train.amp.dtype",
+            fix="take the other, or set train.amp.enabled: false",
         )
 
 
@@ -161,7 +175,10 @@ def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> 
         lines.append(f"    -> {_REMEDIES[subject]}")
     if lines:
         text = "\n".join(lines)
-        raise ConfigError(f"the ranks differ, so nothing was started:\n{text}")
+        raise ConfigError(
+            f"the ranks differ, so nothing was started:\n{text}",
+            code="ranks_differ",
+        )
 
 
 def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:
@@ -249,9 +266,10 @@ def require_sum() -> None:
         if not missing:
             raise
         raise LaunchError(
-            f"{missing} did not come to the first all-reduce within "
-            f"{time.monotonic() - began:.0f} s: the log there says what keeps it, or it stands "
-            f"still (stopped, or waiting for a disk)"
+            f"{missing} did not come to the first all-reduce within {time.monotonic() - began:.0f} "
+            "s: the log there says what keeps it, or it stands still (stopped, or waiting for a "
+            "disk)",
+            code="rank_timeout",
         ) from error
     expected = world * (world + 1) / 2
 
@@ -260,8 +278,9 @@ def require_sum() -> None:
             wrong = found[found != expected][0]
             raise LaunchError(
                 f"an all-reduce over {world} ranks gave {wrong:g} where {expected:g} is right, on "
-                f"host {dist.host()}: the transport is broken; on GPUs try "
-                f"NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO"
+                f"host {dist.host()}: the transport is broken",
+                code="all_reduce_wrong",
+                fix="on GPUs try NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO",
             )
 
     dist.together(check)

@@ -17,11 +17,11 @@ from ppdist import dist
 from ppdist.checkpoint import Snapshot
 from ppdist.engine.derived import Derived
 from ppdist.engine.feed import Feed
-from ppdist.engine.out_of_memory import halved, is_out_of_memory, note, noted, parts_of
+from ppdist.engine.out_of_memory import halved, note, noted, parts_of
 from ppdist.engine.precision import loss_scale
 from ppdist.engine.run_state import Progress, restore
 from ppdist.engine.step import StepResult, TrainStep
-from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError
+from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
 from ppdist.log import RunLog
 
 MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
@@ -34,8 +34,9 @@ def _left_out(text: str) -> set[int]:
     """`7,12`  Raises: ConfigError: it is something else."""
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
         raise ConfigError(
-            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12; "
-            f"fleetrun --max_restart sets it by itself"
+            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
+            code="skip_step_invalid",
+            fix="fleetrun --max_restart sets it by itself",
         )
     return {int(step) for step in text.split(",") if step}
 

@@ -138,8 +138,10 @@ def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
     found = f"; passed over: {'; '.join(reasons)}" if reasons else ""
     where = f" on rank 0's host {dist.host()}" if dist.world_size() > dist.local_size() else ""
     raise CheckpointError(
-        f"--resume: no checkpoint in {asked / 'checkpoints'}{where}{found}; give --resume a "
-        f"checkpoint directory, or leave it out to start anew"
+        f"no checkpoint in {asked / 'checkpoints'}{where}{found}",
+        code="checkpoint_missing",
+        where="--resume",
+        fix="give --resume a checkpoint directory, or leave it out to start anew",
     )
 
 
@@ -219,17 +221,24 @@ def settle_run(
         text = f"another training set: {before.images} images then, {images}{same} now"
         if not changed:
             raise CheckpointError(
-                f"{start.path}: it was trained on {text}; give data.train the same files, or add "
-                f"--resume-changed: epochs then are those of the new set, in an order of its own"
+                f"it was trained on {text}",
+                code="checkpoint_of_other_data",
+                where=f"{start.path}",
+                fix=(
+                    "give data.train the same files, or add --resume-changed: epochs then are "
+                    "those of the new set, in an order of its own"
+                ),
             )
         start.warnings.append(f"--resume-changed: {text}")
         now.bad_images = {}
     if before.teacher and now.teacher and before.teacher != now.teacher:
         if not changed:
             raise CheckpointError(
-                f"{start.path}: it learned from another teacher than is now in "
-                f"{config.distill.teacher} (a run goes on, and its best is another one); give "
-                f"distill.teacher the checkpoint folder it was, or add --resume-changed"
+                f"it learned from another teacher than is now in {config.distill.teacher} (a run "
+                "goes on, and its best is another one)",
+                code="checkpoint_of_other_teacher",
+                where=f"{start.path}",
+                fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
             )
         start.warnings.append("--resume-changed: from here on another teacher teaches")
     if before.schedule_steps != derived.schedule_steps:
@@ -244,10 +253,14 @@ def _require_steps(start: Start, then: int, now: int) -> None:
     """Raises: CheckpointError: a step has another number of images than in the checkpoint."""
     if then != now:
         raise CheckpointError(
-            f"{start.path}: its steps are of {then} images, those of this run of {now}; change "
-            f"train.accumulate_steps or train.batch_size_per_card so that ranks x batch x "
-            f"micro-steps is the same, or begin a new run with its weights: "
-            f"model.pretrained={start.path}"
+            f"its steps are of {then} images, those of this run of {now}",
+            code="resume_batch_differs",
+            where=f"{start.path}",
+            fix=(
+                "change train.accumulate_steps or train.batch_size_per_card so that ranks x batch "
+                "x micro-steps is the same, or begin a new run with its weights: "
+                f"model.pretrained={start.path}"
+            ),
         )
 
 

@@ -115,15 +115,17 @@ def restore(saved: Snapshot, step: TrainStep) -> tuple[Progress, str]:
         odd = sorted(key for key in live | there if live.get(key) != there.get(key))
         raise CheckpointError(
             f"the model of the checkpoint is another one: {odd[0]} is "
-            f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here; "
-            f"resume with the configuration the run was started with"
+            f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here",
+            code="checkpoint_of_other_config",
+            fix="resume with the configuration the run was started with",
         )
     optimizer_state = groups["optimizer"]
     if optimizer_state is None:
         raise CheckpointError(
             f"the checkpoint of step {state['step']} has no optimizer.safetensors, without which "
-            f"the run cannot go on as it was; begin a new one with its weights: "
-            f"model.pretrained=PATH"
+            "the run cannot go on as it was",
+            code="checkpoint_without_optimizer",
+            fix="begin a new one with its weights: model.pretrained=PATH",
         )
     copy_into(step.model.state_dict(), arrays)
     optimizer_state, begun = of_trained(step.optimizer, step.model, optimizer_state)
@@ -184,8 +186,12 @@ def _together(
     if own is None:
         raise CheckpointError(
             f"the checkpoint of step {saved.state['step']} has no distillation.safetensors, which "
-            f"distill.features needs: it was trained without; set distill.features: null, or begin "
-            f"a new run with its weights: model.pretrained=PATH"
+            "distill.features needs: it was trained without",
+            code="checkpoint_without_distillation",
+            fix=(
+                "set distill.features: null, or begin a new run with its weights: "
+                "model.pretrained=PATH"
+            ),
         )
     for entry, array in own.items():
         name, _, key = entry.partition("/")

@@ -14,9 +14,9 @@ from ppdist.config.train import AmpConfig
 from ppdist.data.sample import Batch
 from ppdist.engine import terms
 from ppdist.engine.distillation import Distillation
-from ppdist.engine.out_of_memory import is_out_of_memory
 from ppdist.engine.precision import loss_scale, lower_scale, make_float32
 from ppdist.engine.terms import Divided
+from ppdist.errors import is_out_of_memory
 from ppdist.losses import Loss, LossOutput
 from ppdist.models.detector import ImageModel
 from ppdist.optim.averaging import Averaging

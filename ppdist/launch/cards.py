@@ -87,7 +87,9 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
         if label.isdigit() and int(label) not in [card.index for card in cards]:
             raise LaunchError(
                 f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
-                f"{_ids(card.index for card in cards)}; correct or unset the variable"
+                f"{_ids(card.index for card in cards)}",
+                code="visible_devices_wrong",
+                fix="correct or unset the variable",
             )
         named = [card for card in cards if card.uuid and card.uuid.startswith(label)]
         labels.append(str(named[0].index) if len(named) == 1 and not label.isdigit() else label)
@@ -106,7 +108,11 @@ def expand_ids(text: str) -> list[str]:
         if span:
             first, last = int(span[1]), int(span[2])
             if first > last or last - first > 1023:
-                raise LaunchError(f"cards {text!r}: {part} is not a range from low to high")
+                raise LaunchError(
+                    f"{part} is not a range from low to high",
+                    code="cards_invalid",
+                    where=f"cards {text!r}",
+                )
             ids += [str(index) for index in range(first, last + 1)]
         elif part.isdigit():
             ids.append(str(int(part)))
@@ -114,11 +120,18 @@ def expand_ids(text: str) -> list[str]:
             ids.append(part)
         else:
             raise LaunchError(
-                f"cards {text!r}: {part!r} is no card id; expected a list such as 0,1 or 0-3,6"
+                f"{part!r} is no card id",
+                code="cards_invalid",
+                where=f"cards {text!r}",
+                fix="expected a list such as 0,1 or 0-3,6",
             )
     double = sorted({index for index in ids if ids.count(index) > 1})
     if double:
-        raise LaunchError(f"cards {text!r}: {', '.join(double)} stands there twice")
+        raise LaunchError(
+            f"{', '.join(double)} stands there twice",
+            code="cards_repeated",
+            where=f"cards {text!r}",
+        )
     return ids
 
 
@@ -129,11 +142,19 @@ def cards_of_runs(text: str) -> list[list[str]]:
     """
     runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
     if len({len(cards) for cards in runs_RC}) > 1:
-        raise LaunchError(f"cards {text!r}: give each as many, or they cannot be compared")
+        raise LaunchError(
+            "give each as many, or they cannot be compared",
+            code="cards_uneven",
+            where=f"cards {text!r}",
+        )
     every = [card for cards in runs_RC for card in cards]
     double = sorted({card for card in every if every.count(card) > 1})
     if double:
-        raise LaunchError(f"cards {text!r}: {', '.join(double)} is of two of them")
+        raise LaunchError(
+            f"{', '.join(double)} is of two of them",
+            code="cards_repeated",
+            where=f"cards {text!r}",
+        )
     return runs_RC
 
 
@@ -145,8 +166,12 @@ def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
     if runs * each > len(visible):
         raise LaunchError(
             f"{runs} at a time with {each} card{'s' * (each > 1)} each need {runs * each}, and "
-            f"this machine has {len(visible)} visible; ask for fewer, or hide the cards to compute "
-            f"on the CPU: CUDA_VISIBLE_DEVICES= before the command"
+            f"this machine has {len(visible)} visible",
+            code="cards_too_few",
+            fix=(
+                "ask for fewer, or hide the cards to compute on the CPU: CUDA_VISIBLE_DEVICES= "
+                "before the command"
+            ),
         )
     return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
 
@@ -165,12 +190,15 @@ def choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) 
         return list(wanted)
     if variable is None:
         raise LaunchError(
-            f"there is no card {', '.join(absent)}: this machine has {_ids(visible)}; "
-            f"choose among these"
+            f"there is no card {', '.join(absent)}: this machine has {_ids(visible)}",
+            code="card_missing",
+            fix="choose among these",
         )
     raise LaunchError(
         f"card {', '.join(absent)} is hidden by CUDA_VISIBLE_DEVICES={variable}: the ids are those "
-        f"nvidia-smi shows, here {_ids(visible)}; choose among these, or unset CUDA_VISIBLE_DEVICES"
+        f"nvidia-smi shows, here {_ids(visible)}",
+        code="card_hidden",
+        fix="choose among these, or unset CUDA_VISIBLE_DEVICES",
     )
 
 

@@ -24,6 +24,7 @@ class Connection:
 
     Attributes:
         closed: why nothing comes any more, in words; None while it is open.
+        is_foreign: it was closed because no fleetrun speaks there.
         heard: when something came last (or it was opened), by time.monotonic().
         connecting: a call that was not answered yet.
     """
@@ -34,6 +35,7 @@ class Connection:
         self._incoming, self._outgoing = bytearray(), bytearray()
         self.connecting = connecting
         self.closed: str | None = None
+        self.is_foreign = False
         self.opened = self.heard = time.monotonic()
 
     @classmethod
@@ -129,12 +131,16 @@ class Connection:
             except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-                self._close("it does not speak as fleetrun does")
+                self._close_foreign()
                 return []
             messages.append(message)
         if len(rest) > MAX_LINE_BYTES:
-            self._close("it does not speak as fleetrun does")
+            self._close_foreign()
         return messages
+
+    def _close_foreign(self) -> None:
+        self.is_foreign = True
+        self._close("it does not speak as fleetrun does")
 
     def _close(self, why: str) -> None:
         if self.closed is None:

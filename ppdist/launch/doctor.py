@@ -213,8 +213,12 @@ def check_writable(folder: Path) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         raise LaunchError(
-            f"cannot write in {place}: {error.strerror}; the first host writes checkpoints there: "
-            f"correct its owner or its mount, or set output_dir"
+            f"cannot write in {place}: {error.strerror}",
+            code="folder_unwritable",
+            fix=(
+                "the first host writes checkpoints there: correct its owner or its mount, or set "
+                "output_dir"
+            ),
         ) from error
     free = shutil.disk_usage(place).free / _GIB
     return f"{folder} can be written ({file_system_of(place)}, {free:.1f} GiB free)"

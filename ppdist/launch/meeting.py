@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ppdist.errors import LaunchError
+from ppdist.errors import Failure, LaunchError
 from ppdist.launch.connection import Connection, Message, integer_of, text_of
 from ppdist.launch.greeting import Greeting, differences, read_greeting, remarks, steps_of
 from ppdist.launch.line import Line
@@ -116,7 +116,12 @@ class _Meeting:
             # Who has joined leaves it to the first host, which knows who is missing.
             patience = seconds + _PATIENCE_SECONDS * (not self.mine.is_first and not self.missing)
             if not self.complete and now - begin > patience:
-                self._fail(f"gave up after {seconds:g} s (--start_timeout): {self._who()}")
+                self._fail(
+                    LaunchError(
+                        f"gave up after {seconds:g} s (--start_timeout): {self._who()}",
+                        code="hosts_missing",
+                    )
+                )
             if not self.complete and now - reported >= REPORT_SECONDS:
                 reported = now
                 self._report(now - begin)
@@ -129,7 +134,7 @@ class _Meeting:
             raise Moved
         lasting = self.dispute.lasts(found)
         if lasting:
-            self._fail(lasting)
+            self._fail(LaunchError(lasting, code="hosts_disagree"))
 
     def _stop(self) -> NoReturn:
         """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
@@ -261,7 +266,12 @@ class _Meeting:
     def _compare(self, theirs: Greeting) -> None:
         found = differences(self.mine, theirs)
         if found:
-            self._fail(f"host {theirs.host} was started otherwise.\n" + "\n".join(found))
+            lines = "\n".join(found)
+            self._fail(
+                LaunchError(
+                    f"host {theirs.host} was started otherwise.\n{lines}", code="hosts_differ"
+                )
+            )
 
     def _join(self, theirs: Greeting, connection: Connection) -> None:
         for line in remarks(self.mine, theirs):
@@ -298,7 +308,7 @@ class _Meeting:
                 self.tried[host] = f"it is there, but has not reached {self.mine.host}:{self.port}"
             elif busy:
                 self.tried[host] = f"{text_of(messages[0], 'text')}; this one joins its restart"
-            elif messages or silent or (call.closed or "").startswith("it does not speak"):
+            elif messages or silent or call.is_foreign:
                 self.tried[host] = (
                     "what answers there is not a fleetrun: another program has the port; take "
                     "another with --start_port P on every host"
@@ -323,7 +333,7 @@ class _Meeting:
             return f"{text}; both look again"
         refused = f"host {host} refused this one, {self.mine.host}: {text}"
         if self.token or not self.mine.has_names:
-            self._fail(refused)
+            self._fail(LaunchError(refused, code="host_refused"))
         self.dispute.hear(refused)  # a host of another run may have the address by now
         return f"it refuses this one: {text}"
 
@@ -351,7 +361,8 @@ class _Meeting:
             elif message["type"] == "waiting":
                 self.say(text_of(message, "text"))
             elif message["type"] == "refused":
-                raise LaunchError(f"host {self.first}: {text_of(message, 'text')}")
+                text, code = text_of(message, "text"), text_of(message, "code", 100)
+                raise Failure(LaunchError.kind, code, f"host {self.first}: {text}").error()
 
     def _report(self, waited: float) -> None:
         if self.missing:
@@ -369,11 +380,11 @@ class _Meeting:
         ]
         return f"still waiting for {', '.join(each)}"
 
-    def _fail(self, text: str) -> NoReturn:
-        """Raises: LaunchError: this text, which the hosts that have joined get as well."""
+    def _fail(self, error: LaunchError) -> NoReturn:
+        """Raises: this error, which the hosts that have joined get as well."""
         if self.mine.is_first:
-            self._tell_joined({"type": "refused", "text": text})
-        raise LaunchError(text)
+            self._tell_joined({"type": "refused", "text": str(error), "code": error.code})
+        raise error
 
     def _tell_joined(self, message: Message) -> None:
         for connection in self.joined.values():
@@ -396,5 +407,5 @@ def _listen(mine: Greeting, port: int) -> socket.socket | None:
             break
         return listener
     if mine.is_first:
-        raise LaunchError(port_in_use(port, len(mine.hosts)))
+        raise port_in_use(port, len(mine.hosts))
     return None

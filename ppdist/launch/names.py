@@ -47,7 +47,10 @@ def once_known(
             if all(network.resolve(name) == name for name in typed_hosts(ips)):
                 raise
             if now - begin > seconds:
-                raise LaunchError(f"{error} (waited {seconds:g} s: --start_timeout)") from error
+                raise LaunchError(
+                    f"{error} (waited {seconds:g} s: --start_timeout)",
+                    code="ips_not_settled",
+                ) from error
             if reported is None or now - reported >= _REPORT_SECONDS:
                 reported = now
                 say(f"{error}; waiting for that to change ({now - begin:.0f} s)")

@@ -89,31 +89,37 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
     names = typed_hosts(ips)
     if not names:
         raise LaunchError(
-            "--ips is empty; expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2"
+            "--ips is empty",
+            code="ips_empty",
+            fix="expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2",
         )
     addresses = []
     for name in names:
         if ":" in name:
             raise LaunchError(
-                f"--ips: {name}: expected an IPv4 address or a host name, without a port "
-                f"(--start_port P sets the ports)"
+                "expected an IPv4 address or a host name, without a port (--start_port P sets the "
+                "ports)",
+                code="ips_invalid",
+                where=f"--ips: {name}",
             )
         address = network.resolve(name)
         if address is None:
             raise NotYetKnown(
-                f"--ips: the name {name} is not known on this machine; give its IPv4 address, or "
-                f"add it to /etc/hosts on every host"
+                f"the name {name} is not known on this machine",
+                code="host_name_unknown",
+                where="--ips",
+                fix="give its IPv4 address, or add it to /etc/hosts on every host",
             )
         addresses.append(address)
     for place, address in enumerate(addresses):
         same = [names[other] for other in range(place) if addresses[other] == address]
         if same:
+            what = f"{names[place]} and {same[0]} are both {address}"
+            fix = "each host stands there once (processes per host: --nproc_per_node)"
+            if names[place] == same[0]:
+                raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
             # One of two names may be that of a host which has lost this address.
-            kind = LaunchError if names[place] == same[0] else NotYetKnown
-            raise kind(
-                f"--ips: {names[place]} and {same[0]} are both {address}; each host stands there "
-                f"once (processes per host: --nproc_per_node)"
-            )
+            raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
     _refuse_loopback_among_hosts(names, addresses)
     return addresses
 
@@ -126,8 +132,10 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
         if loops and (not all(loopback) or address == "127.0.0.1"):
             shown = name if name == address else f"{name} (here {address})"
             raise LaunchError(
-                f"--ips: {shown} means every machine to itself, so the others cannot reach it; "
-                f"give the address that they see (ip -br addr shows it)"
+                f"{shown} means every machine to itself, so the others cannot reach it",
+                code="ips_loopback",
+                where="--ips",
+                fix="give the address that they see (ip -br addr shows it)",
             )
 
 
@@ -143,7 +151,10 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     if host is not None:
         address = network.resolve(host)
         if address is None or address not in addresses:
-            raise NotYetKnown(f"--host {host} is not among --ips {listed}")
+            raise NotYetKnown(
+                f"--host {host} is not among --ips {listed}",
+                code="host_not_in_ips",
+            )
         return address
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
@@ -151,12 +162,15 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     mine = ", ".join(sorted(set(network.interfaces().values()))) or "none"
     if local:
         raise LaunchError(
-            f"--ips: {', '.join(local)} are all this machine's; say which one this launch is: "
-            f"--host {local[0]}"
+            f"{', '.join(local)} are all this machine's",
+            code="ips_ambiguous",
+            where="--ips",
+            fix=f"say which one this launch is: --host {local[0]}",
         )
     raise LaunchError(
-        f"none of --ips {listed} is this machine (its addresses: {mine}); start fleetrun on each "
-        f"of the hosts, or correct --ips"
+        f"none of --ips {listed} is this machine (its addresses: {mine})",
+        code="ips_without_this_host",
+        fix="start fleetrun on each of the hosts, or correct --ips",
     )
 
 
@@ -191,16 +205,22 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
     instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
     if gloo and gloo not in held:
         problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
-        raise LaunchError(f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}")
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}",
+            code="interface_wrong",
+        )
     if gloo and holder and gloo != holder:
         raise LaunchError(
             f"GLOO_SOCKET_IFNAME={gloo} holds {held[gloo]}, but this host of the run is {address}, "
-            f"which is on {holder}: unset the variable, or give --ips the addresses of that network"
+            f"which is on {holder}: unset the variable, or give --ips the addresses of that "
+            "network",
+            code="interface_wrong",
         )
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     if wanted and not any(nccl_takes(wanted, name) for name in names):
         raise LaunchError(
-            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}"
+            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}",
+            code="interface_wrong",
         )
 
 
@@ -239,11 +259,19 @@ def choose_port(
             ports = range(start, start + count)
             if metrics_port not in ports and all(network.is_free(port) for port in ports):
                 return start
-        raise LaunchError(f"found no {count} free ports in a row; give one: --start_port P")
+        raise LaunchError(
+            f"found no {count} free ports in a row",
+            code="no_free_ports",
+            fix="give one: --start_port P",
+        )
     start = SEVERAL_HOSTS_PORT if wanted is None else wanted
     ranks = ranks_port(start, hosts)
     if ranks + count - 1 > 65535:
-        raise LaunchError(f"--start_port {start}: {count} processes need ports up to 65535")
+        raise LaunchError(
+            f"{count} processes need ports up to 65535",
+            code="port_too_high",
+            where=f"--start_port {start}",
+        )
     refuse_metrics_port(metrics_port, range(start, ranks + count))
     taken = []
     if first:
@@ -251,7 +279,7 @@ def choose_port(
         if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
             taken.insert(0, start)
     if taken:
-        raise LaunchError(port_in_use(taken[0], hosts))
+        raise port_in_use(taken[0], hosts)
     return start
 
 
@@ -264,7 +292,12 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
     """
     if port in ports:
         own = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
-        raise LaunchError(f"--metrics_port {port}: the run itself needs {own}; choose another")
+        raise LaunchError(
+            f"the run itself needs {own}",
+            code="metrics_port_taken",
+            where=f"--metrics_port {port}",
+            fix="choose another",
+        )
 
 
 def ranks_port(start: int, hosts: int) -> int:
@@ -272,13 +305,15 @@ def ranks_port(start: int, hosts: int) -> int:
     return start + (hosts > 1)
 
 
-def port_in_use(port: int, hosts: int) -> str:
-    """What to tell the user."""
+def port_in_use(port: int, hosts: int) -> LaunchError:
+    """The error to raise."""
     others = " (the same on every host)" if hosts > 1 else ""
     who = holder(port)
     by = f"by {who}" if who else "by another run or one that did not end"
     hint = "" if who else "; `ss -ltnp` shows who has it"
-    return (
-        f"port {port} is in use on this machine, {by}; choose another with --start_port P{others}"
-        f"{', or end that process' if who else ''}{hint}"
+    end = ", or end that process" if who else ""
+    return LaunchError(
+        f"port {port} is in use on this machine, {by}",
+        code="port_in_use",
+        fix=f"choose another with --start_port P{others}{end}{hint}",
     )

@@ -169,7 +169,10 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     values, rest = _split(arguments)
     refuse_stale_environment(environment)
     if not rest:
-        raise LaunchError(f"which script is to be started? None was given.\n{USAGE}")
+        raise LaunchError(
+            f"which script is to be started? None was given.\n{USAGE}",
+            code="script_missing",
+        )
     for option in OURS + PADDLES:
         for variable in option.variables:
             if environment.get(variable):
@@ -212,9 +215,11 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
     if stale:
         remove = " ".join(f"-u {name}" for name in stale)
         raise LaunchError(
-            f"the environment holds {', '.join(f'{name}={environment[name]!r}' for name in stale)} "
-            f"from another launch, and Paddle's launcher would follow that instead of the command "
-            f"line; start with: env {remove} fleetrun ..."
+            "the environment holds "
+            f"{', '.join(f'{name}={environment[name]!r}' for name in stale)} from another "
+            "launch, and Paddle's launcher would follow that instead of the command line",
+            code="environment_of_other_launch",
+            fix=f"start with: env {remove} fleetrun ...",
         )
 
 
@@ -226,10 +231,16 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, value = rest.pop(0).partition("=")
         option = BY_NAME.get(name)
         if option is None:
-            raise LaunchError(_unknown(name))
+            raise LaunchError(
+                _unknown(name),
+                code="option_unknown",
+            )
         if not equals:
             if not rest or rest[0] in BY_NAME:
-                raise LaunchError(f"{name} needs a value, e.g. {name} {option.metavar}")
+                raise LaunchError(
+                    f"{name} needs a value, e.g. {name} {option.metavar}",
+                    code="option_without_value",
+                )
             value = rest.pop(0)
         if option in (CARDS, IPS):  # `0, 1` without quotes is three words to us and one to a reader
             while len(rest) > 1 and not rest[0].endswith(".py"):
@@ -239,8 +250,10 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         value = value.strip().strip("'\"").strip()
         if option.key in values:
             raise LaunchError(
-                f"{name} {value}: {' / '.join(option.names)} was given before, as "
-                f"{values[option.key]!r}; give it once"
+                f"{' / '.join(option.names)} was given before, as {values[option.key]!r}",
+                code="option_repeated",
+                where=f"{name} {value}",
+                fix="give it once",
             )
         values[option.key] = value
     return values, rest
@@ -265,7 +278,11 @@ def _integer(values: Mapping[str, str], key: str, least: int, most: int) -> int 
     if text is None:
         return None
     if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
-        raise LaunchError(f"--{key} {text}: expected a whole number from {least} to {most}")
+        raise LaunchError(
+            f"expected a whole number from {least} to {most}",
+            code="option_invalid",
+            where=f"--{key} {text}",
+        )
     return int(text)
 
 
@@ -276,12 +293,20 @@ def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
         return "", None
     found = re.fullmatch(r"(?:([^:\[\]\s]+|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})", text)
     if found is None or not 1 <= int(found[2]) <= 65535:
-        raise LaunchError(f"--{key} {text}: expected PORT or ADDRESS:PORT, as in 0.0.0.0:9410")
+        raise LaunchError(
+            "expected PORT or ADDRESS:PORT, as in 0.0.0.0:9410",
+            code="option_invalid",
+            where=f"--{key} {text}",
+        )
     return (found[1] or "").strip("[]"), int(found[2])
 
 
 def _boolean(values: Mapping[str, str], key: str) -> bool:
     text = values.get(key, "0").lower()
     if text not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
-        raise LaunchError(f"--{key} {text}: expected 1 or 0")
+        raise LaunchError(
+            "expected 1 or 0",
+            code="option_invalid",
+            where=f"--{key} {text}",
+        )
     return text in ("1", "true", "yes", "on")

@@ -1,7 +1,6 @@
 """From what every rank left behind to one exit code and one message."""
 
 import json
-import re
 import signal
 import socket
 import time
@@ -15,18 +14,8 @@ from ppdist.launch.watch import found_stall
 
 USER_ERROR, STOPPED = 2, 75
 _TAIL_LINES = 40
-# What a rank says when another one is gone: the consequence, not the cause.
-_LOST_PEER = re.compile(
-    r"gloo/transport|pair\.cc|unbound_buffer\.cc|Connection reset by peer|Connection closed by peer"
-    r"|Connection refused(?!, tried for)|byte_sent|ncclRemoteError|ncclSystemError"
-    r"|rank \d+ \(host [^)]*\) failed:"
-    r"|ended while rank \d+ waited for it"
-)
-# When it gave up waiting for one that may stand still (watch.py).
-_LATE_PEER = re.compile(
-    r"rank \d+ waited [\d.]+ s \(|did not come to the first all-reduce"
-    r"|cannot reach port \d+ of .*, where rank 0 keeps"
-)
+# Codes of a rank that waited for one that may stand still (watch.py).
+_WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
 
 
 @dataclass(frozen=True)
@@ -35,41 +24,46 @@ class RankEnd:
 
     rank: int
     local: int  # its number on this host; 0 has the terminal
-    code: int | None  # negative: killed by that signal; None: nobody saw its end
-    message: str  # what errors.run left, "" if nothing
+    exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
+    failure: errors.Failure  # what errors.run left, with an empty message if nothing
     time: float  # of the failure, seconds since the epoch
     pid: int = 0  # of its watcher, worker.py
     reading: pulse.Reading | None = None  # its last sign of life
-    exit: int | None = None  # what the process itself ended with; None: it is still at it
+    process_code: int | None = None  # the exit code of the process; None: it is still at it
     began: bool = True  # the script, and not only its watcher
+
+    @property
+    def message(self) -> str:
+        return self.failure.message
 
     @property
     def failed(self) -> bool:
         """True unless it ended as it should; one that ends well amid training leaves the others."""
         early = self.reading is not None and self.reading.phase in ("step", "save")
-        return self.code not in (0, STOPPED) or (self.code == 0 and early)
+        return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
 
     @property
     def is_consequence(self) -> bool:
         """True when it ended because another rank had."""
-        killed = self.code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
-        return bool(_LOST_PEER.search(self.message)) or (killed and not self.message)
+        killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
+        lost = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
+        return lost or (killed and not self.message)
 
     @property
     def waited_in_vain(self) -> bool:
         """True when it ended because another rank had, or did not come."""
-        return self.is_consequence or bool(_LATE_PEER.search(self.message))
+        return self.is_consequence or self.failure.code in _WAITED_IN_VAIN
 
     @property
     def how(self) -> str:
-        if self.code is None:
+        if self.exit_code is None:
             return "was killed"
-        if self.code < 0:
-            name = signal.Signals(-self.code).name
-            hint = " (out of memory? see dmesg)" if self.code == -signal.SIGKILL else ""
+        if self.exit_code < 0:
+            name = signal.Signals(-self.exit_code).name
+            hint = " (out of memory? see dmesg)" if self.exit_code == -signal.SIGKILL else ""
             return f"was killed by {name}{hint}"
-        amid = ", though training was not over," if self.code == 0 else ""
-        return f"ended with exit code {self.code}{amid}"
+        amid = ", though training was not over," if self.exit_code == 0 else ""
+        return f"ended with exit code {self.exit_code}{amid}"
 
     @property
     def step(self) -> int | None:
@@ -161,9 +155,10 @@ def judge(
     """
     # Nobody is left: who has not left its exit code was killed.
     ends = [
-        replace(end, exit=-signal.SIGKILL) if end.exit is None else end for end in read_ends(folder)
+        replace(end, process_code=-signal.SIGKILL) if end.process_code is None else end
+        for end in read_ends(folder)
     ]
-    codes = {end.code for end in ends}
+    codes = {end.exit_code for end in ends}
     if not ends and stopped is None:
         said = "Paddle's launcher failed before any rank began:\n" + _tail(launcher_log)
         return Outcome(1, said, told=said, time=time.time())
@@ -201,7 +196,7 @@ def _of_failed(
     stopped: int | None,
 ) -> Outcome:
     """Args: failed: those of `ends` that did, at least one."""
-    user_errors = [end for end in failed if end.code == USER_ERROR and not end.waited_in_vain]
+    user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
     first = min(
         user_errors or failed,
         key=lambda end: (end.is_consequence, end.waited_in_vain, end.time),
@@ -212,14 +207,14 @@ def _of_failed(
         guess = not stall.certain
         said = stall.message
         return Outcome(1, said, stopped, said, False, stall.time, stall.step, is_guess=guess)
-    if first.code == USER_ERROR and first.message:
+    if first.exit_code == USER_ERROR and first.message:
         said = f"error: {first.message}"
         return _failure(first, USER_ERROR, said, said, stopped)
-    if first.code == USER_ERROR:
+    if first.exit_code == USER_ERROR:
         said, told = (_said(first, log_dir, offsets, here) for here in (True, False))
         return _failure(first, USER_ERROR, said, told, stopped)
-    if stopped is not None and all(end.is_consequence or end.code == STOPPED for end in ends):
-        if all(end.made_no_step or end.code == STOPPED for end in ends):
+    if stopped is not None and all(end.is_consequence or end.exit_code == STOPPED for end in ends):
+        if all(end.made_no_step or end.exit_code == STOPPED for end in ends):
             return stopped_before(stopped, "the first step of this attempt")
         ranks = ", ".join(str(end.rank) for end in failed)
         name = signal.Signals(stopped).name
@@ -245,7 +240,8 @@ def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: b
 
 def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
     """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
-    cut = end.exit is not None and end.exit < 0  # killed, perhaps amid its last words
+    code = end.process_code
+    cut = code is not None and code < 0  # killed, perhaps amid its last words
     if end.local == 0 and not (cut and end.message):
         return "" if here else end.message.rstrip()
     return end.message.rstrip() or _tail(_log(end, log_dir), offsets.get(end.local, 0))
@@ -259,17 +255,20 @@ def read_ends(folder: Path) -> Sequence[RankEnd]:
     """Of all ranks of this host that have begun; the code of those that run is None."""
     ends = []
     for seen in worker.reports(folder):
-        code, message, when = seen["code"], "", seen["time"]
+        code, failure, when = seen["code"], errors.Failure("", "", ""), seen["time"]
         report = folder / f"rank-{seen['rank']}.json"
         if report.is_file():
             said = json.loads(report.read_text(encoding="utf-8"))
-            if said["code"] != 0:  # a rank may still crash after it has reported 0
+            if said["exit_code"] != 0:  # a rank may still crash after it has reported 0
                 # The report comes when the rank fails, the exit only when it has been torn down.
-                code, message, when = said["code"], said["message"], report.stat().st_mtime
+                code, when = said["exit_code"], report.stat().st_mtime
+                failure = errors.Failure(
+                    said["kind"], said["code"], said["message"], said["from_rank"]
+                )
         reading = pulse.read(pulse.file_of(folder, seen["rank"]))
         own, began = seen["code"], seen["code"] is not None or seen["child"] != 0
         rank, local, pid = seen["rank"], seen["local"], seen["pid"]
-        ends.append(RankEnd(rank, local, code, message, when, pid, reading, own, began))
+        ends.append(RankEnd(rank, local, code, failure, when, pid, reading, own, began))
     return ends
 
 

@@ -137,21 +137,28 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     if machine.build == "none":
         raise LaunchError(
             "PaddlePaddle is not installed in this Python: pip install 'ppdist[cpu]', or on a GPU "
-            "machine the paddlepaddle-gpu build for your CUDA (see README.md)"
+            "machine the paddlepaddle-gpu build for your CUDA (see README.md)",
+            code="paddle_missing",
         )
     script = options.script
     if script.isdigit():
         raise LaunchError(
-            f"{script!r} stands where the script belongs; write lists with commas, e.g. "
-            f"--selected_gpus 0,1"
+            f"{script!r} stands where the script belongs",
+            code="script_missing",
+            fix="write lists with commas, e.g. --selected_gpus 0,1",
         )
     found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
-        raise LaunchError(f"there is no script {script!r} (looked from {Path.cwd()})")
+        raise LaunchError(
+            f"there is no script {script!r} (looked from {Path.cwd()})",
+            code="script_not_found",
+        )
     if options.max_restart and options.master:
         raise LaunchError(
             "--max_restart does not work with --master: hosts that restart by themselves would "
-            "meet ranks of the failed run; name the hosts with --ips"
+            "meet ranks of the failed run",
+            code="options_conflict",
+            fix="name the hosts with --ips",
         )
 
 
@@ -163,7 +170,10 @@ def cards_of_run(
     wanted = None if options.cards is None else expand_ids(options.cards)
     visible = visible_labels(machine.cards, variable)
     if wanted is not None and not visible:
-        raise LaunchError(_no_cards(options, wanted, machine, variable))
+        raise LaunchError(
+            _no_cards(options, wanted, machine, variable),
+            code="no_cards",
+        )
     if visible and machine.build == "cpu":
         problem = (
             f"this machine has {len(visible)} visible GPU{'s' * (len(visible) > 1)}, but the "
@@ -171,8 +181,12 @@ def cards_of_run(
         )
         if wanted is not None:
             raise LaunchError(
-                f"{problem}; install the paddlepaddle-gpu for your CUDA (see README.md), or train "
-                f"on CPU: {_instead(options, len(wanted), machine)}"
+                problem,
+                code="paddle_without_cards",
+                fix=(
+                    "install the paddlepaddle-gpu for your CUDA (see README.md), or train on CPU: "
+                    f"{_instead(options, len(wanted), machine)}"
+                ),
             )
         notes.append(f"note: {problem}, so no card is used")
         return []
@@ -181,13 +195,17 @@ def cards_of_run(
         if options.processes not in (None, len(chosen)):
             raise LaunchError(
                 f"{len(chosen)} cards and --nproc_per_node {options.processes} contradict each "
-                f"other; each card gets one process: leave one of the two out"
+                "other",
+                code="options_conflict",
+                fix="each card gets one process: leave one of the two out",
             )
         return chosen
     if options.processes is not None and options.processes > len(visible) > 0:
         raise LaunchError(
-            f"--nproc_per_node {options.processes}: this machine has {len(visible)} visible GPUs "
-            f"and each process needs its own; for a run on CPU: CUDA_VISIBLE_DEVICES= fleetrun ..."
+            f"this machine has {len(visible)} visible GPUs and each process needs its own",
+            code="cards_too_few",
+            where=f"--nproc_per_node {options.processes}",
+            fix="for a run on CPU: CUDA_VISIBLE_DEVICES= fleetrun ...",
         )
     return visible[: options.processes]
 
@@ -267,13 +285,21 @@ def _add_master(
     options: Options, arguments: list[str], variables: dict[str, str], network: Network
 ) -> None:
     if options.ips is not None:
-        raise LaunchError("--master and --ips are two ways to bring hosts together; give one")
+        raise LaunchError(
+            "--master and --ips are two ways to bring hosts together",
+            code="options_conflict",
+            fix="give one",
+        )
     master = options.master or ""
     arguments += ["--master", master]
     name = master.rpartition("://")[2].partition(":")[0]
     address = network.resolve(name)
     if ":" not in master or address is None:
-        raise LaunchError(f"--master {master}: expected IP:PORT of a known host")
+        raise LaunchError(
+            "expected IP:PORT of a known host",
+            code="option_invalid",
+            where=f"--master {master}",
+        )
     port = master.rpartition(":")[2]
     if port.isascii() and port.isdigit():
         refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))

@@ -60,7 +60,11 @@ def run_job(
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--log_dir {options.log_dir}: {error.strerror}") from error
+        raise LaunchError(
+            f"{error.strerror}",
+            code="folder_unwritable",
+            where=f"--log_dir {options.log_dir}",
+        ) from error
     afresh = options.log_overwrite and attempt == 0
     orders = {
         "command": _command(options),
@@ -175,7 +179,7 @@ class _Job:
                 self._announce(cause)
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
-        gone = [end for end in ends if end.exit is not None]  # others may still say why
+        gone = [end for end in ends if end.process_code is not None]  # others may still say why
         if self._ending is not None and len(gone) == len(self._offsets):
             self._ending -= _PEER_SECONDS  # nobody is left who could say anything
 
@@ -243,7 +247,9 @@ def private_files(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LaunchError(
             f"{folder} cannot be written ({error.strerror}): fleetrun keeps there what ranks tell "
-            f"it; make room, or set TMPDIR to a folder with some"
+            "it",
+            code="temporary_folder_unwritable",
+            fix="make room, or set TMPDIR to a folder with some",
         ) from error
 
 

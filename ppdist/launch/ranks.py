@@ -25,15 +25,17 @@ def ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
             a word was killed then, and that is written down here.
     """
     ends = read_ends(folder)
-    lost = [end for end in ends if by_themselves and end.code is None and not is_alive(end.pid)]
+    lost = [
+        end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
+    ]
     if lost:
         ends = read_ends(folder)  # one of them may have left its word meanwhile
         now = {end.rank: end for end in ends}
         for end in lost:
-            if now[end.rank].code is None:
+            if now[end.rank].exit_code is None:
                 worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
         ends = read_ends(folder)
-    return [end for end in ends if end.code is not None]
+    return [end for end in ends if end.exit_code is not None]
 
 
 def asked_to_stop(folder: Path) -> tuple[int, int] | None:

@@ -128,8 +128,9 @@ class _Feedback(Averaging):
             if list(saved_WNK.shape[1:]) != list(rest.shape):
                 raise CheckpointError(
                     f"the checkpoint holds what was kept of the gradient of {key} as a matrix "
-                    f"{list(saved_WNK.shape[1:])}, the model has {list(rest.shape)}; resume with "
-                    f"the configuration the run was started with"
+                    f"{list(saved_WNK.shape[1:])}, the model has {list(rest.shape)}",
+                    code="checkpoint_of_other_config",
+                    fix="resume with the configuration the run was started with",
                 )
             if len(saved_WNK) == dist.world_size():
                 mine = saved_WNK[dist.rank()]

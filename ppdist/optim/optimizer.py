@@ -134,8 +134,9 @@ def load_optimizer_arrays(
     kind = "velocity" if isinstance(optimizer, paddle.optimizer.Momentum) else "moment1"
     if arrays and not any(kind in entry.rpartition("/")[2] for entry in arrays):
         raise CheckpointError(
-            "the checkpoint holds the state of another optimizer than optimizer.name; "
-            "resume with the configuration the run was started with"
+            "the checkpoint holds the state of another optimizer than optimizer.name",
+            code="checkpoint_of_other_config",
+            fix="resume with the configuration the run was started with",
         )
     generated = {key: name for name, key in _longest_first(model).items()}
     state: dict = {}
@@ -144,8 +145,9 @@ def load_optimizer_arrays(
         key, _, rest = entry.rpartition("/")
         if key not in generated:
             raise CheckpointError(
-                f"the checkpoint holds optimizer state of {key!r}, which this model does not have; "
-                f"resume with the configuration the run was started with"
+                f"the checkpoint holds optimizer state of {key!r}, which this model does not have",
+                code="checkpoint_of_other_config",
+                fix="resume with the configuration the run was started with",
             )
         tensor = paddle.to_tensor(array)
         if _MASTER.fullmatch(rest):
@@ -229,4 +231,7 @@ def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
     for generated, key in names.items():
         if name.startswith(f"{generated}_"):
             return key, name[len(generated) + 1 :]
-    raise CheckpointError(f"optimizer state {name!r} belongs to no parameter of the model")
+    raise CheckpointError(
+        f"optimizer state {name!r} belongs to no parameter of the model",
+        code="checkpoint_of_other_config",
+    )

@@ -85,10 +85,12 @@ def adam_moments(
     fastest = max(1 - beta for beta in betas)
     if kappa * fastest >= 1:
         raise ConfigError(
-            f"optimizer.betas_scaling: auto: the total batch is {kappa:g} times "
-            f"optimizer.reference_batch_size, and betas {list(betas)} allow less than "
-            f"{1 / fastest:g} times: 1 - beta grows with the batch and must stay below 1; use "
-            f"fewer cards, a smaller batch, or optimizer.betas_scaling: none"
+            f"auto: the total batch is {kappa:g} times optimizer.reference_batch_size, and betas "
+            f"{list(betas)} allow less than {1 / fastest:g} times: 1 - beta grows with the batch "
+            "and must stay below 1",
+            code="betas_not_scalable",
+            where="optimizer.betas_scaling",
+            fix="use fewer cards, a smaller batch, or optimizer.betas_scaling: none",
         )
     first, second = (1 - kappa * (1 - beta) for beta in betas)
     return (first, second), epsilon / math.sqrt(kappa)

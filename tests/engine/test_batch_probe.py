@@ -1,16 +1,18 @@
 """The search for a batch, on made-up memories, and the process that it starts."""
 
+import json
 import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
 from ppdist.engine import batch_probe
 from ppdist.engine.batch_probe import NO_MEMORY, search, trial_of
 from ppdist.engine.memory import ADDRESSES, CARD, HOST, fits, largest, tightest
-from ppdist.errors import ConfigError, UserError
+from ppdist.errors import ConfigError, DataError, failure_of
 
 GIB = 1 << 30
 
@@ -160,11 +162,13 @@ def test_a_step_that_finds_no_memory_is_told_from_other_failures(monkeypatch):
 
 
 def test_a_mistake_of_the_users_is_raised_as_it_was_said(monkeypatch):
-    code = "import sys; open(sys.argv[1] + '/mistake', 'w').write('a: b'); sys.exit(2)"
+    mistake = json.dumps(asdict(failure_of(DataError("b", code="image_missing", where="a"))))
+    code = f"import sys; open(sys.argv[1] + '/mistake', 'w').write({mistake!r}); sys.exit(2)"
     end_as(monkeypatch, code)
     trial = trial_of({}, {HOST: GIB}, time.monotonic() + 60)
-    with pytest.raises(UserError, match=r"^a: b$"):
+    with pytest.raises(DataError, match=r"^a: b$") as raised:
         search(trial, {HOST: GIB}, 8)
+    assert raised.value.code == "image_missing"
 
 
 @pytest.mark.slow

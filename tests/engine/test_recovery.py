@@ -13,9 +13,9 @@ from ppdist import dist
 from ppdist.config.distributed import DistributedConfig
 from ppdist.engine import recovery
 from ppdist.engine.experiment import build_training
-from ppdist.engine.out_of_memory import is_out_of_memory, parts_of
+from ppdist.engine.out_of_memory import parts_of
 from ppdist.engine.same_weights import trusted
-from ppdist.errors import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE, ConfigError
+from ppdist.errors import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.errors import Failure
 from ppdist.launch.options import STALE_VARIABLES
 from tests.distributed import _free_ports
 from tests.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
@@ -218,5 +219,6 @@ def test_fleetrun_starts_without_importing_paddle() -> None:
 def test_signals_have_names_in_messages() -> None:
     from ppdist.launch.outcome import RankEnd
 
-    assert RankEnd(1, 1, -signal.SIGSEGV, "", 0.0).how == "was killed by SIGSEGV"
-    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, "", 0.0).how
+    nothing = Failure("", "", "")
+    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
+    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

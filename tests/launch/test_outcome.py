@@ -3,24 +3,36 @@
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 from ppdist import pulse
+from ppdist.errors import Failure, LaunchError, UserError, failure_of
 from ppdist.launch import worker
 from ppdist.launch.outcome import Outcome, judge
 
 TERM = -signal.SIGTERM
-GLOO = "RuntimeError: [/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:584] TIMEOUT"
+GLOO = failure_of(RuntimeError("[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:584] TIMEOUT"))
+
+
+def wrong(message: str) -> Failure:
+    """A mistake of the user's."""
+    return failure_of(UserError(message, code="any"))
+
+
+def crash(message: str) -> Failure:
+    return Failure("crash", "crash", message)
 
 
 def ended(folder: Path, *ranks: tuple, stopped: int | None = None, launcher: int = 0) -> Outcome:
-    """Each rank: (exit code, time) or (exit code, time, reported code, reported message)."""
+    """Each rank: (exit code, time) or (exit code, time, reported exit code, Failure)."""
     for rank, (code, time, *report) in enumerate(ranks):
         state = {"rank": rank, "local": rank, "pid": 1, "code": code, "time": time}
         (folder / f"exit-{rank}.json").write_text(json.dumps(state))
         if report:
             path = folder / f"rank-{rank}.json"
-            path.write_text(json.dumps({"rank": rank, "code": report[0], "message": report[1]}))
+            said = {"rank": rank, "exit_code": report[0], **asdict(report[1])}
+            path.write_text(json.dumps(said))
             os.utime(path, (time, time))
     (folder / "launcher.log").write_text("noise\nTraceback (most recent call last):\nlast words\n")
     return judge(folder, folder, {}, launcher, stopped, folder / "launcher.log")
@@ -33,18 +45,18 @@ def test_all_done_is_0_and_all_stopped_is_75(tmp_path: Path) -> None:
 
 
 def test_wrong_input_wins_over_what_killed_its_peers(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (1, 3.0, 1, GLOO), (2, 2.0, 2, "no such file"), (TERM, 4.0))
+    outcome = ended(tmp_path, (1, 3.0, 1, GLOO), (2, 2.0, 2, wrong("no such file")), (TERM, 4.0))
     assert outcome == Outcome(2, "error: no such file")
 
 
 def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (2, 1.0, 2, "unknown key"), (2, 1.1, 2, "unknown key"))
+    outcome = ended(tmp_path, (2, 1.0, 2, wrong("unknown key")), (2, 1.1, 2, wrong("unknown key")))
     assert outcome == Outcome(2, "error: unknown key")
 
 
 def test_ranks_told_of_rank_0s_failure_do_not_make_it_wrong_input(tmp_path: Path) -> None:
     outcome = ended(
-        tmp_path, (1, 2.0, 1, "Traceback: boom"), (2, 1.9, 2, "rank 0 (host a) failed: boom")
+        tmp_path, (1, 2.0, 1, crash("Traceback: boom")), (2, 1.9, 2, wrong("boom").of_rank(0, "a"))
     )
     assert outcome.code == 1 and "rank 0 failed first" in outcome.message
 
@@ -56,7 +68,7 @@ def test_the_cause_is_named_even_when_a_consequence_was_seen_earlier(tmp_path: P
 
 
 def test_a_crash_after_a_good_report_is_a_failure(tmp_path: Path) -> None:
-    assert ended(tmp_path, (0, 1.0, 0, ""), (-signal.SIGABRT, 2.0, 0, "")).code == 1
+    assert ended(tmp_path, (0, 1.0, 0, crash("")), (-signal.SIGABRT, 2.0, 0, crash(""))).code == 1
 
 
 def test_a_lost_peer_alone_is_said_to_be_no_cause(tmp_path: Path) -> None:
@@ -109,16 +121,16 @@ def test_a_rank_that_gave_up_on_the_store_says_so_unless_another_is_the_cause(
         "host a cannot reach port 6071 of 10.0.0.1, where rank 0 keeps what ranks tell each other "
         "(Connection refused, tried for 300 s): nothing listens there: see in its log what keeps"
     )
-    gone = (2, 1.0, 2, said)
+    gone = (2, 1.0, 2, failure_of(LaunchError(said, code="store_unreachable")))
     assert ended(tmp_path, (TERM, 9.0), gone) == Outcome(2, f"error: {said}")
     outcome = ended(tmp_path, (-signal.SIGSEGV, 1.5), gone)
     assert outcome.message.startswith("rank 0 failed first: it was killed by SIGSEGV")
 
 
 def test_last_words_that_were_cut_off_are_printed_again(tmp_path: Path) -> None:
-    killed = ended(tmp_path, (-signal.SIGKILL, 2.0, 1, "Traceback: boom"))
+    killed = ended(tmp_path, (-signal.SIGKILL, 2.0, 1, crash("Traceback: boom")))
     assert killed.message.endswith("its output is below\nTraceback: boom")
-    assert "boom" not in ended(tmp_path, (1, 2.0, 1, "Traceback: boom")).message
+    assert "boom" not in ended(tmp_path, (1, 2.0, 1, crash("Traceback: boom"))).message
 
 
 def test_the_end_of_a_rank_needs_no_room_on_the_disk(tmp_path: Path, monkeypatch) -> None:
@@ -143,7 +155,7 @@ def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
 
 
 def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (1, 5.0, 1, "Traceback: boom"), (TERM, 6.0))
+    outcome = ended(tmp_path, (1, 5.0, 1, crash("Traceback: boom")), (TERM, 6.0))
     assert "boom" not in outcome.message and "its output is above" in outcome.message
     assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
     assert (outcome.is_consequence, outcome.time) == (False, 5.0)

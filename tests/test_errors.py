@@ -1,0 +1,200 @@
+"""Errors have codes, and no program decides by the words of a message."""
+
+import ast
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppdist import errors
+from ppdist.error_table import markdown, sites
+from ppdist.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
+from tests import ROOT
+
+# Where errors have no codes yet.
+_TO_BE_CONVERTED = (
+    *("ppdist/data/", "ppdist/config", "ppdist/models/", "ppdist/losses/", "ppdist/metrics/"),
+    *("ppdist/export", "ppdist/tune/", "ppdist/ensemble/", "ppdist/plan/", "ppdist/run_report/"),
+    *("ppdist/parity/", "ppdist/equivalence/", "ppdist/arguments.py", "ppdist/benchmark.py"),
+    *("ppdist/coco_", "ppdist/drawing.py", "ppdist/infer", "ppdist/pictures.py"),
+    *("ppdist/predictions.py", "ppdist/quantize.py", "ppdist/runtime", "ppdist/sample_accuracy.py"),
+    *("ppdist/scaling_speed.py", "ppdist/turns.py", "tools/benchmark.py", "tools/data.py"),
+    *("tools/ensemble.py", "tools/export.py", "tools/infer.py", "tools/tune.py"),
+    "tools/verify.py",
+)
+_FOREIGN = (
+    "ppdist/errors.py",
+    "_has_sign",
+)  # the only function that reads texts, of other programs
+_COMPARE = ("startswith", "endswith", "search", "match", "fullmatch", "find", "index", "count")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("ppdist", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_every_error_for_users_has_a_code_of_its_own_words() -> None:
+    for site in sites(ROOT):
+        if site.path == "ppdist/errors.py" and not site.codes:
+            continue  # where an error of another process gets the code that it had there
+        if not site.path.startswith(_TO_BE_CONVERTED):
+            assert site.codes, f"{site.path}:{site.line} has no literal code"
+        for code in site.codes:
+            assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)+", code), f"{site.path}:{site.line}"
+
+
+def reads_an_error(node: ast.AST) -> bool:
+    """`str(error)`, `f"{error}"`, `error.args`, `failure.message` and the like."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("str", "repr"):
+        return any(is_error(argument) for argument in node.args)
+    if isinstance(node, ast.FormattedValue):
+        return is_error(node.value)
+    if isinstance(node, ast.Attribute) and node.attr in ("args", "message", "what", "closed"):
+        return True
+    return isinstance(node, ast.Attribute) and node.attr == "strerror"
+
+
+def is_error(node: ast.AST) -> bool:
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return name in ("error", "failure", "exception", "problem", "caught", "refused", "e")
+
+
+def decisions(tree: ast.AST) -> Iterator[tuple[int, ast.AST]]:
+    """Comparisons that look into a text: the line and the function they are in."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            looked_at: list[ast.AST] = []
+            if isinstance(node, ast.Compare):
+                contains = any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops)
+                words = [node.left, *node.comparators]
+                texts = [each for each in words if isinstance(each, ast.Constant) and each.value]
+                if contains or any(isinstance(each.value, str) for each in texts):
+                    looked_at = words
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in _COMPARE:
+                    looked_at = [node.func.value, *node.args]
+            if any(reads_an_error(part) for each in looked_at for part in ast.walk(each)):
+                yield node.lineno, function
+
+
+def test_no_program_decides_by_a_sentence() -> None:
+    found = {
+        f"{path}:{line}"
+        for path, tree in sources()
+        for line, function in decisions(tree)
+        if (path, function.name) != _FOREIGN
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if "no room" in str(error): pass',
+        'if error.args[0] == "no room": pass',
+        "if PATTERN.search(self.message): pass",
+        'if f"{error}".startswith("no"): pass',
+        'if (call.closed or "").startswith("it does not speak"): pass',
+    ],
+)
+def test_a_decision_by_a_sentence_is_found(line: str) -> None:
+    assert list(decisions(ast.parse(f"def decide():\n    {line}")))
+
+
+def test_the_text_is_where_what_and_fix() -> None:
+    assert str(UserError("what", code="a_b")) == "what"
+    whole = UserError("what", code="a_b", where="where", fix="fix")
+    assert str(whole) == "where: what; fix"
+    again = pickle.loads(pickle.dumps(failure_of(whole).of_rank(1, "a").error()))
+    assert (type(again), again.code, again.from_rank) == (UserError, "a_b", 1)
+    assert str(again) == "rank 1 (host a) failed: where: what; fix"
+
+
+def raised(error: BaseException, first: BaseException | None = None) -> BaseException:
+    """The error, as it is after another one was met."""
+    try:
+        try:
+            raise first or error
+        except BaseException as met:
+            if met is error:
+                raise
+            raise error from met
+    except BaseException as end:
+        return end
+
+
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:584] Connection closed by peer [10.0.0.2]:51432")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (ConfigError("x", code="invalid_config"), "config", "invalid_config"),
+        (RankError("x", code="rank_timeout"), "rank", "rank_timeout"),
+        (GLOO, "rank", "lost_rank"),
+        (RuntimeError("ncclRemoteError: a call failed"), "rank", "lost_rank"),
+        (raised(KeyError("x"), GLOO), "rank", "lost_rank"),
+        (raised(KeyError("x"), RankError("y", code="rank_timeout")), "rank", "rank_timeout"),
+        (raised(LaunchError("x", code="rank_timeout"), GLOO), "launch", "rank_timeout"),
+        (raised(KeyError("x"), ConfigError("y", code="invalid_config")), "crash", "crash"),
+        (MemoryError(), "crash", "out_of_memory"),
+        (OSError("(External) CUDNN_STATUS_ALLOC_FAILED"), "crash", "out_of_memory"),
+        (ZeroDivisionError("division by zero"), "crash", "crash"),
+    ],
+)
+def test_an_exception_is_classified(error: BaseException, kind: str, code: str) -> None:
+    failure = failure_of(error)
+    assert (failure.kind, failure.code, failure.from_rank) == (kind, code, None)
+
+
+def test_other_ranks_hear_the_kind_and_the_code_and_that_they_only_heard_of_it() -> None:
+    wrong = failure_of(ConfigError("x", code="invalid_config")).of_rank(3, "a").error()
+    assert (type(wrong), wrong.code, wrong.from_rank) == (ConfigError, "invalid_config", 3)
+    # Told on once more, it stays the failure of the rank that it was.
+    assert failure_of(wrong).of_rank(0, "b").from_rank == 3
+    bug = failure_of(KeyError("x")).of_rank(3, "a").error()
+    assert (type(bug), bug.code, bug.from_rank) == (RankError, "rank_failed", 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "failure"),
+    [
+        (ConfigError("y", code="invalid_config", where="x"), 2, ("config", "invalid_config")),
+        (RankError("y", code="lost_rank"), 1, ("rank", "lost_rank")),
+        (ZeroDivisionError("y"), 1, ("crash", "crash")),
+        (ModuleNotFoundError("no paddle", name="paddle"), 2, ("user", "paddle_missing")),
+    ],
+)
+def test_a_rank_leaves_why_it_ended(
+    error: Exception,
+    exit_code: int,
+    failure: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(errors.EXIT_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "1")
+    monkeypatch.setattr(errors, "STOP_SIGNALS", ())
+
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        errors.run(main)
+    said = json.loads((tmp_path / "rank-1.json").read_text(encoding="utf-8"))
+    assert ended.value.code == said.pop("exit_code") == exit_code and said.pop("rank") == 1
+    left = Failure(**said)
+    assert (left.kind, left.code) == failure
+    assert left.message.startswith("Traceback") == (exit_code == 1)
+
+
+def test_the_page_of_codes_is_up_to_date() -> None:
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    assert page == markdown(ROOT), "run `python tools/config.py errors`"
