@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from ppdist import runtime, runtime_speed
+from ppdist import runtime
+from ppdist.benchmark import latency
+from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.errors import DataError, ExportError
 from ppdist.export import export_detector
 from ppdist.export_graph import deployment_copy
@@ -20,7 +22,6 @@ from ppdist.infer_spec import InferenceSpec, read_spec, write_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor, graph_input, prepare
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.runtime import OnnxGraph, PaddleGraph, RuntimeOptions
-from ppdist.runtime_speed import measure_predictors, pictures_of, predictors_of
 from tests.test_export import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tools import infer
 
@@ -35,13 +36,13 @@ def model() -> PPYOLOE:
 @pytest.fixture(scope="module")
 def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runtime") / "model"
-    export_detector(model, directory, tiny_spec(), runtime_speed.formats_here())
+    export_detector(model, directory, tiny_spec(), latency.formats_here())
     return directory
 
 
 def variants() -> list[Any]:
     onnx = pytest.mark.skipif(
-        "onnx" not in runtime_speed.formats_here(), reason="needs paddle2onnx and onnxruntime"
+        "onnx" not in latency.formats_here(), reason="needs paddle2onnx and onnxruntime"
     )
     return [
         pytest.param({"threads": 2}, id="oneDNN"),
@@ -125,16 +126,21 @@ def test_an_onnx_runtime_without_a_card_or_with_a_broken_file_says_so(tmp_path: 
     pytest.importorskip("onnxruntime")
     file = tmp_path / "model.onnx"
     file.write_bytes(b"no model")
-    with pytest.raises(ExportError, match=r"ONNX Runtime cannot load .*model\.onnx"):
+    with pytest.raises(ExportError, match=r"ONNX Runtime cannot load .*model\.onnx") as error:
         OnnxGraph(file, RuntimeOptions(backend="onnx"))
-    with pytest.raises(ExportError, match=r"has no CUDAExecutionProvider.*onnxruntime-gpu"):
+    assert error.value.code == "runtime_load_failed"
+    with pytest.raises(
+        ExportError, match=r"has no CUDAExecutionProvider.*onnxruntime-gpu"
+    ) as error:
         OnnxGraph(file, RuntimeOptions(backend="onnx", device="gpu"))
+    assert error.value.code == "package_build"
 
 
 def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ExportError, match=r"needs ONNX Runtime: pip install onnxruntime"):
+    with pytest.raises(ExportError, match=r"needs ONNX Runtime: pip install onnxruntime") as error:
         OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="onnx"))
+    assert error.value.code == "package_missing"
 
 
 def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -> None:
@@ -144,8 +150,9 @@ def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -
         ({"backend": "onnx"}, "no ONNX model; export with --format onnx$"),
         ({"backend": "onnx", "precision": "int8"}, "no int8 ONNX .* --format onnx --int8$"),
     ):
-        with pytest.raises(ExportError, match=message):
+        with pytest.raises(ExportError, match=message) as error:
             ExportedPredictor(tmp_path, RuntimeOptions(**options))
+        assert error.value.code == "export_lacks_format"
 
 
 def test_a_graph_that_takes_normalised_pixels_gets_them() -> None:
@@ -165,12 +172,12 @@ def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
     return predict
 
 
-def test_predictors_take_turns_and_are_compared_with_the_first(
+def test_predictors_are_interleaved_and_compared_with_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, order = [0.0], []
-    monkeypatch.setattr(runtime_speed.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(runtime_speed.time, "sleep", lambda seconds: order.append(seconds))
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latency.time, "sleep", lambda seconds: order.append(seconds))
     box = np.float32([[0, 0.9, 1, 1, 9, 9]])
     moved = box + np.float32([0, 0, 3, 3, 3, 3])
     predictors = {
@@ -182,7 +189,7 @@ def test_predictors_take_turns_and_are_compared_with_the_first(
     report = measure_predictors(
         predictors, tiny_spec(), pictures_of(None)[:3], batch=2, threads=1, rounds=4
     )
-    assert order == [runtime_speed._PAUSE_SECONDS] * 16  # before each turn
+    assert order == [latency._PAUSE_SECONDS] * 16  # before each predictor
     found = report["predictors"]
     assert found["slow"]["median_ms"] == pytest.approx(80)
     assert found["slow"]["images_per_second"] == pytest.approx(25)
@@ -193,6 +200,7 @@ def test_predictors_take_turns_and_are_compared_with_the_first(
     assert (report["batch"], report["image_size"], report["pictures"]) == (2, list(SIZE), 3)
 
 
+@pytest.mark.slow
 def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> None:
     spec: InferenceSpec = read_spec(exported)
     names = ["eager", "Paddle Inference", "Paddle Inference, oneDNN"]
@@ -213,16 +221,17 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
 
 
 def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image"):
+    with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image") as error:
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
         pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
+    assert error.value.code == "no_good_image"
 
 
-@pytest.mark.parametrize("backend", ["paddle", "onnx"])
+@pytest.mark.parametrize("backend", ["paddle", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_the_tool_runs_an_export_in_either_runtime(
     exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if backend not in runtime_speed.formats_here():
+    if backend not in latency.formats_here():
         pytest.skip("needs paddle2onnx and onnxruntime")
     image_HW3 = pictures_of(None)[0]
     cv2.imwrite(str(tmp_path / "a.png"), image_HW3[:, :, ::-1])
@@ -236,12 +245,13 @@ def test_the_tool_runs_an_export_in_either_runtime(
     assert best["score"] == pytest.approx(expected[:, 1].max(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_tool_measures_an_export_without_a_config(
     exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["benchmark.py", "infer", "--model", str(exported), "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(runtime_speed, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(latency, "_PAUSE_SECONDS", 0.0)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
     printed = capsys.readouterr()

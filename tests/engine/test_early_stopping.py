@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -10,7 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from ppdist import dist, faults
+from ppdist import dist
 from ppdist.config import parse_config
 from ppdist.data.synthetic import make_shapes
 from ppdist.engine.early_stopping import (
@@ -24,6 +23,8 @@ from ppdist.engine.experiment_config import ExperimentConfig
 from ppdist.errors import ConfigError
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config
+from tests.faults.fault import parse_faults
+from tests.faults.injector import FaultInjector
 
 
 def stops_after(values, *, default="mAP", **keys):
@@ -128,7 +129,7 @@ ENDS_AT, BEST = 12, 12
 SLOW = 0.2  # seconds before each step of a rank
 
 
-def trained(data, output, *overrides, resume=None, before=lambda trainer: None):
+def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
     """Exit code and trainer of a run whose evaluations score as above."""
     dist.init("cpu", dist.DistributedConfig())
     experiment = build_training(
@@ -137,6 +138,7 @@ def trained(data, output, *overrides, resume=None, before=lambda trainer: None):
         evaluate=True,
         resume=resume,
         command=["test"],
+        callbacks=callbacks,
     )
     trainer = experiment.trainer
     inner = trainer.evaluator.evaluate
@@ -163,9 +165,8 @@ def ask_to_stop(trainer, step):
 
 def two_ranks(argument):
     data, folder = Path(argument["data"]), Path(argument["folder"])
-    os.environ[faults.VARIABLE] = f"slow={SLOW}@rank1:step1"
-    whole, trainer = trained(data, folder / "whole")
-    del os.environ[faults.VARIABLE]
+    slow = FaultInjector(parse_faults(f"slow={SLOW}@rank1:step1"))
+    whole, trainer = trained(data, folder / "whole", callbacks=[slow])
     found = [[whole, asdict(trainer.progress.standing)]]
     stopped, _ = trained(data, folder / "resumed", before=lambda each: ask_to_stop(each, 10))
     ended, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
@@ -186,6 +187,7 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_end_early_alike_whether_resumed_or_not(shapes, tmp_path):
     argument = {"data": str(shapes), "folder": str(tmp_path)}
     first, second = run_on_ranks(2, "tests.engine.test_early_stopping:two_ranks", argument)
@@ -226,6 +228,7 @@ def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     assert lines_of(tmp_path)[-1]["finished"] == "total"
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path):
     def goes_on(before, *overrides):
         overrides = ("train.batch_size_per_card=8", *overrides)

@@ -94,6 +94,7 @@ def follow(shapes, tmp_path, record_property, *parts):
     assert "each step has the same images" in (changed / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_losses_on_half_as_many_ranks(
     shapes, tmp_path, record_property
 ):
@@ -107,6 +108,7 @@ def test_a_run_goes_on_with_the_same_losses_on_one_two_and_four_ranks(
     follow(shapes, tmp_path, record_property, (1, 2), (4, 5), (2, 8), (1, 10))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_no_folder_get_the_checkpoint_from_rank_0(shapes, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     compressed = ["distributed.gradient_rank=2", "distributed.shard_optimizer=true"]
@@ -178,7 +180,7 @@ def fleetrun(folder, output, overrides, *arguments, fault="", restarts=0):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE")}
     command = [
         sys.executable, "tools/launch.py", "--nproc_per_node", "2", "--log_dir", folder / "log",
-        "--max_restart", restarts, "tools/train.py", "-c", folder / "cfg.yml", *arguments,
+        "--max_restart", restarts, "tests/faults/train.py", "-c", folder / "cfg.yml", *arguments,
         "-o", f"output_dir={output}", *overrides,
     ]  # fmt: skip
     ended = subprocess.run(
