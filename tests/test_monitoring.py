@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ppdist.drill import Course
 from ppdist.launch.measures import METRICS
 from tests.distributed import _free_ports
+from tests.faults.scenario import FaultScenario
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "deploy" / "monitoring"
@@ -191,7 +191,7 @@ def test_prometheus_reads_a_real_run_and_knows_its_slow_rank(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     pytest.importorskip("prometheus_client")
-    course, port = Course(tmp_path / "course"), _free_ports(1)[0]
+    scenario, port = FaultScenario(tmp_path / "scenario"), _free_ports(1)[0]
     words = {
         "launch": ["--metrics_port", str(port)],
         "train": ["--eval"],
@@ -199,7 +199,7 @@ def test_prometheus_reads_a_real_run_and_knows_its_slow_rank(
     }
     with (
         prometheus_of(tmp_path, f"127.0.0.1:{port}") as ask,
-        course.job("demo", "slow=0.5@rank1:step2", **words) as job,
+        scenario.job("demo", "slow=0.5@rank1:step2", **words) as job,
     ):
         job.reaches(40, 400)
         deadline = time.monotonic() + 60

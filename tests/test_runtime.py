@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from ppdist import runtime, runtime_speed
+from ppdist import runtime
+from ppdist.benchmark import latency
+from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.errors import DataError, ExportError
 from ppdist.export import export_detector
@@ -21,7 +23,6 @@ from ppdist.infer_spec import InferenceSpec, read_spec, write_spec
 from ppdist.inference import EagerPredictor, ExportedPredictor, graph_input, prepare
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.runtime import OnnxGraph, PaddleGraph
-from ppdist.runtime_speed import measure_predictors, pictures_of, predictors_of
 from tests.test_export import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tools import infer
 
@@ -36,13 +37,13 @@ def model() -> PPYOLOE:
 @pytest.fixture(scope="module")
 def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runtime") / "model"
-    export_detector(model, directory, tiny_spec(), runtime_speed.formats_here())
+    export_detector(model, directory, tiny_spec(), latency.formats_here())
     return directory
 
 
 def variants() -> list[Any]:
     onnx = pytest.mark.skipif(
-        "onnx" not in runtime_speed.formats_here(), reason="needs paddle2onnx and onnxruntime"
+        "onnx" not in latency.formats_here(), reason="needs paddle2onnx and onnxruntime"
     )
     return [
         pytest.param({"threads": 2}, id="oneDNN"),
@@ -173,12 +174,12 @@ def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
 
 
 @pytest.mark.slow
-def test_predictors_take_turns_and_are_compared_with_the_first(
+def test_predictors_are_interleaved_and_compared_with_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, order = [0.0], []
-    monkeypatch.setattr(runtime_speed.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(runtime_speed.time, "sleep", lambda seconds: order.append(seconds))
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latency.time, "sleep", lambda seconds: order.append(seconds))
     box = np.float32([[0, 0.9, 1, 1, 9, 9]])
     moved = box + np.float32([0, 0, 3, 3, 3, 3])
     predictors = {
@@ -190,7 +191,7 @@ def test_predictors_take_turns_and_are_compared_with_the_first(
     report = measure_predictors(
         predictors, tiny_spec(), pictures_of(None)[:3], batch=2, threads=1, rounds=4
     )
-    assert order == [runtime_speed._PAUSE_SECONDS] * 16  # before each turn
+    assert order == [latency._PAUSE_SECONDS] * 16  # before each predictor
     found = report["predictors"]
     assert found["slow"]["median_ms"] == pytest.approx(80)
     assert found["slow"]["images_per_second"] == pytest.approx(25)
@@ -232,7 +233,7 @@ def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
 def test_the_tool_runs_an_export_in_either_runtime(
     exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if backend not in runtime_speed.formats_here():
+    if backend not in latency.formats_here():
         pytest.skip("needs paddle2onnx and onnxruntime")
     image_HW3 = pictures_of(None)[0]
     cv2.imwrite(str(tmp_path / "a.png"), image_HW3[:, :, ::-1])
@@ -252,7 +253,7 @@ def test_the_tool_measures_an_export_without_a_config(
 ) -> None:
     command = ["benchmark.py", "infer", "--model", str(exported), "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(runtime_speed, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(latency, "_PAUSE_SECONDS", 0.0)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
     printed = capsys.readouterr()

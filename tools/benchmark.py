@@ -4,16 +4,17 @@
            a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
            a second variant whose steps alternate with the first's in the same process
   loader   img/s of the training loader, over all workers and per worker, with and without
-           data.cache, and as a multiple of a straightforward pipeline measured in turns with it;
+           data.cache, and as a multiple of a straightforward pipeline interleaved with it;
            `--epochs N` adds the memory of all workers after each of N epochs
   eval     seconds and img/s of evaluating the validation split, and where they go;
-           `--processes 1 2` does it through fleetrun on so many, in turns, and compares
-  infer    milliseconds of one call, in turns on validation images, drawn ones where none are at
+           `--processes 1 2` does it through fleetrun on so many, interleaved, and compares
+  infer    milliseconds of one call, interleaved on validation images, drawn ones where none are at
            hand: eager, and exported in Paddle Inference with and without oneDNN and in ONNX
            Runtime; `--model DIR` measures that export instead of one made here, beside eager
            with -c and -w
-  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart, in turns
-           of 5 s (--seconds): efficiency, what the machine allows, exposed and hidden communication
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
+           interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
+           and hidden communication
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long training stands still for one, what writing it beside the steps takes, and what
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppdist import errors
+from ppdist.cli import use_clone
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -60,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=time_in("seconds"),
-        help="loader: how long, each way (10); scaling: of a turn (5)",
+        help="loader: how long, each way (10); scaling: of a time slice (5)",
     )
     parser.add_argument(
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
@@ -106,9 +108,10 @@ def main() -> int:
         report = {"what": arguments.what, "config": arguments.config}
         report |= {"overrides": arguments.override, "vs": arguments.vs}
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
-        from ppdist import benchmark, dist
+        from ppdist import dist
+        from ppdist.benchmark.step import machine
 
-        report["machine"] = benchmark.machine()
+        report["machine"] = machine()
         if dist.is_main():
             print(json.dumps(report, indent=1))
             if arguments.json:
@@ -154,7 +157,7 @@ def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import measure_training
+    from ppdist.benchmark.step import measure_training
 
     variants = {"base": join_ranks(arguments)}
     if arguments.vs:
@@ -165,17 +168,24 @@ def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import measure_loading
+    from ppdist.benchmark.loader import measure_loading
     from ppdist.data.dataset import read_split
 
     config = join_ranks(arguments)
     dataset = read_split(config.data, "train", config.model.num_classes)
-    return measure_loading(config, dataset, arguments.seconds or 10, arguments.epochs)
+    return measure_loading(
+        dataset,
+        config.data,
+        image_size=config.model.image_size,
+        batch_size=config.train.images_per_card,
+        seconds=arguments.seconds or 10,
+        epochs=arguments.epochs,
+    )
 
 
 def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.evaluation import compare_counts, measure_evaluation
     from ppdist.data.dataset import read_split
-    from ppdist.evaluation_speed import compare_counts, measure_evaluation
 
     if arguments.processes:
         launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
@@ -191,10 +201,15 @@ def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark import require_detector
+    from ppdist.benchmark.latency import (
+        formats_here,
+        measure_predictors,
+        pictures_of,
+        predictors_of,
+    )
+    from ppdist.benchmark.step import require_detector
     from ppdist.export import export_detector
     from ppdist.infer_spec import describe, read_spec, validation_set
-    from ppdist.runtime_speed import formats_here, measure_predictors, pictures_of, predictors_of
 
     model = dataset = None
     directory = arguments.model
@@ -229,7 +244,7 @@ def build(config: "ExperimentConfig", weights: str | None) -> Any:
 
 
 def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.scaling_speed import measure_scaling
+    from ppdist.benchmark.scaling import measure_scaling
 
     launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
     script = [str(Path(__file__)), "train", "-c", arguments.config]
@@ -241,19 +256,21 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         script,
         counts=arguments.processes or [1, 2],
         rounds=arguments.repeats or 5,
-        turn_seconds=arguments.seconds or 5,
+        slice_seconds=arguments.seconds or 5,
     )
 
 
 def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.saving_speed import measure_saving
+    use_clone("benchmarks")
+    from benchmarks.checkpoint import measure_saving
 
     config = join_ranks(arguments)
     return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
 
 
 def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.coco_speed import measure_coco
+    use_clone("benchmarks")
+    from benchmarks.coco import measure_coco
 
     repeats = arguments.repeats or 1
     return measure_coco(images=arguments.images, detections=100, classes=80, repeats=repeats)

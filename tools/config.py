@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ppdist.config import load_config
+from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown
 from ppdist.error_table import markdown as error_table

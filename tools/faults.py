@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ppdist import errors
+from ppdist.cli import use_clone
 
 
 def parse() -> argparse.Namespace:
@@ -37,9 +38,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.drill import STEPS
-    from ppdist.endurance import kills, machine, soak
+    use_clone("tests/faults")
     from ppdist.files import make_parent, write_json
+    from tests.faults.scenario import STEPS
+    from tests.faults.soak import kills, machine, soak
 
     # As an exception, so that the job of the moment ends with this tool.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

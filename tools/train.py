@@ -1,73 +1,10 @@
 """Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c configs/... [--eval] [-o k=v]"""
 
-import argparse
-import sys
-from pathlib import Path
-
-from ppdist import errors
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
-    parser.add_argument(
-        "-o", "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--eval", action="store_true", help="evaluate during training and keep the best"
-    )
-    parser.add_argument(
-        "--resume", nargs="?", const="", default=None, metavar="PATH|auto",
-        help="continue from PATH (a checkpoint or an output_dir), or from this run's newest; "
-        "auto: from that, or anew where there is none",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resume-changed", action="store_true",
-        help="with --resume: continue although settings changed that change what is learned",
-    )  # fmt: skip
-    arguments = parser.parse_args()
-    if arguments.resume_changed and arguments.resume is None:
-        parser.error("--resume-changed goes with --resume")
-    return arguments
+from ppdist import cli, errors
 
 
 def main() -> int:
-    arguments = parse()
-    errors.hold_signals()
-    from ppdist import dist, pulse
-    from ppdist.config import load_config
-    from ppdist.engine.experiment import build_training
-    from ppdist.engine.resume import AUTO
-    from ppdist.engine.stopping import until_first_step
-    from ppdist.launch.fleetrun import started_by_stock_launcher
-
-    until_first_step()
-    config = load_config(arguments.config, arguments.override)
-    output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
-    dist.init(config.device, config.distributed)
-    pulse.tell_run(output_dir)
-    word = arguments.resume
-    experiment = build_training(
-        config,
-        output_dir=output_dir,
-        evaluate=arguments.eval,
-        resume=word if word in (None, AUTO) else Path(word or output_dir),
-        command=sys.argv,
-        resume_changed=arguments.resume_changed,
-    )
-    with experiment.log:
-        notice = started_by_stock_launcher()
-        if notice:
-            experiment.log.warning(notice)
-        status = experiment.trainer.fit()
-        if dist.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            from ppdist.plots import draw_labels, draw_run  # matplotlib: no training waits for it
-
-            draw_run(output_dir)
-            draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
-        experiment.log.closing()
-        return status
+    return cli.train(cli.parse_train())
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from math import isfinite
 from pathlib import Path
 
 from ppdist import errors
+from ppdist.cli import use_clone
 from ppdist.config.distributed import DistributedConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -87,16 +88,17 @@ def main() -> int:
 
 def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist import dist
-    from ppdist import equivalence as check
     from ppdist.config import load_config
     from ppdist.files import write_json
+    from ppdist.verify import dp_equivalence
+    from ppdist.verify.report import lines, verdict
 
     steps = [f"train.max_steps={arguments.steps}", "log.visualdl=false"]
     config = load_config(arguments.config, [*arguments.override, *steps])
     if arguments.alone:
-        check.judge(config, arguments.alone)
+        dp_equivalence.judge(config, arguments.alone)
         return 0
-    check.require_comparable(config)
+    dp_equivalence.require_comparable(config)
     script = [str(Path(__file__).resolve()), "equivalence", "-c", arguments.config]
     script += ["--steps", str(arguments.steps)]
     if arguments.override:
@@ -105,23 +107,26 @@ def equivalence(arguments: argparse.Namespace) -> int:
     launched = dist.world_size() > 1 or errors.EXIT_DIR_VARIABLE in os.environ
     if launched:
         dist.init(config.device, config.distributed)
-        reports.append(check.verify_ranks(config, arguments.steps, [sys.executable, *script]))
+        reports.append(
+            dp_equivalence.verify_ranks(config, arguments.steps, [sys.executable, *script])
+        )
     else:
         launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
         for count in arguments.processes:
-            reports.append(check.verify_on(launcher, script, count))
-            print("\n".join(check.lines(reports[-1])), flush=True)
+            reports.append(dp_equivalence.verify_on(launcher, script, count))
+            print("\n".join(lines(reports[-1])), flush=True)
     if launched and dist.is_main():
-        print("\n".join(check.lines(reports[0])), flush=True)
+        print("\n".join(lines(reports[0])), flush=True)
     if arguments.json and dist.is_main():
         write_json(arguments.json, reports, indent=1)
-    return 0 if all(check.verdict(report) == "PASS" for report in reports) else 1
+    return 0 if all(verdict(report) == "PASS" for report in reports) else 1
 
 
 def parity(arguments: argparse.Namespace) -> int:
+    use_clone("tests/reference")
     from ppdist.files import write_json
-    from ppdist.parity import verify
-    from ppdist.parity.report import header
+    from tests.reference.parity import verify
+    from tests.reference.parity.report import header
 
     reports = []
     for report in verify(Path(arguments.reference)):
@@ -153,8 +158,9 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def coco(arguments: argparse.Namespace) -> int:
-    from ppdist.coco_example import compare, lines
+    use_clone("tests/reference")
     from ppdist.files import write_json
+    from tests.reference.coco_example import compare, lines
 
     rows = compare(arguments.reference)
     print("\n".join(lines(rows)))
@@ -164,10 +170,11 @@ def coco(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
+    use_clone("tests/reference")
     from ppdist import dist
-    from ppdist import export_matrix as matrix
-    from ppdist.export_subjects import MODELS, images_of, require_known, trained, untrained
     from ppdist.files import write_json
+    from tests.reference import export_matrix as matrix
+    from tests.reference.export_subjects import MODELS, images_of, require_known, trained, untrained
 
     runs = {}
     for item in arguments.weights:

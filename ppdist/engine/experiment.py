@@ -1,5 +1,6 @@
 """The build: the one place where data, models, losses and optim meet."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from ppdist.engine.anchors import better_anchors
 from ppdist.engine.auto_batch import settle_batch
 from ppdist.engine.bad_images import BadImages
 from ppdist.engine.batch_pictures import BatchPictures
+from ppdist.engine.callbacks import Callback
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived, derive
 from ppdist.engine.distillation import build_distillation
@@ -124,6 +126,7 @@ def build_training(
     resume: Path | str | None,
     command: list[str],
     resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Experiment:
     """Builds everything a training run needs, on every rank; `dist.init` comes before.
 
@@ -133,6 +136,7 @@ def build_training(
         resume: what to go on from (`asked` of `find_start`); None starts anew.
         command: what the user typed, for environment.json.
         resume_changed: resume also with settings that change what is learned.
+        callbacks: look on, in this order; of this rank.
     Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
     """
     noticed = preflight(
@@ -165,7 +169,7 @@ def build_training(
         if begins:
             _settle_anchors(config, model, train_set, log)
         trainer = _build_trainer(
-            config, derived, model, train_set, val_set, bad_images, log, output_dir
+            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -193,6 +197,7 @@ def _build_trainer(
     bad_images: BadImages,
     log: RunLog,
     output_dir: Path,
+    callbacks: Sequence[Callback],
 ) -> Trainer:
     """The loop around a model that has its weights; every rank builds one."""
     tell_memory(lambda: _expected(config, derived, model), log)
@@ -223,6 +228,7 @@ def _build_trainer(
         seed=config.seed,
         bad_steps_limit=config.train.bad_steps_limit,
         check_weights_every=config.distributed.check_weights_every,
+        callbacks=callbacks,
     )
 
 

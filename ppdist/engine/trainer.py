@@ -1,7 +1,7 @@
 """The loop: step, log, evaluate, save, stop; each a visible `if`, in that order."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,13 @@ from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.sample import Batch
 from ppdist.engine.bad_images import BadImages
+from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.classification import ClassificationEvaluator
 from ppdist.engine.derived import Derived
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.epochs import Epochs
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.feed import Feed
-from ppdist.engine.injection import Injector
 from ppdist.engine.pace import Pace
 from ppdist.engine.records import Records, Stopwatch
 from ppdist.engine.recovery import Recovery, rate_factor
@@ -60,6 +60,7 @@ class Trainer:
         seed: int,
         bad_steps_limit: int,
         check_weights_every: int,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """
         Args:
@@ -68,6 +69,7 @@ class Trainer:
             evaluated_model: a second model that takes the averaged weights for evaluation.
             seed: of what the model draws at random (dropout), together with step and rank.
             bad_steps_limit, check_weights_every: of `train` and of `distributed`.
+            callbacks: called in this order at each moment.
         """
         self.train_step = train_step
         self.feed = feed
@@ -80,6 +82,7 @@ class Trainer:
         self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
         self.log_every = log_every
         self.seed = seed
+        self.callbacks = callbacks
         self.progress, self.pace = Progress(), Pace()
         self.records = Records(log, derived.steps_per_epoch)
         self.epochs = Epochs(log, derived.steps_per_epoch, derived.total_steps)
@@ -130,7 +133,11 @@ class Trainer:
         listen(self._ask_to_stop)
         progress, total = self.progress, self.derived.total_steps
         pulse.plan(total)
-        faults = Injector(self.train_step, self.evaluated_model, progress.step, self.folder.parent)
+        run = TrainingRun(
+            self.train_step, self.evaluated_model, self.folder.parent, progress.step, total
+        )
+        for callback in self.callbacks:
+            callback.on_train_begin(run)
         if self.validation and self._missed_an_evaluation() and not self._evaluate(self.validation):
             return self._stopped()
         self.epochs.tell(progress.step)
@@ -140,7 +147,8 @@ class Trainer:
             self._tell_of_saving()
             pulse.beat("step", progress.step)
             watch = Stopwatch()  # whatever holds a rank up before its step is its own time, too
-            faults.strike(progress.step + 1)
+            for callback in self.callbacks:
+                callback.on_step_begin(progress.step + 1)
             result = None
             if progress.step + 1 in self.recovery.left_out:
                 self.recovery.leave_out(progress)
@@ -202,6 +210,8 @@ class Trainer:
                 f"best: {self.folder / 'best'}, step {progress.best_step}, "
                 f"{self.validation.best_metric} {progress.best:.4f}"
             )
+        for callback in self.callbacks:
+            callback.on_train_end(progress.step, finished)
 
     def _batches(self) -> Iterator[Batch]:
         return self.feed.batches(self.progress.step, self.progress.class_scores)
@@ -261,6 +271,9 @@ class Trainer:
         self.epochs.add(result, clock.seconds["data"], watch, rates.lr)
         if slow := self.pace.add(result, clock.seconds["data"], watch):
             self.log.warning(slow)
+        seconds = StepSeconds(watch.wall, watch.own, clock.seconds["data"])
+        for callback in self.callbacks:
+            callback.on_step_end(progress.step + 1, result, rates.lr, seconds)
         if result.applied:
             progress.bad_steps = 0
             progress.losses.trained(result.losses["loss"])
@@ -345,6 +358,8 @@ class Trainer:
         progress.evaluated_step = progress.step
         validation.show(progress.step, progress.step / self.derived.steps_per_epoch, metrics)
         self.epochs.evaluated(metrics, validation.evaluator.headline)
+        for callback in self.callbacks:
+            callback.on_evaluate_end(progress.step, metrics)
         if progress.step % self.evaluate_every == 0:
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
             progress.class_scores = validation.evaluator.class_scores(metrics)
@@ -380,6 +395,8 @@ class Trainer:
             if dist.is_main():
                 self.writer.hand_over(snapshot)
         self._saved_step = progress.step
+        for callback in self.callbacks:
+            callback.on_save(progress.step)
 
     def _tell_of_saving(self) -> None:
         for trouble in self.writer.troubles():

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, first_difference
 from ppdist.launch.options import STALE_VARIABLES, parse_options
 from tests.deploy.slurm_cluster import cluster
+from tests.faults.scenario import FaultScenario, first_difference
 from tests.launch.hosts import FLEETRUN, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -287,11 +287,11 @@ def steps_of(out: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def course(tmp_path_factory: pytest.TempPathFactory) -> Course:
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> FaultScenario:
     """With a run that nobody disturbs."""
     if not FLEETRUN.is_file():
         pytest.skip("ppdist is not installed in this Python (pip install -e .)")
-    made = Course(tmp_path_factory.mktemp("course"))
+    made = FaultScenario(tmp_path_factory.mktemp("scenario"))
     undisturbed = made.run("undisturbed")
     assert undisturbed.process.returncode == 0, undisturbed.text
     return made
@@ -299,29 +299,29 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Course:
 
 @pytest.mark.slow
 def test_a_job_that_is_queued_again_ends_like_one_that_nobody_has_disturbed(
-    submit: Submit, course: Course, tmp_path: Path
+    submit: Submit, scenario: FaultScenario, tmp_path: Path
 ) -> None:
     """Two nodes, which are addresses of the loopback, with one process each."""
     out = tmp_path / "out"
-    words = ("-c", str(course.config), "-o", f"output_dir={out}")
+    words = ("-c", str(scenario.config), "-o", f"output_dir={out}")
     variables = {"FLEETRUN": str(FLEETRUN), "PADDLE_NPROC_PER_NODE": "1"}
     first = submit(*words, variables=variables)
     wait_for(lambda: 5 in steps_of(out) or first.process.poll() is not None, PATIENCE)
     first.process.send_signal(signal.SIGUSR1)
     assert first.ended() == 75, first.said
     assert first.asked == [f"requeue {7_000_000 + os.getpid()}"]
-    assert 5 <= steps_of(out)[-1] < course.steps
+    assert 5 <= steps_of(out)[-1] < scenario.steps
     again = submit(*words, variables=variables | {"SLURM_RESTART_COUNT": "1"})
     assert again.ended() == 0, again.said
-    assert steps_of(out) == list(range(1, course.steps + 1))
-    assert first_difference(out, course.folder / "undisturbed") == ""
+    assert steps_of(out) == list(range(1, scenario.steps + 1))
+    assert first_difference(out, scenario.folder / "undisturbed") == ""
     assert len(again.asked) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["limit", "preempted", "cancelled"])
 def test_slurm_itself_stops_a_job_which_saves_and_is_queued_again_unless_it_was_cancelled(
-    how: str, course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, scenario: FaultScenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node with two processes, and the programs of Slurm."""
     out = tmp_path / "out"
@@ -335,7 +335,7 @@ def test_slurm_itself_stops_a_job_which_saves_and_is_queued_again_unless_it_was_
         monkeypatch.setenv(name, value)
     with cluster(tmp_path / "slurm") as slurm:
         here = ["--nodes=1", "--gpus-per-node=0", "--time=30", f"--cpus-per-task={slurm.cores}"]
-        words = [str(SCRIPT), "-c", str(course.config), "-o", f"output_dir={out}"]
+        words = [str(SCRIPT), "-c", str(scenario.config), "-o", f"output_dir={out}"]
         words += ["distributed.timeout_seconds=120", "checkpoint.every_steps=1000"]
         job = slurm.ask("sbatch", "--parsable", *here, *words)
         log = tmp_path / f"ppdist-{job}.out"
@@ -355,12 +355,12 @@ def test_slurm_itself_stops_a_job_which_saves_and_is_queued_again_unless_it_was_
     said = _read(log)
     if how == "cancelled":
         assert "queue it again" not in said
-        assert 3 <= steps_of(out)[-1] < course.steps
+        assert 3 <= steps_of(out)[-1] < scenario.steps
         assert (out / "checkpoints" / "last" / "manifest.json").is_file()  # saved all the same
         return
     assert "start 0" in said and "start 1" in said, said
-    assert steps_of(out) == list(range(1, course.steps + 1))
-    assert first_difference(out, course.folder / "undisturbed") == ""
+    assert steps_of(out) == list(range(1, scenario.steps + 1))
+    assert first_difference(out, scenario.folder / "undisturbed") == ""
 
 
 def _read(log: Path) -> str:

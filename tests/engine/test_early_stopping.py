@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -10,7 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from ppdist import dist, faults
+from ppdist import dist
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
@@ -21,6 +20,8 @@ from ppdist.engine.experiment import build_training
 from ppdist.errors import ConfigError
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import tiny_config
+from tests.faults.fault import parse_faults
+from tests.faults.injector import FaultInjector
 
 
 def stops_after(values, *, default="mAP", **keys):
@@ -125,7 +126,7 @@ ENDS_AT, BEST = 12, 12
 SLOW = 0.2  # seconds before each step of a rank
 
 
-def trained(data, output, *overrides, resume=None, before=lambda trainer: None):
+def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
     """Exit code and trainer of a run whose evaluations score as above."""
     dist.init("cpu", DistributedConfig())
     experiment = build_training(
@@ -134,6 +135,7 @@ def trained(data, output, *overrides, resume=None, before=lambda trainer: None):
         evaluate=True,
         resume=resume,
         command=["test"],
+        callbacks=callbacks,
     )
     trainer = experiment.trainer
     inner = trainer.evaluator.evaluate
@@ -160,9 +162,8 @@ def ask_to_stop(trainer, step):
 
 def two_ranks(argument):
     data, folder = Path(argument["data"]), Path(argument["folder"])
-    os.environ[faults.VARIABLE] = f"slow={SLOW}@rank1:step1"
-    whole, trainer = trained(data, folder / "whole")
-    del os.environ[faults.VARIABLE]
+    slow = FaultInjector(parse_faults(f"slow={SLOW}@rank1:step1"))
+    whole, trainer = trained(data, folder / "whole", callbacks=[slow])
     found = [[whole, asdict(trainer.progress.standing)]]
     stopped, _ = trained(data, folder / "resumed", before=lambda each: ask_to_stop(each, 10))
     ended, trainer = trained(data, folder / "resumed", resume=folder / "resumed")

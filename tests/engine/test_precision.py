@@ -7,8 +7,9 @@ from paddle import nn
 
 from ppdist import dist
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.train import AmpConfig
 from ppdist.data.sample import Batch
-from ppdist.engine.step import AmpConfig, Clock, TrainStep
+from ppdist.engine.step import Clock, TrainStep
 from ppdist.losses import Loss, LossOutput
 from ppdist.optim.averaging import DuringBackward
 from ppdist.optim.schedule import Rates

@@ -181,7 +181,7 @@ def fleetrun(folder, output, overrides, *arguments, fault="", restarts=0):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE")}
     command = [
         sys.executable, "tools/launch.py", "--nproc_per_node", "2", "--log_dir", folder / "log",
-        "--max_restart", restarts, "tools/train.py", "-c", folder / "cfg.yml", *arguments,
+        "--max_restart", restarts, "tests/faults/train.py", "-c", folder / "cfg.yml", *arguments,
         "-o", f"output_dir={output}", *overrides,
     ]  # fmt: skip
     ended = subprocess.run(

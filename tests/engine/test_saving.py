@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.checkpoint import measure_saving
 from ppdist import checkpoint, checkpoint_writer, dist, run_lock
 from ppdist.checkpoint import newest_valid, point, read_checkpoint
 from ppdist.engine.experiment import build_training
 from ppdist.engine.records import Stopwatch
 from ppdist.engine.run_state import take
 from ppdist.errors import ConfigError
-from ppdist.saving_speed import measure_saving
 from tests.distributed import run_on_ranks
 from tests.engine.tiny import init_cpu, tiny_config
 from tests.forked import ROOT

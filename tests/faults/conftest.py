@@ -1,26 +1,26 @@
-"""One tiny course for all drills, and the run that no fault disturbs."""
+"""One tiny scenario for all jobs, and the run that no fault disturbs."""
 
 from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course
+from tests.faults.scenario import FaultScenario
 from tests.once import for_all_workers
 
 
 @pytest.fixture(scope="session")
-def course(tmp_path_factory: pytest.TempPathFactory) -> Course:
-    folder = for_all_workers(tmp_path_factory, "course", lambda folder: Course(folder))
-    return Course(folder)
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> FaultScenario:
+    folder = for_all_workers(tmp_path_factory, "scenario", lambda folder: FaultScenario(folder))
+    return FaultScenario(folder)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(course: Course, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(scenario: FaultScenario, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its output_dir."""
 
     def train(_: Path) -> None:
-        job = course.run("undisturbed")
+        job = scenario.run("undisturbed")
         assert job.process.returncode == 0, job.text
 
     for_all_workers(tmp_path_factory, "undisturbed", train)
-    return course.folder / "undisturbed"
+    return scenario.folder / "undisturbed"

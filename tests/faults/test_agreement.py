@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, Job, first_difference
+from tests.faults.scenario import FaultScenario, Job, first_difference
 from tests.faults.test_jobs import run
 
 pytestmark = pytest.mark.slow
@@ -17,49 +17,51 @@ def weights_are_finite(job: Job) -> bool:
     return losses[-1] is not None
 
 
-def test_a_loss_that_is_not_finite_costs_one_step(course: Course, record_property) -> None:
-    job = run(course, "nan", "nan=1@rank1:step7", 0)
+def test_a_loss_that_is_not_finite_costs_one_step(scenario: FaultScenario, record_property) -> None:
+    job = run(scenario, "nan", "nan=1@rank1:step7", 0)
     assert job.text.count("no rank applied it") == 1
-    assert job.steps == list(range(1, course.steps + 1)) and weights_are_finite(job)
+    assert job.steps == list(range(1, scenario.steps + 1)) and weights_are_finite(job)
     record_property("figure", "1 step left out by all ranks")
 
 
 def test_losses_that_stay_not_finite_roll_the_job_back_with_half_the_rate(
-    course: Course, record_property
+    scenario: FaultScenario, record_property
 ) -> None:
-    job = run(course, "nan-3", "nan=3@rank1:step7", 0)
+    job = run(scenario, "nan-3", "nan=3@rank1:step7", 0)
     bad = [json.loads(line) for line in (job.output_dir / "bad_steps.jsonl").open()]
     assert {line["step"] for line in bad} == {7, 8, 9}
     back = [step for before, step in zip(job.steps, job.steps[1:]) if step <= before]
-    assert len(back) == 1 and job.steps[-1] == course.steps and weights_are_finite(job)
+    assert len(back) == 1 and job.steps[-1] == scenario.steps and weights_are_finite(job)
     record_property("figure", f"after 3 steps back to step {back[0] - 1}")
 
 
 def test_a_rank_out_of_memory_makes_all_ranks_take_smaller_micro_batches(
-    course: Course, record_property
+    scenario: FaultScenario, record_property
 ) -> None:
-    job = run(course, "oom", "oom@rank1:step7", 0)
+    job = run(scenario, "oom", "oom@rank1:step7", 0)
     assert "out of memory" in job.text
-    assert job.steps == list(range(1, course.steps + 1)) and weights_are_finite(job)
+    assert job.steps == list(range(1, scenario.steps + 1)) and weights_are_finite(job)
     record_property("figure", "1 step made again")
 
 
 def test_a_flipped_bit_is_found_and_the_rank_is_named(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     every = 2
     overrides = [f"distributed.check_weights_every={every}"]
-    job = run(course, "flip", "flip@rank1:step7", 0, overrides=overrides)
+    job = run(scenario, "flip", "flip@rank1:step7", 0, overrides=overrides)
     told = [line.text for line in job.lines if "rank 1" in line.text and "weights" in line.text]
     assert told, job.text
     assert first_difference(undisturbed, job.output_dir) == ""
     record_property("figure", f"found at the next comparison, every {every} steps here")
 
 
-def test_a_batch_that_kills_a_rank_twice_is_left_out(course: Course, record_property) -> None:
+def test_a_batch_that_kills_a_rank_twice_is_left_out(
+    scenario: FaultScenario, record_property
+) -> None:
     launch = ["--max_restart", "3"]
-    job = course.run("poison", "poison@rank1:step7", launch=launch, seconds=600)
+    job = scenario.run("poison", "poison@rank1:step7", launch=launch, seconds=600)
     assert job.process.returncode == 0, job.text
     assert job.text.count("steps per epoch") == 3  # attempts
-    assert job.steps[-1] == course.steps
+    assert job.steps[-1] == scenario.steps
     record_property("figure", "left out in the attempt after 2 crashes")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, first_difference
+from tests.faults.scenario import FaultScenario, first_difference
 
 pytestmark = pytest.mark.slow
 PATIENCE = 600.0  # seconds; a hang is a failed test
@@ -40,15 +40,15 @@ def leave_a_draft(folder: Path) -> None:
 def test_the_newest_whole_checkpoint_is_found(
     damage: Callable[[Path], None],
     goes_on_at: int,
-    course: Course,
+    scenario: FaultScenario,
     undisturbed: Path,
     record_property,
 ) -> None:
     name = damage.__name__
-    died = course.run(name, "kill@rank0:step11", seconds=PATIENCE)
+    died = scenario.run(name, "kill@rank0:step11", seconds=PATIENCE)
     assert died.process.returncode == 1, died.text
     damage(died.output_dir / "checkpoints")
-    job = course.run(name, train=["--resume"], seconds=PATIENCE)
+    job = scenario.run(name, train=["--resume"], seconds=PATIENCE)
     assert job.process.returncode == 0, job.text
     assert job.steps[0] == goes_on_at
     assert first_difference(undisturbed, job.output_dir) == ""

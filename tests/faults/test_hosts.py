@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, first_difference
 from tests.distributed import _free_ports
+from tests.faults.scenario import FaultScenario, first_difference
 from tests.faults.test_stopping import kill_all
 
 pytestmark = pytest.mark.slow
@@ -16,14 +16,14 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
 @pytest.mark.parametrize("lost", [1, 0], ids=["second", "first"])
 def test_a_host_that_comes_back_joins_the_next_attempt(
-    lost: int, course: Course, undisturbed: Path, record_property
+    lost: int, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     name, port = f"hosts-{lost}", str(_free_ports(1)[0])
 
     def host(number: int, log: str):
         launch = ["--host", ADDRESSES[number], f"--ips={','.join(ADDRESSES)}"]
         launch += ["--start_port", port, "--max_restart", "2"]
-        return course.job(name, ranks=1, log=log, launch=launch)
+        return scenario.job(name, ranks=1, log=log, launch=launch)
 
     with host(0, f"{name}-a") as first, host(1, f"{name}-b") as second:
         jobs = [first, second]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import RANKS, Course, Job, first_difference
+from tests.faults.scenario import RANKS, FaultScenario, Job, first_difference
 
 PATIENCE = 600.0  # seconds; a hang is a failed test
 
 
-def run(course: Course, name: str, fault: str, restarts: int, **words) -> Job:
+def run(scenario: FaultScenario, name: str, fault: str, restarts: int, **words) -> Job:
     launch = ["--max_restart", str(restarts)] if restarts else []
-    job = course.run(name, fault, launch=launch, seconds=PATIENCE, **words)
+    job = scenario.run(name, fault, launch=launch, seconds=PATIENCE, **words)
     assert job.process.returncode == 0, job.text
     assert [line["fault"] for line in job.struck()] == fault.split(","), job.text
     return job
@@ -30,10 +30,10 @@ def recovered(job: Job, record: Callable[[str, object], None]) -> None:
 
 
 def test_a_killed_rank_a_killed_worker_and_a_full_disk_leave_no_trace_in_the_weights(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     fault = "loader-kill@rank0:step3,disk-full=1@rank0:step4,kill@rank1:step11"
-    job = run(course, "quick", fault, 1, overrides=["data.workers=1"])
+    job = run(scenario, "quick", fault, 1, overrides=["data.workers=1"])
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.processes() == {}
     recovered(job, record_property)
@@ -49,9 +49,9 @@ ENDING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDING)
 def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
-    kind: str, course: Course, undisturbed: Path, record_property
+    kind: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    job = run(course, f"ends-{kind}", f"{kind}@rank1:step7", 1)
+    job = run(scenario, f"ends-{kind}", f"{kind}@rank1:step7", 1)
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.processes() == {}
     recovered(job, record_property)
@@ -60,30 +60,30 @@ def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "hang", "hang-gil"])
-def test_a_rank_that_hangs_is_named_with_its_step(kind: str, course: Course) -> None:
-    with course.job(f"named-{kind}", f"{kind}@rank1:step7") as job:
+def test_a_rank_that_hangs_is_named_with_its_step(kind: str, scenario: FaultScenario) -> None:
+    with scenario.job(f"named-{kind}", f"{kind}@rank1:step7") as job:
         assert job.wait(PATIENCE) == 1
     assert "rank 1" in job.text and "stands still" in job.text, job.text
-    stacks = sorted((course.folder / f"named-{kind}-log").glob("stacks*"))
+    stacks = sorted((scenario.folder / f"named-{kind}-log").glob("stacks*"))
     assert len(stacks) == RANKS, job.text
     assert all("(most recent call first)" in path.read_text() for path in stacks), job.text
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_at_rank_0s_side_is_as_good_as_any(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    job = run(course, "ends-0", "kill@rank0:step10", 1)
+    job = run(scenario, "ends-0", "kill@rank0:step10", 1)
     assert first_difference(undisturbed, job.output_dir) == ""
     recovered(job, record_property)
 
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again_ends_with_the_same_weights(
-    course: Course, undisturbed: Path
+    scenario: FaultScenario, undisturbed: Path
 ) -> None:
     fault = "kill@rank1:step1,kill@rank0:step6,kill@rank1:step15,kill@rank0:step24"
-    job = run(course, "again", fault, 4)
+    job = run(scenario, "again", fault, 4)
     assert first_difference(undisturbed, job.output_dir) == ""
 
 
@@ -100,18 +100,20 @@ HARMLESS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", HARMLESS)
 def test_what_one_rank_can_bear_needs_no_restart(
-    fault: str, course: Course, undisturbed: Path, record_property
+    fault: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     name = fault.partition("@")[0].replace("=", "-")
-    job = run(course, f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
+    job = run(scenario, f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
     assert first_difference(undisturbed, job.output_dir) == ""
-    assert job.steps == list(range(1, course.steps + 1))
+    assert job.steps == list(range(1, scenario.steps + 1))
     record_property("figure", "0 steps made again")
 
 
 @pytest.mark.slow
-def test_an_exception_is_shown_with_rank_and_step_at_once(course: Course, record_property) -> None:
-    with course.job("exception", "exception@rank1:step7") as job:
+def test_an_exception_is_shown_with_rank_and_step_at_once(
+    scenario: FaultScenario, record_property
+) -> None:
+    with scenario.job("exception", "exception@rank1:step7") as job:
         assert job.wait(PATIENCE) == 1
     (fault,) = job.struck()
     cause = "RuntimeError: fault on purpose: exception@rank1:step7"
@@ -122,8 +124,10 @@ def test_an_exception_is_shown_with_rank_and_step_at_once(course: Course, record
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_and_nobody_is_killed(course: Course, record_property) -> None:
-    job = run(course, "slow", "slow=0.5@rank1:step2", 0, overrides=["train.epochs=13"])
+def test_a_slow_rank_is_named_and_nobody_is_killed(
+    scenario: FaultScenario, record_property
+) -> None:
+    job = run(scenario, "slow", "slow=0.5@rank1:step2", 0, overrides=["train.epochs=13"])
     steps = [int(match[1]) for match in re.finditer(r"  step (\d+)/", before_naming(job))]
     record_property("figure", f"named after {len(steps)} steps")
     assert 0 < len(steps) <= 50 and job.steps == list(range(1, 53))
@@ -137,10 +141,10 @@ def before_naming(job: Job) -> str:
 
 @pytest.mark.slow
 def test_an_evaluation_that_fails_on_one_rank_leaves_training_as_it_was(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     words = {"train": ["--eval"], "overrides": ["evaluate.every_epochs=2"]}
-    job = run(course, "eval", "eval-error@rank1:step7", 0, **words)
+    job = run(scenario, "eval", "eval-error@rank1:step7", 0, **words)
     assert first_difference(undisturbed, job.output_dir) == ""
     assert "eval-error" in job.text
     record_property("figure", "0 steps made again")

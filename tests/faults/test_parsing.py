@@ -4,10 +4,11 @@ import time
 
 import pytest
 
-from ppdist import faults
-from ppdist.engine import injection
+from ppdist.engine.callbacks import TrainingRun
 from ppdist.errors import ConfigError
-from ppdist.faults import Fault, parse_faults
+from tests.faults import fault as faults
+from tests.faults import injector
+from tests.faults.fault import Fault, parse_faults
 
 
 def test_faults_are_read_in_their_order_with_their_values() -> None:
@@ -40,13 +41,13 @@ def test_a_wrong_fault_is_the_users_error_and_says_what_is_right(text, message) 
 
 
 @pytest.fixture
-def left(tmp_path, monkeypatch):
+def left(tmp_path):
     """What a rank that has made so many steps still has to expect of a PPDIST_FAULT."""
 
     def of(text: str, done_steps: int) -> list[str]:
-        monkeypatch.setenv(faults.VARIABLE, text)
-        found = injection.Injector(None, None, done_steps, tmp_path)._pending
-        return [str(fault) for fault in found]
+        struck = injector.FaultInjector(parse_faults(text))
+        struck.on_train_begin(TrainingRun(None, None, tmp_path, done_steps, 24))
+        return [str(fault) for fault in struck._pending]
 
     return of
 
@@ -80,5 +81,5 @@ def test_a_moved_clock_does_not_move_what_is_written_down(tmp_path, monkeypatch)
 
 
 def test_every_kind_has_something_that_does_it() -> None:
-    assert set(injection._ACTIONS) == set(faults.KINDS)
+    assert set(injector._ACTIONS) == set(faults.KINDS)
     assert all(str(Fault(kind, 0, 1, 2.0)).startswith(kind) for kind in faults.KINDS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.faults import KINDS
+from tests.faults.fault import KINDS
 from tests.faults.report import Case, cases_of, line_of, page
 from tests.faults.rows import ROWS, Row
 

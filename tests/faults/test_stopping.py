@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.drill import Course, Job, first_difference
+from tests.faults.scenario import FaultScenario, Job, first_difference
 from tests.launch.hosts import wait_for
 
 PATIENCE = 600.0  # seconds; a hang is a failed test
@@ -23,9 +23,9 @@ def to_one_rank(job: Job, number: int) -> None:
     os.kill(job.ranks()[1], number)
 
 
-def go_on(course: Course, name: str, undisturbed: Path) -> Job:
+def go_on(scenario: FaultScenario, name: str, undisturbed: Path) -> Job:
     """Resumes it to its end, which must be that of the undisturbed run."""
-    job = course.run(name, train=["--resume"], seconds=PATIENCE)
+    job = scenario.run(name, train=["--resume"], seconds=PATIENCE)
     assert job.process.returncode == 0, job.text
     assert first_difference(undisturbed, job.output_dir) == ""
     return job
@@ -35,26 +35,26 @@ def stopped_and_gone_on(
     name: str,
     send: Callable[[Job, int], None],
     number: signal.Signals,
-    course: Course,
+    scenario: FaultScenario,
     undisturbed: Path,
 ) -> float:
     """Seconds from the signal to the end of a job that loses no step by it."""
-    with course.job(name) as job:
+    with scenario.job(name) as job:
         job.reaches(5, PATIENCE)
         began = time.monotonic()
         send(job, number)
         assert job.wait(PATIENCE) == STOPPED, job.text
         took = time.monotonic() - began
         assert job.processes() == {}
-    resumed = go_on(course, name, undisturbed)
+    resumed = go_on(scenario, name, undisturbed)
     assert resumed.steps[0] == job.steps[-1] + 1
     return took
 
 
 def test_sigterm_ends_two_paddle_ranks_with_75_and_no_step_is_lost(
-    course: Course, undisturbed: Path
+    scenario: FaultScenario, undisturbed: Path
 ) -> None:
-    stopped_and_gone_on("sigterm", to_fleetrun, signal.SIGTERM, course, undisturbed)
+    stopped_and_gone_on("sigterm", to_fleetrun, signal.SIGTERM, scenario, undisturbed)
 
 
 @pytest.mark.slow
@@ -63,12 +63,12 @@ def test_sigterm_ends_two_paddle_ranks_with_75_and_no_step_is_lost(
 def test_a_signal_ends_the_job_with_75_and_no_step_is_lost(
     send: Callable[[Job, int], None],
     number: signal.Signals,
-    course: Course,
+    scenario: FaultScenario,
     undisturbed: Path,
     record_property,
 ) -> None:
     name = f"{send.__name__}-{number.name}"
-    took = stopped_and_gone_on(name, send, number, course, undisturbed)
+    took = stopped_and_gone_on(name, send, number, scenario, undisturbed)
     record_property("figure", f"0 steps lost, ended after {took:.1f} s")
     assert took < 60  # 10 on a machine that is not busy
 
@@ -82,14 +82,14 @@ def kill_all(job: Job) -> None:
 
 @pytest.mark.slow
 def test_two_seconds_of_grace_are_enough(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    with course.job("grace") as job:
+    with scenario.job("grace") as job:
         job.reaches(7, PATIENCE)
         job.process.terminate()
         time.sleep(2)
         kill_all(job)
-    resumed = go_on(course, "grace", undisturbed)
+    resumed = go_on(scenario, "grace", undisturbed)
     lost = job.steps[-1] + 1 - resumed.steps[0]
     record_property("figure", f"{lost} steps made again")
     assert 0 <= lost < 4
@@ -97,20 +97,22 @@ def test_two_seconds_of_grace_are_enough(
 
 @pytest.mark.slow
 def test_a_job_that_loses_its_power_goes_on_from_the_newest_checkpoint(
-    course: Course, undisturbed: Path, record_property
+    scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    with course.job("power") as job:
+    with scenario.job("power") as job:
         job.reaches(10, PATIENCE)
         kill_all(job)
-    resumed = go_on(course, "power", undisturbed)
+    resumed = go_on(scenario, "power", undisturbed)
     lost = job.steps[-1] + 1 - resumed.steps[0]
     record_property("figure", f"{lost} steps made again")
     assert 0 <= lost < 8  # a checkpoint that was being written does not count
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_fleetrun_that_was_killed(course: Course, record_property) -> None:
-    with course.job("orphans", overrides=["data.workers=1"]) as job:
+def test_nothing_outlives_a_fleetrun_that_was_killed(
+    scenario: FaultScenario, record_property
+) -> None:
+    with scenario.job("orphans", overrides=["data.workers=1"]) as job:
         job.reaches(3, PATIENCE)
         began = time.monotonic()
         job.process.kill()

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from ppdist.coco_speed import made_up
+from benchmarks.coco import made_up
 from ppdist.metrics.analysis import MAX_CURVES, analyse, plain
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from ppdist.metrics.curves import Counts

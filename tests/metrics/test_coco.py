@@ -9,7 +9,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ppdist.coco_speed import stats_by
+from benchmarks.coco import stats_by
 from ppdist.data.sample import DetectionSet
 from ppdist.metrics.coco import (
     AT_BEST_CONFIDENCE,

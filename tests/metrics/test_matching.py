@@ -8,7 +8,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ppdist.coco_speed import stats_by
+from benchmarks.coco import stats_by
 from ppdist.metrics import matching
 from ppdist.metrics.matching import (
     CROWD,

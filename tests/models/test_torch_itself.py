@@ -11,8 +11,8 @@ from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.pretrained import arrays_of, load_weights, official_arrays_of
 from ppdist.models.weight_files import as_numbers, read_arrays, write_arrays
-from ppdist.parity import yolov5, yolov5_cls
-from ppdist.parity.reference import read_formulas, read_key_list, read_reference
+from tests.reference.parity import yolov5, yolov5_cls
+from tests.reference.parity.reference import read_formulas, read_key_list, read_reference
 
 pytestmark = pytest.mark.slow
 torch = pytest.importorskip("torch", reason="compares with torch: pip install torch==2.13.0")

@@ -14,9 +14,9 @@ from ppdist.models.detector import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.models.yolov5_cls import YOLOv5Classifier
-from ppdist.parity.reference import padded_truth, set_weights
 from tests.reference import formulas, layers, ppyoloe, yolov5
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
+from tests.reference.parity.reference import padded_truth, set_weights
 
 NAMES = ("ppyoloe_crn", "ppyoloe_plus", "yolov5", "yolov5_p6", "yolov5_cls")
 LABELS = np.array([3, 0])  # of the classifier's training images

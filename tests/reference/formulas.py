@@ -1,6 +1,6 @@
 """Weights, images and targets that follow from formulas: nothing is trained, nothing is stored.
 
-The functions and cases have the names that `ppdist.parity` expects of a folder's
+The functions and cases have the names that `tests.reference.parity` expects of a folder's
 parity_weights.py, so a copy of this file makes such a folder.  Values are hashes of a key and a
 position (splitmix64), the same on every machine and in every version of numpy.
 """

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from ppdist.parity.reference import official_shape, official_state
 from tests.reference.cases import NAMES, Outcome, build, by_numpy, by_ours, keys_of
 from tests.reference.formulas import CONSTANT, uniform
+from tests.reference.parity.reference import official_shape, official_state
 from tests.reference.regenerate import FILE, summary
 
 TOLERANCE = {"boxes": 2e-3, "logits": 2e-5, "scores": 2e-5, "probabilities": 2e-5}  # px, 1, 1, 1

@@ -21,11 +21,11 @@ from ppdist.models.detector import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.models.yolov5_cls import YOLOv5Classifier
-from ppdist.parity import family_of
-from ppdist.parity.reference import gradients, official_state, padded_truth, set_weights
 from ppdist.postprocess import multiclass_nms
 from tests.reference import formulas
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
+from tests.reference.parity import family_of
+from tests.reference.parity.reference import gradients, official_state, padded_truth, set_weights
 
 Arrays = dict[str, Any]
 SAMPLES = 256

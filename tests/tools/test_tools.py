@@ -199,7 +199,7 @@ def test_the_doctor_says_one_readable_line_for_each_thing(project: Path) -> None
     assert any("data.train: 6 images" in line for line in lines)
 
 
-@pytest.mark.slow  # the fast part of it: tests/models/test_parity_originals.py
+@pytest.mark.slow  # the fast part of it: tests/reference/test_parity_originals.py
 def test_every_reference_of_the_original_is_met(shared_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "parity.json"
     shown = succeeded(

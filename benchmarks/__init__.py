@@ -1,0 +1,1 @@
+"""Measurements for whoever changes the code; run by tools/benchmark.py in a clone."""

@@ -1,0 +1,203 @@
+"""Seconds of computing COCO's numbers on a made-up set: ours beside the packages that do the same.
+
+pycocotools defines the numbers; faster-coco-eval is measured where it is installed.
+"""
+
+import contextlib
+import importlib.util
+import io
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ppdist.data.sample import DetectionSet, ImageRecord
+from ppdist.errors import UserError
+from ppdist.metrics.analysis import analyse
+from ppdist.metrics.coco import METRICS, coco_arrays, evaluate_boxes
+from ppdist.metrics.matching import Found, Truth, found_of, truth_of
+
+_OBJECTS = 7.3  # of an image on average, as in COCO's val2017
+_SIDE = 640  # pixels of an image
+
+
+def measure_coco(*, images: int, detections: int, classes: int, repeats: int) -> dict[str, Any]:
+    """Times every package on one set, interleaved; seconds are medians.
+
+    Returns: `packages`: of each what it takes from flat arrays to the 12 numbers, how many times
+        faster that is than pycocotools, and the largest difference from its numbers; `ours`: what
+        a whole evaluation takes, and evaluation.json.
+    Raises: UserError: pycocotools is not installed.
+    """
+    if importlib.util.find_spec("pycocotools") is None:
+        raise UserError(
+            "pycocotools, with which this compares, is missing",
+            code="package_missing",
+            fix="pip install ppdist[dev]",
+        )
+    dataset, rows_R7 = made_up(images=images, detections=detections, classes=classes, seed=0)
+    truth = truth_of(dataset)
+    found = found_of(truth, rows_R7)
+    packages: dict[str, Callable[[], Sequence[float]]] = {
+        "hotcoco": lambda: list(coco_arrays(truth, found, classes).summary().values()),
+        "pycocotools": lambda: by_pycocotools(truth, found, classes),
+    }
+    if importlib.util.find_spec("faster_coco_eval"):
+        packages["faster-coco-eval"] = lambda: _by_faster_coco_eval(truth, found, classes)
+    taken: dict[str, list[Spent]] = {name: [] for name in packages}
+    numbers: dict[str, np.ndarray] = {}
+    for _ in range(repeats):
+        for name, compute in packages.items():
+            spent, result = _timed(compute)
+            taken[name].append(spent)
+            numbers[name] = np.array(result)
+    oracle = numbers["pycocotools"]
+    middle = {name: Spent(*(median(part) for part in zip(*taken[name]))) for name in packages}
+    report = {
+        name: {
+            **spent._asdict(),
+            "times_faster": middle["pycocotools"].seconds / spent.seconds,
+            "times_less_cpu": middle["pycocotools"].cpu_seconds / spent.cpu_seconds,
+            "largest_difference": float(np.abs(numbers[name] - oracle).max()),
+        }
+        for name, spent in middle.items()
+    }
+    return {
+        "images": images,
+        "detections": len(rows_R7),
+        "objects": len(truth.label_G),
+        "classes": classes,
+        "repeats": repeats,
+        "metrics": dict(zip(METRICS, oracle.tolist())),
+        "packages": report,
+        "ours": {
+            "evaluation": _timed(lambda: evaluate_boxes(dataset, rows_R7))[0]._asdict(),
+            "evaluation.json": _timed(lambda: analyse(dataset, rows_R7))[0]._asdict(),
+        },
+    }
+
+
+class Spent(NamedTuple):
+    """Wall time, and CPU time of all threads, which other programs beside it change less."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Spent, Any]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu), result
+
+
+def made_up(
+    *, images: int, detections: int, classes: int, seed: int
+) -> tuple[DetectionSet, np.ndarray]:
+    """Objects of all sizes, frequent and rare classes, some crowds; of each image's detections
+    about half lie near an object.
+
+    Returns: the set (no image is on disk), and float32 [images * detections, 7] rows as in
+        `ppdist.metrics.coco.evaluate_boxes`.
+    """
+    rng = np.random.default_rng(seed)
+    frequency_C = 1 / np.arange(1, classes + 1)
+    frequency_C /= frequency_C.sum()
+    records, rows = [], []
+    for index in range(images):
+        boxes_M4 = _boxes(rng, rng.poisson(_OBJECTS))
+        labels_M = rng.choice(classes, len(boxes_M4), p=frequency_C)
+        sides_M2 = boxes_M4[:, 2:] - boxes_M4[:, :2]
+        records.append(
+            ImageRecord(
+                path=f"/images/{index}.jpg",
+                image_id=index + 1,
+                width=_SIDE,
+                height=_SIDE,
+                boxes_M4=boxes_M4.astype(np.float32),
+                labels_M=labels_M,
+                crowd_M=rng.random(len(boxes_M4)) < 0.01,
+                area_M=(sides_M2.prod(axis=1) * rng.uniform(0.4, 1, len(boxes_M4))).round(2),
+            )
+        )
+        boxes_D4 = _boxes(rng, detections)
+        labels_D = rng.choice(classes, detections, p=frequency_C)
+        if len(boxes_M4):
+            near_D = rng.random(detections) < 0.5
+            object_D = rng.integers(len(boxes_M4), size=detections)
+            moved_D4 = rng.normal(0, 0.08, (detections, 4)) * np.tile(sides_M2[object_D], 2)
+            moved_D4 += boxes_M4[object_D]
+            moved_D4[:, 2:] = np.maximum(moved_D4[:, 2:], moved_D4[:, :2] + 1)
+            boxes_D4[near_D] = moved_D4[near_D].round(2)
+            right_D = near_D & (rng.random(detections) < 0.9)
+            labels_D[right_D] = labels_M[object_D[right_D]]
+        scores_D = rng.random(detections) ** 3
+        columns = [np.full((detections, 1), index), labels_D[:, None], scores_D[:, None], boxes_D4]
+        rows.append(np.concatenate(columns, axis=1))
+    names = tuple(f"class {label}" for label in range(classes))
+    dataset = DetectionSet(tuple(records), names, tuple(range(classes)), "made up")
+    return dataset, np.concatenate(rows).astype(np.float32)
+
+
+def _boxes(rng: np.random.Generator, count: int) -> np.ndarray:
+    """xyxy pixels [count, 4], two decimals."""
+    corner_X2 = rng.uniform(0, 400, (count, 2))
+    sides_X2 = np.exp(rng.normal(4, 1, (count, 2))).clip(4, 240)
+    return np.concatenate([corner_X2, corner_X2 + sides_X2], axis=1).round(2)
+
+
+def by_pycocotools(truth: Truth, found: Found, classes: int) -> Sequence[float]:
+    """COCOeval.stats of pycocotools."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return stats_by(COCO, COCOeval, {}, truth, found, classes)
+
+
+def _by_faster_coco_eval(truth: Truth, found: Found, classes: int) -> Sequence[float]:
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    silent = {"print_function": lambda *_, **__: None}
+    return stats_by(COCO, COCOeval_faster, silent, truth, found, classes)
+
+
+def stats_by(
+    coco: Any, coco_eval: Any, options: dict[str, Any], truth: Truth, found: Found, classes: int
+) -> Sequence[float]:
+    """Through dictionaries, which is all that packages of this interface take."""
+    crowds = truth.crowd_G.astype(int).tolist()
+    areas = (found.box_F4[:, 2] * found.box_F4[:, 3]).tolist()
+    objects = _annotations(truth.image_G, truth.label_G, truth.box_G4)
+    results = _annotations(found.image_F, found.label_F, found.box_F4)
+    for annotation, area, crowd in zip(objects, truth.area_G.tolist(), crowds):
+        annotation |= {"area": area, "iscrowd": crowd}
+    for annotation, area, score in zip(results, areas, found.score_F.tolist()):
+        annotation |= {"area": area, "iscrowd": 0, "score": score}
+    indexed = []
+    for annotations in (objects, results):
+        part = coco(**options)
+        part.dataset = {
+            "images": [{"id": place} for place in range(len(truth.order_N))],
+            "categories": [{"id": label} for label in range(classes)],
+            "annotations": annotations,
+        }
+        part.createIndex()
+        indexed.append(part)
+    evaluation = coco_eval(*indexed, "bbox", **options)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats
+
+
+def _annotations(
+    image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
+) -> list[dict[str, Any]]:
+    """Ids start at 1: pycocotools takes a match with object 0 for no match."""
+    rows = zip(image_X.tolist(), label_X.tolist(), box_X4.tolist())
+    return [
+        {"id": number, "image_id": image, "category_id": label, "bbox": box}
+        for number, (image, label, box) in enumerate(rows, start=1)
+    ]

@@ -1,0 +1,175 @@
+"""Interleaved benchmark: groups of processes run in alternating time slices.
+
+The speed of a machine that others use, too, changes within minutes; of groups that run one after
+another each meets another machine.  Interleaved, all meet the same.
+
+A group has a folder.  While a file `pause` is in it, its processes wait between two steps, each
+leaving a file that says so.  (Stopping them by a signal wherever they are would cost a step at each
+end of a slice.)
+"""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import paddle
+
+from ppdist import dist, pulse
+from ppdist.errors import LaunchError
+
+_FOLDER, _OWNER = "PPDIST_INTERLEAVED", "PPDIST_INTERLEAVED_OWNER"
+_PAUSE = "pause"
+_LOOK_SECONDS = 0.1  # rarely: it takes time from those that run
+_END_SECONDS = 60.0  # fleetrun gives its ranks some to end
+
+
+def wait_for_slice() -> float:
+    """Waits between two steps until this group runs; at once where nothing is interleaved.
+
+    Collective.
+
+    Returns: seconds of the pause.  Waiting here for a rank that is later than this one is none: it
+        would wait for it within the next step.
+    Raises: RuntimeError: the process that interleaves is gone.
+    """
+    folder, owner = os.environ.get(_FOLDER), os.environ.get(_OWNER, "")
+    if folder is None:
+        return 0.0
+    pause, waits = Path(folder) / _PAUSE, Path(folder) / f"waits-{os.getpid()}"
+    began = None
+    # Agreed, for a rank may look just before the file comes and another one just after.
+    while dist.all_reduce_sum(paddle.to_tensor([float(pause.exists())])).item() > 0:
+        began = began or time.perf_counter()
+        waits.touch()
+        while pause.exists():
+            if not Path(f"/proc/{owner}").exists():
+                raise RuntimeError(f"process {owner}, which measured this one, is gone")
+            pulse.alive()
+            time.sleep(_LOOK_SECONDS)
+        waits.unlink()
+    return time.perf_counter() - began if began else 0.0
+
+
+class Group:
+    """Programs that run at the same time.
+
+    Attributes:
+        commands: of the programs.
+        codes: with which they ended, in their order; of those that run None.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
+        folder: Path,
+        processes: int = 1,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            environments: of each command.
+            folder: of this group alone; made here.
+            processes: of each command, that call `wait_for_slice`.
+        """
+        folder.mkdir()
+        mine = {_FOLDER: str(folder), _OWNER: str(os.getpid())}
+        self.commands, self._environments = commands, [{**each, **mine} for each in environments]
+        self._pause, self._processes = folder / _PAUSE, processes
+        self._running: list[subprocess.Popen] = []
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [each.poll() for each in self._running]
+
+    def start(self) -> None:
+        """Returns when all wait for their first slice."""
+        self._pause.touch()
+        for command, environment in zip(self.commands, self._environments):
+            started = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+            self._running.append(started)
+        self.pause()
+
+    def go_on(self) -> None:
+        """Returns when none waits any more: one that slept through a whole slice would wait for the
+        next, and the other ranks for it.  Or when a program has ended, see `has_ended`."""
+        self._pause.unlink(missing_ok=True)
+        while self._waiting() and None in self.codes and not any(self.codes):
+            time.sleep(_LOOK_SECONDS)
+
+    def pause(self) -> None:
+        """Returns when all wait, or have ended."""
+        self._pause.touch()
+        while self._waiting() < self._processes * self.codes.count(None):
+            time.sleep(_LOOK_SECONDS)
+
+    def _waiting(self) -> int:
+        return sum(1 for _ in self._pause.parent.glob("waits-*"))
+
+    def has_ended(self, seconds: float) -> bool:
+        """Waits until all have, so many seconds at most.
+
+        Raises: LaunchError: one ended with another code than 0.
+        """
+        deadline = time.monotonic() + seconds
+        while None in self.codes and not any(self.codes) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        for command, code in zip(self.commands, self.codes):
+            if code:
+                raise LaunchError(
+                    f"a run ended with exit code {code}: {' '.join(command)}", code="run_failed"
+                )
+        return None not in self.codes
+
+    def end(self) -> None:
+        """Asks what still runs to end, waits, and kills whoever does not."""
+        for each in self._running:
+            if each.poll() is None:
+                each.terminate()
+        deadline = time.monotonic() + _END_SECONDS
+        for each in self._running:
+            try:
+                each.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+
+
+def interleave(groups: Sequence[Group], slice_seconds: float) -> None:
+    """Runs groups in time slices until all have ended; none runs when it returns or raises.
+
+    Args: slice_seconds: at least; a slice lasts until the end of a step.
+    Raises: LaunchError: a program ended with another code than 0.
+    """
+    with _ended(groups):
+        for group in groups:  # one after another: a start would disturb those that are at it
+            group.start()
+        waiting = deque(groups)
+        while waiting:
+            group = waiting.popleft()
+            group.go_on()
+            if not group.has_ended(slice_seconds if waiting else math.inf):
+                group.pause()
+                waiting.append(group)
+
+
+@contextmanager
+def _ended(groups: Sequence[Group]) -> Iterator[None]:
+    """Ends all groups at last, also when this process is asked to end by SIGTERM."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.end()
+        signal.signal(signal.SIGTERM, before)

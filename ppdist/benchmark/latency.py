@@ -1,0 +1,195 @@
+"""How long one prediction takes: eager and exported, in every runtime that is here.
+
+All run interleaved in one process on the same images, because a machine that others use, too,
+changes its speed within minutes; the ratios within a round do not.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ppdist.config.data import Resize
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.data.images import read_image
+from ppdist.data.sample import DetectionSet
+from ppdist.data.synthetic import scene
+from ppdist.errors import DataError
+from ppdist.export import Format
+from ppdist.export_check import unexplained_rows
+from ppdist.infer_spec import InferenceSpec
+from ppdist.inference import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
+from ppdist.models.detector import Detector
+
+Report = dict[str, Any]
+IMAGES = 20  # at most: they are kept in memory
+FEWER_BITS = ("bfloat16", "int8")
+_CALLS = 3  # of a predictor in a round, after one that does not count
+_PAUSE_SECONDS = 0.3  # before them: threads of the predictor before wait awake for a while
+
+
+def formats_here() -> tuple[Format, ...]:
+    """What can be exported with the packages that are installed."""
+    onnx = all(find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
+    return ("paddle", "onnx") if onnx else ("paddle",)
+
+
+def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
+    """The first images that can be read, uint8 RGB [H, W, 3]; without a set, drawn ones."""
+    if dataset is None:
+        return [scene(512, 0, 0, index)[0] for index in range(IMAGES)]
+    images = []
+    for record in dataset.records:
+        try:
+            images.append(read_image(record.path))
+        except DataError:  # others are as good
+            continue
+        if len(images) == IMAGES:
+            break
+    if not images:
+        raise DataError(
+            "neither this nor another image can be read",
+            code="no_good_image",
+            where=str(dataset.records[0].path),
+        )
+    return images
+
+
+def predictors_of(
+    model: Detector | None, directory: Path, spec: InferenceSpec, threads: int
+) -> dict[str, Predictor]:
+    """What can predict here, by name: the model as it is, and all that an export holds."""
+    predictors: dict[str, Predictor] = {}
+    if model is not None:
+        assert spec.nms is not None
+        predictors["eager"] = EagerPredictor(model, spec.nms)
+    ways = []
+    if spec.paddle is not None:
+        ways.append(("Paddle Inference", RuntimeOptions(onednn=False, threads=threads)))
+        ways.append(("Paddle Inference, oneDNN", RuntimeOptions(threads=threads)))
+        if paddle.base.core.supports_bfloat16_fast_performance():
+            half = RuntimeOptions(precision="bfloat16", threads=threads)
+            ways.append(("Paddle Inference, oneDNN, bfloat16", half))
+    if spec.onnx is not None and find_spec("onnxruntime"):
+        ways.append(("ONNX Runtime", RuntimeOptions(backend="onnx", threads=threads)))
+    if spec.onnx_int8 is not None and find_spec("onnxruntime"):
+        eighths = RuntimeOptions(backend="onnx", precision="int8", threads=threads)
+        ways.append(("ONNX Runtime, int8", eighths))
+    for name, options in ways:
+        predictors[name] = ExportedPredictor(directory, options)
+    return predictors
+
+
+def measure_predictors(
+    predictors: dict[str, Predictor],
+    spec: InferenceSpec,
+    pictures: Sequence[np.ndarray],
+    *,
+    batch: int,
+    threads: int,
+    rounds: int,
+) -> Report:
+    """Milliseconds of one call, pixels of the input size in and boxes out, suppression included.
+
+    Args:
+        predictors: the first one is what the others are compared with.
+        batch: images in one call.
+        threads: of the eager model, too.
+        rounds: of calls; every round has other images.
+    Returns: for each predictor `median_ms` and `p95_ms` of all calls that count, `first_ms` (it
+        compiles), `images_per_second`, and against the first: `ratio`, the median over rounds of
+        its time as a part of the first's; `boxes` of all rounds and how many of both have no equal
+        among the other's (`boxes_differing`; within the tolerances of an export's check, so not
+        of forms in fewer bits).
+        Beside them, of one image: `prepare_ms`, and `detect_other_ms`, what finding the objects of
+        an image takes besides the call: preparing it and mapping boxes back.
+    """
+    paddle.base.core.set_num_threads(threads)
+    size, mode = spec.input.size, spec.resize.mode
+    assert mode != "centre_crop" and spec.nms is not None
+    started = time.perf_counter()
+    prepared = [prepare(picture, size, mode) for picture in pictures]
+    prepare_ms = _since(started) / len(pictures)
+    measured = [_Calls(predict) for predict in predictors.values()]
+    for number in range(rounds):
+        chosen = [(number * batch + i) % len(prepared) for i in range(batch)]
+        images = np.stack([prepared[index] for index in chosen])
+        for each in measured if number % 2 == 0 else reversed(measured):
+            each.take(images)
+    first = measured[0]
+    report: Report = {}
+    for name, each in zip(predictors, measured):
+        report[name] = each.report(batch)
+        ratios = [ours / base for ours, base in zip(each.rounds, first.rounds)]
+        report[name]["ratio"] = median(ratios)
+        if not name.endswith(FEWER_BITS):
+            pairs = zip(each.found, first.found)
+            differing = sum(unexplained_rows(*pair, spec.nms) for pair in pairs)
+            report[name]["boxes_differing"] = differing
+    return {
+        "batch": batch,
+        "image_size": list(size),
+        "threads": threads,
+        "pictures": len(pictures),
+        "predictors": report,
+        "prepare_ms": prepare_ms,
+        "detect_other_ms": _besides(pictures, size, mode),
+    }
+
+
+@dataclass
+class _Calls:
+    """One predictor, what its calls took in milliseconds, and what they found."""
+
+    predict: Predictor
+    first: float = math.nan
+    calls: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    found: list[np.ndarray] = field(default_factory=list)
+
+    def take(self, images_B3HW: np.ndarray) -> None:
+        time.sleep(_PAUSE_SECONDS)
+        milliseconds = []
+        for _ in range(1 + _CALLS):
+            started = time.perf_counter()
+            rows = self.predict(images_B3HW)
+            milliseconds.append(_since(started))
+        if not self.calls:
+            self.first = milliseconds[0]
+        self.calls += milliseconds[1:]
+        self.rounds.append(median(milliseconds[1:]))
+        self.found += rows
+
+    def report(self, batch: int) -> Report:
+        middle = median(self.calls)
+        return {
+            "median_ms": middle,
+            "p95_ms": float(np.quantile(self.calls, 0.95)),
+            "first_ms": self.first,
+            "images_per_second": 1000 * batch / middle,
+            "boxes": sum(map(len, self.found)),
+        }
+
+
+def _besides(pictures: Sequence[np.ndarray], size: tuple[int, int], mode: Resize) -> float:
+    """Milliseconds of `detect` for an image of 100 boxes, without the prediction."""
+    rows_R6 = np.tile(np.array([0, 0.5, 8, 8, 24, 24], np.float32), (100, 1))
+
+    def predict(images_B3HW: np.ndarray) -> list[np.ndarray]:
+        return [rows_R6]
+
+    started = time.perf_counter()
+    for picture in pictures:
+        detect(predict, picture, size, mode)
+    return _since(started) / len(pictures)
+
+
+def _since(started: float) -> float:
+    return 1000 * (time.perf_counter() - started)

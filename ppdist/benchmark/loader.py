@@ -1,0 +1,266 @@
+"""How fast training images come, beside a straightforward pipeline, and what memory that takes.
+
+On a machine that others use too, one measurement after the other compares two moments rather than
+two programs.  So everything is measured interleaved, in short pieces, and CPU time is told beside
+the clock's: what a worker gets done in a second of its own does not depend on its neighbours.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from ppdist.config.data import DataConfig
+from ppdist.data.loader import TrainLoader
+from ppdist.data.records import Records
+from ppdist.data.sample import Batch, DetectionSet
+from ppdist.data.sampler import TrainSampler
+
+Report = dict[str, Any]
+_ROUNDS = 4
+_ENDLESS = 2**31
+_GREY = 114
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MIB = 2**20
+
+
+def measure_loading(
+    dataset: DetectionSet,
+    config: DataConfig,
+    *,
+    image_size: tuple[int, int],
+    batch_size: int,
+    seconds: float,
+    epochs: int = 0,
+) -> Report:
+    """Speed of the training loader alone, nothing else being computed.
+
+    Args:
+        image_size: (height, width) of the input in pixels.
+        seconds: of measuring for each of: the loader, the same without cache where data.cache is
+            set (its first epoch is not counted), a straightforward pipeline.
+        epochs: so many follow, with the memory of all workers after each.
+    Returns: of the loader, and of it `without_cache`, images_per_second over all workers, per
+        worker and per second of a worker's CPU; `workers` (0: this process); `straightforward`
+        and `times_straightforward`, the ratio of rates by clock and by CPU, of one worker and one
+        process; `memory`, see `memory_of`, as lists over epochs.
+    """
+    variants = {"with": config}
+    if config.cache != "none":
+        variants["without_cache"] = config.model_copy(update={"cache": "none"})
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(closing(_Loading(dataset, one, image_size, batch_size)))
+            for name, one in variants.items()
+        }
+        running["with"].one_epoch()  # what is kept is there then, and all code has run once
+        plain = _Straightforward(dataset, image_size, batch_size)
+        for _ in range(_ROUNDS):
+            for one in (plain, *running.values()):
+                one.measure(seconds / _ROUNDS)
+        ours = running["with"]
+        report = ours.report()
+        if "without_cache" in running:
+            report["without_cache"] = running["without_cache"].report()
+        report["straightforward"] = plain.report()
+        report["times_straightforward"] = {
+            "clock": ours.rate / plain.rate,
+            "cpu": ours.cpu_rate / plain.cpu_rate,
+        }
+        if epochs:
+            rows = [ours.one_epoch() for _ in range(epochs)]
+            report["memory"] = {key: [round(row[key], 1) for row in rows] for key in rows[0]}
+    return report
+
+
+class _Timed:
+    """Images, seconds and CPU seconds so far; one process's share of them are the rates."""
+
+    processes = 1
+
+    def __init__(self) -> None:
+        self.images, self.seconds, self.cpu_seconds = 0, 0.0, 0.0
+
+    def measure(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def run(self, next_batch: Callable[[], int], cpu: Callable[[], float], seconds: float) -> None:
+        """Args: next_batch: makes one, returns its images; cpu: seconds used so far."""
+        cpu_began, began = cpu(), time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            self.images += next_batch()
+        self.seconds += time.perf_counter() - began
+        self.cpu_seconds += cpu() - cpu_began
+
+    @property
+    def rate(self) -> float:
+        """Images per second of one process."""
+        return self.images / self.seconds / self.processes
+
+    @property
+    def cpu_rate(self) -> float:
+        """Images per second of CPU time; CPU time is counted in hundredths."""
+        return self.images / max(self.cpu_seconds, 1 / _TICKS)
+
+
+class _Loading(_Timed):
+    """A training loader that runs."""
+
+    def __init__(
+        self, dataset: DetectionSet, config: DataConfig, size: tuple[int, int], batch_size: int
+    ) -> None:
+        super().__init__()
+        self._size = len(dataset.records)
+        sampler = TrainSampler(
+            dataset_size=self._size,
+            batch_size_per_card=batch_size,
+            accumulate=1,
+            rank=0,
+            world=1,
+            seed=0,
+            start_step=0,
+            end_step=_ENDLESS,
+            sizes=[size],
+        )
+        before = _children()
+        self._loader = TrainLoader(dataset, config, sampler, seed=0, epochs=_ENDLESS)
+        self._batches: Iterator[Batch] = iter(self._loader)
+        next(self._batches)
+        self._workers = sorted(_children() - before)
+        self.processes = max(1, len(self._workers))
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def measure(self, seconds: float) -> None:
+        for _ in range(2 * len(self._workers)):  # prepared while others were measured
+            next(self._batches)
+        self.run(self._next, self._cpu, seconds)
+
+    def _next(self) -> int:
+        return int(next(self._batches).images_B3HW.shape[0])
+
+    def _cpu(self) -> float:
+        return sum(map(_cpu_seconds, self._workers)) if self._workers else time.process_time()
+
+    def one_epoch(self) -> Report:
+        """Runs so many images, and returns the memory they left in use."""
+        images = 0
+        while images < self._size:
+            images += self._next()
+        return memory_of(self._workers or [os.getpid()])
+
+    def report(self) -> Report:
+        return {
+            "images_per_second": self.images / self.seconds,
+            "images_per_second_per_worker": self.rate,
+            "images_per_cpu_second": self.cpu_rate,
+            "workers": len(self._workers),
+            "images": self.images,
+        }
+
+
+class _Straightforward(_Timed):
+    """Mosaic, affine, HSV and flip as one writes them down first, in this process: the whole
+    images are decoded and put into a canvas of twice the size, which is then transformed; float32
+    goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
+    """
+
+    def __init__(self, dataset: DetectionSet, size: tuple[int, int], batch_size: int) -> None:
+        super().__init__()
+        records = Records.of(dataset.records)
+        self._paths = [records.path(index) for index in range(len(records))]
+        self._height, self._width = size
+        self._batch_size = batch_size
+        self._rng = np.random.default_rng(0)
+
+    def measure(self, seconds: float) -> None:
+        cv2.setNumThreads(0)
+        self.run(self._next, time.process_time, seconds)
+
+    def _next(self) -> int:
+        return len(np.stack([self._sample() for _ in range(self._batch_size)]))
+
+    def _sample(self) -> np.ndarray:
+        """float32 RGB [3, H, W] in [0, 1]."""
+        rng, height, width = self._rng, self._height, self._width
+        centre_y, centre_x = (int(side * rng.uniform(0.5, 1.5)) for side in (height, width))
+        canvas_HW3 = np.full((2 * height, 2 * width, 3), _GREY, np.uint8)
+        for corner in range(4):
+            image_HW3 = cv2.imread(self._paths[int(rng.integers(len(self._paths)))])
+            assert image_HW3 is not None, "measured on images that can be read"
+            scale = min(height / image_HW3.shape[0], width / image_HW3.shape[1])
+            image_HW3 = cv2.resize(image_HW3, None, fx=scale, fy=scale)
+            h, w = image_HW3.shape[:2]
+            top = centre_y - h if corner < 2 else centre_y
+            left = centre_x - w if corner % 2 == 0 else centre_x
+            y1, x1 = max(top, 0), max(left, 0)
+            y2, x2 = min(top + h, 2 * height), min(left + w, 2 * width)
+            canvas_HW3[y1:y2, x1:x2] = image_HW3[y1 - top : y2 - top, x1 - left : x2 - left]
+        scale = rng.uniform(0.5, 1.5)
+        matrix_23 = np.array(
+            [
+                [scale, 0, width * rng.uniform(0.4, 0.6) - scale * width],
+                [0, scale, height * rng.uniform(0.4, 0.6) - scale * height],
+            ]
+        )
+        border = (_GREY,) * 3
+        view_HW3 = cv2.warpAffine(canvas_HW3, matrix_23, (width, height), borderValue=border)
+        hue, saturation, value = cv2.split(cv2.cvtColor(view_HW3, cv2.COLOR_BGR2HSV))
+        gains = rng.uniform(-1, 1, 3) * (0.015, 0.7, 0.4) + 1
+        levels = np.arange(256)
+        turned = (levels * gains[0] % 180).astype(np.uint8)
+        stronger, lighter = (np.clip(levels * g, 0, 255).astype(np.uint8) for g in gains[1:])
+        changed = cv2.LUT(hue, turned), cv2.LUT(saturation, stronger), cv2.LUT(value, lighter)
+        view_HW3 = cv2.cvtColor(cv2.merge(changed), cv2.COLOR_HSV2BGR)
+        if rng.random() < 0.5:
+            view_HW3 = np.fliplr(view_HW3)
+        rgb_3HW = view_HW3[:, :, ::-1].transpose(2, 0, 1)
+        return np.ascontiguousarray(rgb_3HW, np.float32) / 255
+
+    def report(self) -> Report:
+        return {"images_per_second": self.rate, "images_per_cpu_second": self.cpu_rate}
+
+
+def memory_of(processes: Sequence[int]) -> Report:
+    """MB of these processes together: `rss`, where what they share counts in each; `pss`, where it
+    counts once among all that share it; `own`, what each has for itself."""
+    totals = dict.fromkeys(("rss", "pss", "own"), 0.0)
+    for process in processes:
+        rows = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
+        kib = {name: int(rest.split()[0]) for name, _, rest in (r.partition(":") for r in rows)}
+        totals["rss"] += kib["Rss"]
+        totals["pss"] += kib["Pss"]
+        totals["own"] += kib["Private_Clean"] + kib["Private_Dirty"]
+    return {f"{name}_mb": kib * 1024 / _MIB for name, kib in totals.items()}
+
+
+def _children() -> set[int]:
+    """Processes that this one started."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            fields = _stat(int(folder.name))
+            if fields and int(fields[1]) == os.getpid():
+                found.add(int(folder.name))
+    return found
+
+
+def _cpu_seconds(process: int) -> float:
+    """CPU time of a process so far; 0 once it has ended."""
+    fields = _stat(process)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def _stat(process: int) -> list[str]:
+    """Fields of /proc/PID/stat after the name, see proc(5); none where there is no such process."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,191 @@
+"""Training speed on several numbers of processes: what is gained, and what is lost to the machine,
+to communication and to waiting.  Every measurement is a run of tools/benchmark.py."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ppdist import dist
+from ppdist.benchmark.interleaved import Group, interleave
+from ppdist.errors import LaunchError
+
+Report = dict[str, Any]
+# By the number of processes: what one run on so many found, and what each of so many runs did.
+Round = tuple[dict[int, Report], dict[int, list[Report]]]
+
+
+def measure_scaling(
+    launcher: Sequence[str],
+    script: Sequence[str],
+    *,
+    counts: Sequence[int],
+    rounds: int,
+    slice_seconds: float,
+) -> Report:
+    """Training speed on several numbers of processes, measured at once, `rounds` times.
+
+    As many processes that know nothing of one another are measured, too: what they lose is the
+    machine's doing (memory, caches, clock), the rest is communication and waiting.  On CPU all of
+    these groups are interleaved (see `interleaved`), and ratios are of one round; on GPUs,
+    whose memory is taken also by who is stopped, they run one after another.
+
+    Args:
+        launcher: command of fleetrun without its options.
+        script: `tools/benchmark.py train ...` without --json.
+        slice_seconds: of a time slice.
+    Returns: for each count images_per_second of all ranks, speed_up and efficiency against the
+        first count, medians of rounds; for more processes than one also `_communication`.  On CPU
+        every process has one thread, unless OMP_NUM_THREADS says otherwise.
+    Raises: LaunchError: a run failed; its stderr went to ours.
+    """
+    found: list[Round] = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(_round(launcher, script, counts, Path(folder), slice_seconds))
+    first = counts[0]
+    report: Report = {}
+    for count in counts:
+        rates = [each[count]["images_per_second"] for each, _ in found]
+        speed_ups = [
+            rate / each[first]["images_per_second"] for rate, (each, _) in zip(rates, found)
+        ]
+        report[str(count)] = {
+            "images_per_second": median(rates),
+            "of_rounds": rates,
+            "speed_up": median(speed_ups),
+            "efficiency": median(speed_ups) * first / count,
+            "efficiency_of_rounds": [each * first / count for each in speed_ups],
+            "last_round": found[-1][0][count]["result"],
+        }
+        if count > 1:
+            report[str(count)] |= _communication(found, first, count)
+    return report
+
+
+def _round(
+    launcher: Sequence[str],
+    script: Sequence[str],
+    counts: Sequence[int],
+    folder: Path,
+    slice_seconds: float,
+) -> Round:
+    """What the runs of one round found, by the number of processes: of one run, and of as many as
+    there are processes.  Their files are in the folder."""
+    groups, files = [], []
+    for count in counts:
+        logs = ["--log_dir", str(folder / f"log{count}")]
+        file = folder / f"together{count}.json"
+        command = [*launcher, *_cards(count), *logs, *script, "--json", str(file)]
+        groups.append(Group([command], [_environment()], folder / f"slices{count}", count))
+        files.append([file])
+        if count > 1:
+            files.append([folder / f"apart{count}-{number}.json" for number in range(count)])
+            groups.append(_apart(script, files[-1], folder / f"slices-apart{count}"))
+    for those in [[each] for each in groups] if dist.has_card() else [groups]:
+        interleave(those, slice_seconds)
+    results = iter([_results(its) for its in files])
+    together, apart = {}, {}
+    for count in counts:
+        together[count] = next(results)[0]
+        if count > 1:
+            apart[count] = next(results)
+    return together, apart
+
+
+def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
+    """The same program several times at once, each a run of its own."""
+    commands, environments = [], []
+    for number, file in enumerate(files):
+        card = {"CUDA_VISIBLE_DEVICES": str(number)} if dist.has_card() else {}
+        commands.append([sys.executable, *script, "--json", str(file)])
+        environments.append(_environment() | card)
+    return Group(commands, environments, folder)
+
+
+def _results(files: Sequence[Path]) -> list[Report]:
+    """Of the runs of a group: the first variant of each, with all that it found as `result`."""
+    reports = [json.loads(file.read_text(encoding="utf-8"))["result"] for file in files]
+    return [next(iter(each["variants"].values())) | {"result": each} for each in reports]
+
+
+def _communication(found: Sequence[Round], first: int, count: int) -> Report:
+    """What several processes lose, and to what.
+
+    Returns: machine_limit: efficiency of the processes that do not communicate;
+        efficiency_of_limit: ours against theirs; all_reduce_seconds: of all gradients alone;
+        exposed_seconds: by how much a step is longer than without communication, with the wait for
+        slower ranks; hidden_share: how much of the all-reduce alone does not show in the step.
+    """
+    limits, shares, exposures, steps, alone = [], [], [], [], []
+    for together, apart in found:
+        ours, theirs = together[count], apart[count]
+        rate = sum(each["images_per_second"] for each in theirs)
+        limits.append(rate / together[first]["images_per_second"] * first / count)
+        shares.append(ours["images_per_second"] / rate)
+        steps.append(ours["step_seconds"])
+        exposures.append(steps[-1] - median(each["step_seconds"] for each in theirs))
+        alone.append(ours["result"]["gradient_all_reduce_seconds"])
+    exposed = max(0.0, median(exposures))
+    return {
+        "machine_limit": median(limits),
+        "efficiency_of_limit": median(shares),
+        "all_reduce_seconds": median(alone),
+        "exposed_seconds": exposed,
+        "exposed_share_of_step": exposed / median(steps),
+        "hidden_share": max(0.0, 1.0 - exposed / median(alone)),
+        "sent_bytes_per_step": found[-1][0][count]["sent_bytes_per_step"],
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1"} | os.environ
+
+
+def _cards(count: int) -> list[str]:
+    """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
+    if not dist.has_card():
+        return ["--nproc_per_node", str(count)]
+    return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
+
+
+def launch(
+    launcher: Sequence[str],
+    script: Sequence[str],
+    count: int,
+    *,
+    environment: Mapping[str, str],
+    verdicts: Collection[int] = (0,),
+) -> Any:
+    """The report of a tool on `count` processes of this machine, through fleetrun.
+
+    Args:
+        launcher: command of fleetrun without its options.
+        script: the command of the tool, which writes its report where --json says.
+        verdicts: exit codes with which it does.
+    Raises: LaunchError: it ended without; what it said went to our stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        command = [
+            *launcher,
+            *_cards(count),
+            "--log_dir",
+            f"{folder}/log",
+            *script,
+            "--json",
+            str(file),
+        ]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=False)
+        if done.returncode not in verdicts or not file.exists():
+            raise LaunchError(
+                f"the run on {count} processes ended with exit code {done.returncode}: "
+                f"{' '.join(command)}",
+                code="run_failed",
+            )
+        return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,233 @@
+"""Measured speed of training steps, and of their parts.
+
+Measured on the trainer's own step and batches, built as `tools/train.py` builds them.  Two variants
+are compared in one process with their steps interleaved (A B, B A, ...), because on a shared
+machine two separate runs differ by more than most changes do; the ratio of neighbours does not.
+"""
+
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from ppdist import dist, wire
+from ppdist.benchmark.interleaved import wait_for_slice
+from ppdist.data.sample import Batch
+from ppdist.engine.experiment import build_training
+from ppdist.engine.step import Clock, TrainStep
+from ppdist.engine.trainer import Trainer
+from ppdist.errors import ConfigError
+from ppdist.optim.averaging import Averaging
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+
+Report = dict[str, Any]
+PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
+
+
+def machine() -> Report:
+    """What the numbers were measured on."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "paddle": paddle.__version__,
+        "device": paddle.device.get_device(),
+        "ranks": dist.world_size(),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@dataclass
+class _Variant:
+    """One configuration under test, with what its steps took."""
+
+    name: str
+    trainer: Trainer
+    batches: Iterator[Batch]
+    every: int = 1  # steps from one with all communication to the next
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    parts: list[Mapping[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    sent: list[int | None] = field(default_factory=list)
+
+    def step(self) -> None:
+        """One optimizer step of the run, timed; a GPU is waited for at the end of every part."""
+        derived, number = self.trainer.derived, len(self.wall)
+        wall, cpu = time.perf_counter(), time.process_time()
+        paused = wait_for_slice()
+        sent = wire.sent_bytes()
+        clock = Clock(synchronize=True)
+        rates = derived.schedule.rates(number)
+        result = self.trainer.train_step(
+            self.batches, derived.accumulate_steps, number, rates, False, clock
+        )
+        self.wall.append(time.perf_counter() - wall - paused)
+        self.cpu.append(time.process_time() - cpu)
+        self.parts.append(dict(clock.seconds))
+        self.losses.append(result.losses["loss"])
+        self.images.append(result.images)
+        after = wire.sent_bytes()
+        self.sent.append(None if sent is None or after is None else after - sent)
+
+    def report(self, warmup: int) -> Report:
+        """Of the steps after the first `warmup`, see `_typical`; of bytes the mean."""
+        sent = [each for each in self.sent[warmup:] if each is not None]
+        wall, images = self._typical(self.wall[warmup:]), self._typical(self.images[warmup:])
+        return {
+            "images_per_second": images / wall,  # of all ranks
+            "step_seconds": wall,
+            "cpu_seconds_per_step": self._typical(self.cpu[warmup:]),  # of this rank, all threads
+            "seconds": {
+                part: self._typical([parts.get(part, 0.0) for parts in self.parts[warmup:]])
+                for part in PARTS
+            },
+            "first_step_seconds": self.wall[0],
+            "images_per_step": images,
+            "sent_bytes_per_step": round(fmean(sent)) if sent else None,  # of this rank, over TCP
+            "steps": len(self.wall) - warmup,
+            "losses": self.losses,
+        }
+
+    def _typical(self, steps: Sequence[float]) -> float:
+        """Median over periods of the mean step: where ranks meet in one step of many, as with
+        `distributed.sync_every`, the median over steps would not show what that one takes."""
+        return median(_means(steps, self.every))
+
+
+def measure_training(
+    variants: Mapping[str, "ExperimentConfig"], *, steps: int, warmup: int, scratch: Path
+) -> Report:
+    """Speed of training steps; steps of several variants are interleaved.  Collective.
+
+    Args:
+        variants: name -> configuration.  With equal seed and data they see equal batches.
+        steps: measured steps of each, rounded up to whole periods of `distributed.sync_every`;
+            warmup: steps before them that are not counted.
+        scratch: folder for what a run writes.
+
+    Returns: `variants` (name -> rates and seconds), peak RSS of this rank in MB, and of every
+        variant after the first its comparison with the first under `against <name of the first>`:
+        `wall_ratio` and `cpu_ratio` are medians over pairs of neighbouring steps of
+        other / first (2 means the first is twice as fast), and the largest relative difference of
+        their losses.  `communication` is the wait for the last small all-reduce; gradients are
+        averaged inside `backward` on GPUs, `optimizer` on CPU, and `gradient_all_reduce_seconds`
+        is what that takes alone, in the first variant.
+    Raises: ConfigError: the variants differ in what ranks settle when they join, once for all.
+    """
+    _require_same_joining(variants)
+    running = [
+        _start(name, config, scratch / str(index))
+        for index, (name, config) in enumerate(variants.items())
+    ]
+    period = math.lcm(*(variant.every for variant in running))
+    for number in range(warmup + math.ceil(steps / period) * period):
+        for variant in running if number % 2 == 0 else reversed(running):
+            variant.step()
+    first, *others = running
+    report: Report = {
+        "variants": {variant.name: variant.report(warmup) for variant in running},
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "parameters": sum(p.size for p in first.trainer.train_step.model.parameters()),
+    }
+    if dist.world_size() > 1:
+        report["gradient_all_reduce_seconds"] = _averaging_seconds(first.trainer.train_step)
+    for other in others:
+        report["variants"][other.name][f"against {first.name}"] = _compare(first, other, warmup)
+    return report
+
+
+def _require_same_joining(variants: Mapping[str, "ExperimentConfig"]) -> None:
+    (base, first), *others = variants.items()
+    for name, config in others:
+        for key in ("device", "distributed.bucket_mb", "distributed.timeout_seconds"):
+            of_both = [attrgetter(key)(each) for each in (first, config)]
+            if of_both[0] != of_both[1]:
+                raise ConfigError(
+                    f"{of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: ranks "
+                    "settle it once, when they join",
+                    code="variants_not_comparable",
+                    where=key,
+                    fix="measure the two in runs of their own",
+                )
+
+
+def _start(name: str, config: "ExperimentConfig", folder: Path) -> _Variant:
+    with redirect_stdout(sys.stderr):
+        experiment = build_training(
+            config, output_dir=folder, evaluate=False, resume=None, command=["benchmark"]
+        )
+        experiment.log.close()
+    trainer = experiment.trainer
+    every = trainer.train_step.averaging.every
+    return _Variant(name, trainer, trainer.feed.batches(0, None), every)
+
+
+def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:
+    period = math.lcm(first.every, other.every)
+
+    def ratio(ours: list[float], theirs: list[float]) -> float:
+        pairs = zip(_means(ours[warmup:], period), _means(theirs[warmup:], period))
+        return median(b / a for a, b in pairs)
+
+    differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in zip(first.losses, other.losses)]
+    return {
+        "wall_ratio": ratio(first.wall, other.wall),
+        "cpu_ratio": ratio(first.cpu, other.cpu),
+        "largest_relative_loss_difference": max(differences),
+    }
+
+
+def _means(steps: Sequence[float], period: int) -> list[float]:
+    """The mean step of every period."""
+    return [fmean(steps[at : at + period]) for at in range(0, len(steps), period)]
+
+
+@paddle.no_grad()
+def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
+    """Median time, for a step, of averaging the gradients of all ranks (sync_every: their weights)
+    as the run does, but after backward; it spoils what these have learned."""
+    own = train_step.averaging
+    averaging = Averaging() if own.during_backward else own
+    weights = [each for each in train_step.model.parameters() if not each.stop_gradient]
+    gradients, seconds = [paddle.zeros(each.shape) for each in weights], []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(averaging.every):
+            averaging.gradients(gradients, 1.0)
+            averaging.updated(number)
+        float(gradients[-1].sum())  # waits for a GPU
+        seconds.append((time.perf_counter() - began) / averaging.every)
+    return median(seconds[1:])
+
+
+def require_detector(config: "ExperimentConfig", what: str) -> None:
+    """Raises: ConfigError: the model is a classifier."""
+    if config.data.classifies:
+        raise ConfigError(
+            f"{config.model.name} is a classifier, but {what} is measured of detectors alone; of "
+            "classifiers train and loader are",
+            code="needs_detector",
+            where="model.name",
+        )

@@ -1,0 +1,86 @@
+"""Moments of a training at which others may look on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from paddle import nn
+
+from ppdist.engine.step import StepResult, TrainStep
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a callback can reach of the run that begins.
+
+    Attributes:
+        evaluated_model: the second model, which takes the averaged weights for evaluation.
+        output_dir: of the run.
+        done_steps: optimizer steps before this start; 0, or those of the checkpoint it resumes.
+        total_steps: optimizer steps of the whole run.
+    """
+
+    train_step: TrainStep
+    evaluated_model: nn.Layer
+    output_dir: Path
+    done_steps: int
+    total_steps: int
+
+
+class StepSeconds(NamedTuple):
+    """Where the time of a step went, on this rank.
+
+    Attributes:
+        wall: from the beginning to the end of the step.
+        compute: all of it but the waiting for other ranks in collectives.
+        data: of it, waiting for images.
+    """
+
+    wall: float
+    compute: float
+    data: float
+
+
+class Callback:
+    """Looks on at a training and changes no number of it; override the moments you need.
+
+    Every rank has its own and calls it at the same moments, so a callback may use collectives.
+    Steps are optimizer steps, counted from 1.  What a callback raises ends the run.
+    """
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        """Called once, before anything is evaluated or trained."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before the first batch of a step is fetched, also where the step is then skipped.
+
+        A step that is made again, after a rollback or with smaller micro-batches, begins again.
+        """
+
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        """Called after each step that was computed, also where no rank applied it.
+
+        Args:
+            result: the same losses, gradient norm and decision on every rank.
+            lr: the learning rate that the step used.
+        """
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after an evaluation that did not fail.
+
+        Args:
+            step: the step after which it was made.
+            metrics: the same on every rank.
+        """
+
+    def on_save(self, step: int) -> None:
+        """Called when the snapshot of this step is taken; rank 0 still writes it."""
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        """Called once the last checkpoint is on disk; not after an error.
+
+        Args:
+            step: the last one made.
+            reason: "total", "early_stopping" or "signal".
+        """

@@ -1,0 +1,228 @@
+"""Injects faults into a running training, as a callback.
+
+Nothing in the code that trains knows of faults: what must go wrong inside a step is hung into the
+model, the loss or the system call that is to fail.
+"""
+
+import ctypes
+import errno
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ppdist import dist
+from ppdist.engine.callbacks import Callback, TrainingRun
+from ppdist.errors import RESTART_VARIABLE, ConfigError
+from tests.faults import fault as faults
+from tests.faults.fault import Fault
+
+_LONG_SECONDS = 10**6
+_MANTISSA_BIT = 1 << 22  # the highest: the weight changes by a third to a half and stays finite
+_CLOCK = time.time
+
+
+class FaultInjector(Callback):
+    """Strikes this rank with its faults when it begins their steps."""
+
+    def __init__(self, planned: Sequence[Fault]) -> None:
+        """Args: planned: of all ranks, the same on every rank."""
+        self._planned = planned
+        self._pending: list[Fault] = []
+        self._pause_seconds = 0.0  # before each step
+        self._hooks: list[list[Any]] = []  # for how many more steps each stays, and itself
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        """A run that begins anew, and was not restarted by fleetrun, forgets what struck before.
+
+        Raises: ConfigError: a fault is of a rank that there is not; on every rank.
+        """
+        self._train_step = run.train_step
+        self._evaluated_model = run.evaluated_model
+        self._output_dir = output_dir = run.output_dir
+        for fault in self._planned:
+            if fault.rank >= dist.world_size():
+                raise ConfigError(
+                    f"there is no rank {fault.rank}: ranks are 0 to {dist.world_size() - 1}",
+                    code="fault_invalid",
+                    where=f"{faults.VARIABLE}: {fault}",
+                )
+        self._pending = [fault for fault in self._planned if fault.rank == dist.rank()]
+        if not self._pending:
+            return
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if run.done_steps == 0 and not os.environ.get(RESTART_VARIABLE):
+            faults.struck_file(output_dir, dist.rank()).unlink(missing_ok=True)
+        # By what they say, and equal ones one by one: PPDIST_FAULT may be another one by now.
+        for struck in faults.struck(output_dir, dist.rank()):
+            same = [fault for fault in self._pending if str(fault) == struck["fault"]]
+            if same:
+                self._pending.remove(same[0])
+
+    def on_step_begin(self, step: int) -> None:
+        for entry in self._hooks:  # steps as they are made: after a rollback some are made again
+            entry[0] -= 1
+            if entry[0] == 0:
+                entry[1].remove()
+        for fault in [fault for fault in self._pending if fault.step == step]:
+            if fault.kind != "poison":  # which strikes again and again
+                self._pending.remove(fault)
+                faults.write_down(self._output_dir, fault)
+            print(f"fault on purpose: {fault}", file=sys.stderr, flush=True)
+            _ACTIONS[fault.kind](self, fault)
+        if self._pause_seconds:
+            time.sleep(self._pause_seconds)
+
+    def _slow(self, fault: Fault) -> None:
+        self._pause_seconds += fault.value
+
+    def _nan(self, fault: Fault) -> None:
+        def poisoned(loss: Any, arguments: Any, output: Any) -> Any:
+            return output._replace(total=output.total * math.nan)
+
+        loss: Any = self._train_step.loss
+        hook = loss.register_forward_post_hook(poisoned)
+        self._hooks.append([int(fault.value), hook])
+
+    def _oom(self, fault: Fault) -> None:
+        error = MemoryError(f"ResourceExhaustedError: out of memory on purpose: {fault}")
+        self._raise_in_forward(self._train_step.model, error)
+
+    def _eval_error(self, fault: Fault) -> None:
+        error = RuntimeError(f"fault on purpose: {fault}")
+        self._raise_in_forward(self._evaluated_model, error)
+
+    def _raise_in_forward(self, model: paddle.nn.Layer, error: Exception) -> None:
+        """In the next one; only once."""
+
+        def fail(*_: Any) -> None:
+            hook.remove()
+            raise error
+
+        hook = model.register_forward_pre_hook(fail)
+
+    def _poison(self, fault: Fault) -> None:
+        """A step whose batches are skipped computes nothing and lives."""
+        hook = self._train_step.model.register_forward_pre_hook(lambda *_: _kill())
+        self._hooks.append([1, hook])
+
+    @paddle.no_grad()
+    def _flip(self, fault: Fault) -> None:
+        weights = self._train_step.model.parameters()
+        largest = max(weights, key=lambda weight: weight.size)
+        array = np.array(largest.astype("float32").numpy())
+        array.view(np.int32).ravel()[0] ^= _MANTISSA_BIT
+        paddle.assign(paddle.to_tensor(array).astype(largest.dtype), largest)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _signal(number: int) -> Callable[[FaultInjector, Fault], None]:
+    return lambda injector, fault: os.kill(os.getpid(), number)
+
+
+def _read_nothing(injector: FaultInjector, fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+def _raise(injector: FaultInjector, fault: Fault) -> None:
+    raise RuntimeError(f"fault on purpose: {fault}")
+
+
+def _exit(injector: FaultInjector, fault: Fault) -> None:
+    raise SystemExit(0)
+
+
+def _hang(injector: FaultInjector, fault: Fault) -> None:
+    while True:
+        time.sleep(_LONG_SECONDS)
+
+
+def _hang_with_lock(injector: FaultInjector, fault: Fault) -> None:
+    library = ctypes.PyDLL(None)  # unlike CDLL it does not let go of the interpreter's lock
+    while True:
+        library.sleep(_LONG_SECONDS)
+
+
+def _move_clock(injector: FaultInjector, fault: Fault) -> None:
+    vars(time)["time"] = lambda: _CLOCK() + fault.value
+
+
+def _skip_sum(injector: FaultInjector, fault: Fault) -> None:
+    before = dist.all_reduce_sum
+
+    def skip(tensor: paddle.Tensor) -> paddle.Tensor:
+        vars(dist)["all_reduce_sum"] = before
+        return tensor
+
+    vars(dist)["all_reduce_sum"] = skip
+
+
+def _to_a_worker(number: int) -> Callable[[FaultInjector, Fault], None]:
+    def send(injector: FaultInjector, fault: Fault) -> None:
+        workers = _data_workers()
+        if not workers:
+            raise RuntimeError(f"{fault}: this rank has no data workers; set data.workers=1")
+        os.kill(workers[0], number)
+
+    return send
+
+
+def _data_workers() -> list[int]:
+    """Children of this process that lead a group of their own, as data workers do."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            process, _, rest = path.read_text().partition(" (")
+            _, parent, group = rest.rpartition(")")[2].split()[:3]
+            if int(parent) == os.getpid() and group == process:
+                found.append(int(process))
+    return sorted(found)
+
+
+def _fill_disk(injector: FaultInjector, fault: Fault) -> None:
+    """fsync is where a file system that allocates late says so."""
+    before, left = os.fsync, [int(fault.value)]
+
+    def full(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if left[0] > 0 and f"{os.sep}checkpoints{os.sep}" in path:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        before(descriptor)
+
+    vars(os)["fsync"] = full
+
+
+_ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "segv": _read_nothing,
+    "abort": lambda injector, fault: os.abort(),
+    "term": _signal(signal.SIGTERM),
+    "exception": _raise,
+    "exit0": _exit,
+    "hang": _hang,
+    "hang-gil": _hang_with_lock,
+    "slow": FaultInjector._slow,
+    "clock": _move_clock,
+    "nan": FaultInjector._nan,
+    "oom": FaultInjector._oom,
+    "flip": FaultInjector._flip,
+    "skip-collective": _skip_sum,
+    "poison": FaultInjector._poison,
+    "loader-kill": _to_a_worker(signal.SIGKILL),
+    "loader-hang": _to_a_worker(signal.SIGSTOP),
+    "disk-full": _fill_disk,
+    "eval-error": FaultInjector._eval_error,
+}

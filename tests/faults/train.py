@@ -1,0 +1,21 @@
+"""tools/train.py, struck by the faults of PPDIST_FAULT (see fault.py)."""
+
+import os
+
+from ppdist import cli, errors
+
+
+def main() -> int:
+    arguments = cli.parse_train()
+    cli.use_clone("tests/faults")
+    from tests.faults.fault import VARIABLE, parse_faults
+
+    planned = parse_faults(os.environ.get(VARIABLE, ""))
+    errors.hold_signals()  # Paddle, which the injector imports, has handlers of its own
+    from tests.faults.injector import FaultInjector
+
+    return cli.train(arguments, [FaultInjector(planned)])
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,81 @@
+"""tools/verify.py coco: COCO's own example, and what it says of files that are not that."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppdist.errors import DataError
+from ppdist.metrics.coco import METRICS
+from tests.forked import run_tool
+from tests.reference import coco_example
+from tests.reference.coco_example import PUBLISHED, RESULTS, TRUTH, Row, compare, lines
+
+
+@pytest.fixture(scope="session")
+def example(shared_dir: Path) -> Path:
+    folder = shared_dir / "data" / "coco_eval"
+    if not (folder / TRUTH).is_file():
+        pytest.skip("the example of the COCO API is not beside the checkout")
+    return folder
+
+
+def test_the_twelve_numbers_of_the_example_are_the_published_ones(
+    example: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "coco.json"
+    done = run_tool("verify", "coco", "--reference", example, "--json", file)
+    assert done.returncode == 0, done.stderr
+    assert "PASS: all 12 equal those of pycocotools to 1e-09" in done.stdout
+    rows = json.loads(file.read_text())
+    assert [row["name"] for row in rows] == list(METRICS)
+    assert [round(row["ours"], 3) for row in rows] == pytest.approx(list(PUBLISHED))
+    assert [row["ours"] for row in rows] == pytest.approx(
+        [row["of_pycocotools"] for row in rows], abs=1e-9
+    )
+
+
+def test_other_detections_are_a_difference_that_ends_with_1(example: Path, tmp_path: Path) -> None:
+    shutil.copy(example / TRUTH, tmp_path)
+    results = json.loads((example / RESULTS).read_text())
+    (tmp_path / RESULTS).write_text(json.dumps(results[:300]))
+    done = run_tool("verify", "coco", "--reference", tmp_path)
+    assert done.returncode == 1
+    assert "DIFFERS" in done.stdout and "FAIL: 12 of 12 differ" in done.stdout
+
+
+def test_without_pycocotools_the_published_numbers_are_enough(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coco_example.importlib.util, "find_spec", lambda name: None)
+    rows = compare(example)
+    assert all(row.equal and row.of_pycocotools is None for row in rows)
+    assert lines(rows)[-1] == "PASS: all 12 equal those of COCO"
+
+
+def test_a_number_that_is_off_in_the_tenth_digit_is_a_difference() -> None:
+    assert Row("mAP", 0.505, 0.505 + 1e-10, 0.505).equal
+    assert not Row("mAP", 0.505, 0.505 + 1e-8, 0.505).equal
+    assert not Row("mAP", 0.5056, 0.5056, 0.505).equal
+
+
+def test_a_folder_without_the_example_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{TRUTH} does not exist; expected the example") as error:
+        compare(tmp_path)
+    assert error.value.code == "file_not_found"
+
+
+def test_a_result_file_of_other_images_is_the_users_error(tmp_path: Path) -> None:
+    truth = {
+        "images": [{"id": 1, "file_name": "1.jpg", "width": 9, "height": 9}],
+        "categories": [{"id": 1, "name": "cat"}], "annotations": [],
+    }  # fmt: skip
+    (tmp_path / TRUTH).write_text(json.dumps(truth))
+    result = {"image_id": 2, "category_id": 1, "bbox": [0, 0, 4, 4], "score": 0.5}
+    (tmp_path / RESULTS).write_text(json.dumps([result]))
+    with pytest.raises(
+        DataError, match=rf"{RESULTS}: not a COCO result file of .*KeyError\(2\)"
+    ) as error:
+        compare(tmp_path)
+    assert error.value.code == "not_coco_results"

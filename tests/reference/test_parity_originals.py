@@ -1,0 +1,102 @@
+"""Our numbers are the original implementations', for weights made by a formula."""
+
+from pathlib import Path
+
+import pytest
+
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.losses.yolov5 import YOLOv5Loss
+from tests.reference.parity import compare, compare_keys, family_of, ppyoloe, yolov5
+from tests.reference.parity.measure import GROUPS, Measurement
+from tests.reference.parity.reference import Reference, read_formulas, read_key_list, read_reference
+
+EVERYTHING = set(GROUPS)
+INFERENCE = {"keys", "features", "scores", "boxes", "NMS"}
+CLASSIFIER = {"keys", "features", "scores", "losses", "gradients"}
+BIG = {"ppyoloe_x", "ppyoloe_plus_l", "ppyoloe_plus_x", "ppyoloe_l", "yolov5l", "yolov5x"}
+
+
+def read(shared_dir: Path, name: str) -> Reference:
+    folder = shared_dir / "parity"
+    return read_reference(folder / f"{name}.npz", read_formulas(folder))
+
+
+def key_lists(shared_dir: Path) -> dict[str, dict[str, list[int]]]:
+    first, second = sorted((shared_dir / "parity").glob("*_keys.json"))
+    return {**read_key_list(first), **read_key_list(second)}
+
+
+def assert_passed(measurements: list[Measurement]) -> None:
+    wrong = [f"{m.name}: {m.error:.3g} > {m.tolerance:.3g}" for m in measurements if not m.passed]
+    assert measurements and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "count"),
+    [
+        pytest.param("ppyoloe_s", EVERYTHING, 93, marks=pytest.mark.slow),
+        pytest.param("ppyoloe_plus_s", EVERYTHING, 93, marks=pytest.mark.slow),
+        pytest.param("ppyoloe_l", INFERENCE, 29, marks=pytest.mark.slow),
+        pytest.param("yolov5n", EVERYTHING, 76, marks=pytest.mark.slow),
+        pytest.param("yolov5n6", INFERENCE, 44, marks=pytest.mark.slow),
+        pytest.param("yolov5m", INFERENCE, 38, marks=pytest.mark.slow),
+        ("yolov5s_cls", CLASSIFIER, 19),
+    ],
+)
+def test_every_number_of_a_reference_is_met(
+    shared_dir: Path, name: str, groups: set[str], count: int
+) -> None:
+    reference = read(shared_dir, name)
+    shapes = key_lists(shared_dir)[name]
+    measurements = list(compare(reference, shapes))
+    assert_passed(measurements)
+    assert {m.group for m in measurements} == groups
+    assert len(measurements) == count
+    assert reference.values.unread() == []  # nothing of the file was left out
+
+
+@pytest.mark.slow
+def test_keys_and_shapes_of_the_other_sizes_are_the_original_s(shared_dir: Path) -> None:
+    lists = key_lists(shared_dir)
+    assert len(lists) == 16
+    for name in {"ppyoloe_m", "ppyoloe_plus_m", "yolov5s", "yolov5m", "yolov5s6"}:
+        assert_passed([compare_keys(family_of(name).build(name), lists[name])])
+
+
+@pytest.mark.slow
+def test_keys_and_shapes_of_large_and_extra_large_are_the_original_s(shared_dir: Path) -> None:
+    lists = key_lists(shared_dir)
+    for name in BIG:
+        assert_passed([compare_keys(family_of(name).build(name), lists[name])])
+
+
+@pytest.mark.slow
+def test_a_wrong_weight_is_noticed_in_every_output(shared_dir: Path) -> None:
+    for family, name, bias in (
+        (ppyoloe, "ppyoloe_s", "backbone.stages.0.attn.fc.bias"),
+        (yolov5, "yolov5n", "backbone.down2.bn.bias"),
+    ):
+        reference = read(shared_dir, name)
+        model = family.rebuild(reference)
+        weight = model.state_dict()[bias]
+        weight.set_value(weight + 0.01)
+        failed = [m for m in family.compare_inference(model, reference) if not m.passed]
+        assert {m.group for m in failed} >= {"features", "scores", "boxes", "NMS"}
+
+
+def test_gains_are_scaled_as_the_original_scales_them(shared_dir: Path) -> None:
+    settings = read(shared_dir, "yolov5n").values.json("hyp_json")
+    model = yolov5.build("yolov5n")
+    model.image_size = (256, 320)  # of the references' training images
+    gains = YOLOv5Loss.build(YOLOv5LossConfig(), model, 1).gains
+    assert tuple(gains) == pytest.approx([settings[key] for key in ("box", "obj", "cls")])
+
+
+def test_a_key_that_differs_is_named_with_both_shapes(shared_dir: Path) -> None:
+    shapes = dict(key_lists(shared_dir)["yolov5n"])
+    shapes["model.0.conv.weight"] = [16, 3, 5, 5]
+    shapes["model.99.bias"] = shapes.pop("model.24.m.0.bias")
+    found = compare_keys(yolov5.build("yolov5n"), shapes)
+    assert found.error == 3 and not found.passed
+    assert "model.0.conv.weight: ours [16, 3, 6, 6], theirs [16, 3, 5, 5]" in found.detail
+    assert "model.99.bias: ours None, theirs [255]" in found.detail
