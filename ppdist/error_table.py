@@ -77,7 +77,7 @@ def _cell(text: str) -> str:
 
 def _kinds(trees: Mapping[str, ast.Module]) -> dict[str, str]:
     """Of each class of errors with codes."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees.values() for node in tree.body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     kinds = {_BASE: ""}
     before = 0
@@ -106,6 +106,8 @@ def _of_file(path: str, tree: ast.Module, kinds: Mapping[str, str]) -> Iterator[
             continue
         given = {each.arg: each.value for each in node.keywords}
         what = _text(node.args[0]) if node.args else ""
+        where = _text(given["where"]) if "where" in given else ""
+        what = f"{where}: {what}" if where.strip("… :") else what
         fix = _text(given["fix"]) if "fix" in given else ""
         yield Site(path, node.lineno, kinds[name], _codes(given.get("code")), what, fix)
 

@@ -12,7 +12,7 @@ import pytest
 from ppdist import errors
 from ppdist.error_table import markdown, sites
 from ppdist.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
-from tests import ROOT
+from tests.forked import ROOT
 
 # Where errors have no codes yet.
 _TO_BE_CONVERTED = (
@@ -54,7 +54,7 @@ def reads_an_error(node: ast.AST) -> bool:
         return any(is_error(argument) for argument in node.args)
     if isinstance(node, ast.FormattedValue):
         return is_error(node.value)
-    if isinstance(node, ast.Attribute) and node.attr in ("args", "message", "what", "closed"):
+    if isinstance(node, ast.Attribute) and node.attr in ("args", "message", "closed"):
         return True
     return isinstance(node, ast.Attribute) and node.attr == "strerror"
 
@@ -77,9 +77,8 @@ def decisions(tree: ast.AST) -> Iterator[tuple[int, ast.AST]]:
                 texts = [each for each in words if isinstance(each, ast.Constant) and each.value]
                 if contains or any(isinstance(each.value, str) for each in texts):
                     looked_at = words
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in _COMPARE:
-                    looked_at = [node.func.value, *node.args]
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _COMPARE:
+                looked_at = [*ast.iter_child_nodes(node.func), *node.args]
             if any(reads_an_error(part) for each in looked_at for part in ast.walk(each)):
                 yield node.lineno, function
 
@@ -89,7 +88,7 @@ def test_no_program_decides_by_a_sentence() -> None:
         f"{path}:{line}"
         for path, tree in sources()
         for line, function in decisions(tree)
-        if (path, function.name) != _FOREIGN
+        if (path, function.name) != _FOREIGN and not path.startswith(_TO_BE_CONVERTED)
     }
     assert not found
 
