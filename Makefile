@@ -38,8 +38,8 @@ demo: install
 	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"
 	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
 
-# Each process has files of its own; one more than cores, as ranks often wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($$(nproc) + 1)) --dist loadfile
+# One process a core, each with files of its own, in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow"

@@ -18,6 +18,11 @@ def shared_dir() -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker waits for another that ends with one of them."""
+    items.sort(key=lambda item: item.path.parent.name not in ("tools", "faults"))
+
+
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """What a test ignores or holds back, the processes of later tests would, too."""

@@ -82,6 +82,7 @@ def fail_alone(argument):
     return [*said, dist.on_main(lambda: time.sleep(0.5) or 7)]
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
     first, second = run_on_ranks(2, "tests.test_dist:fail_alone")
     who = f"rank 1 (host {HOST})"

@@ -152,6 +152,7 @@ def test_a_damaged_visualdl_file_does_not_keep_a_run_from_resuming(tmp_path, cap
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
+@pytest.mark.slow
 def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
     code = (
         "import sys\n"

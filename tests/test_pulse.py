@@ -92,6 +92,7 @@ def test_what_steps_came_to_adds_up_until_the_process_ends(
     assert pulse.read_work(place) is None
 
 
+@pytest.mark.slow
 def test_nobody_sees_half_of_what_a_rank_writes(tmp_path: Path) -> None:
     code = """
 import time

@@ -129,6 +129,7 @@ def test_evaluation_on_two_processes_finds_the_same_as_on_one(monkeypatch, capsy
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
     report = run(monkeypatch, capsys, "eval", "--repeats", "1")
     assert report["result"]["images"] == 4

@@ -116,6 +116,7 @@ def test_who_does_not_end_when_asked_is_killed(monkeypatch, tmp_path):
     assert deaf.codes == [-signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_turn_begins_when_all_have_seen_that_it_is_theirs(tmp_path):
     code = WAIT.replace("0.01", "1.0") + "wait(); time.sleep(60)"
     slow = group(tmp_path / "1", "", code=code)

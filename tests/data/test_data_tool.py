@@ -59,6 +59,7 @@ def made(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_program(made):
     done = subprocess.run(
         [sys.executable, TOOL, "check", "-c", made / "cfg.yml", "--fast"],

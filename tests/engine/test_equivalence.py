@@ -175,7 +175,7 @@ def reference(case: Case) -> Case:
 
 
 DEFAULT = [
-    Case("yolov5", 1, 4, "frozen"),
+    Case("yolov5_cls", 1, 4, "frozen"),
     *(Case(trained, 2, 2, "frozen") for trained in FAMILIES),
     Case("yolov5", 2, 2, "frozen", images=25),
     # Two images a step: the second micro-batch is blank on both ranks, and synchronised statistics

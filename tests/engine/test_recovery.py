@@ -300,6 +300,7 @@ def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_a_best_of_steps_that_are_made_again_goes_aside_and_the_log_says_where(shapes, tmp_path):
     def rising(trainer):
         spoil(trainer, (5, 6, 7))

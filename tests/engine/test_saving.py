@@ -104,6 +104,7 @@ def test_training_on_does_not_change_a_snapshot(shapes, tmp_path):
                for (group, key), array in kept.items() if group == "model")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_slow_storage_does_not_stall_training(
     shapes, tmp_path, undisturbed, monkeypatch, record_property
 ):

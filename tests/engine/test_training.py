@@ -108,7 +108,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * (each == "an auxiliary head"))
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("an auxiliary head", "yolov5")))
         for each in RESUMED
     ],
 )

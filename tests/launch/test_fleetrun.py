@@ -96,6 +96,7 @@ def test_two_hosts_on_loopback_sum() -> None:
     assert "sum 3.0 on rank 1 of 2" in output
 
 
+@pytest.mark.slow
 def test_wrong_input_on_one_rank_is_one_message_and_exit_2() -> None:
     code = "def main():\n if rank: raise DataError('a.json: no images')\n time.sleep(60)\nrun(main)"
     ended = fleetrun("--nproc_per_node", "2", write(code))
@@ -145,6 +146,7 @@ def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
     assert output == "saved\n" and "saved" in Path("log/workerlog.1").read_text()
 
 
+@pytest.mark.slow
 def test_killing_fleetrun_leaves_no_process_behind() -> None:
     code = """
 Path(f"pid{rank}").write_text(f"{os.getpid()} {os.getppid()}")

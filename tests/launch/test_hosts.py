@@ -112,6 +112,7 @@ def test_a_host_that_cannot_write_its_logs_ends_both(start, port: str) -> None:
     assert f"ppdist: error: --log_dir log_{B}: File exists" in second.errors
 
 
+@pytest.mark.slow
 def test_who_never_comes_is_named_and_the_exit_code_is_2(start, port: str) -> None:
     common = ("--ips", f"{A},{B}", "--start_port", port, "--start_timeout", "2", write(""))
     ended = start(A, "--host", A, *common).ended()

@@ -195,6 +195,7 @@ def test_hosts_that_disagree_about_a_third_one_look_again() -> None:
     assert [mover.error for mover in movers] == ["", "", ""], [mover.said for mover in movers]
 
 
+@pytest.mark.slow
 def test_names_that_mean_other_addresses_for_good_end_on_both_hosts_with_both_lists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,6 +230,7 @@ def test_an_old_address_that_a_host_of_another_run_has_by_now_does_not_end_the_w
     assert any(line.startswith(f"refused {A}, which has called") for line in other.said)
 
 
+@pytest.mark.slow
 def test_a_resolver_that_does_not_answer_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 

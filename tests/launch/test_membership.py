@@ -159,14 +159,9 @@ def meeting_seconds(port: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"x" * 65536,
-        pytest.param(b"[" * 65536, marks=pytest.mark.slow),
-        pytest.param(b"\n" * 1000, marks=pytest.mark.slow),
-        pytest.param(b'{"type": "hello"}\n' * 100, marks=pytest.mark.slow),
-    ],
+    "content", [b"x" * 65536, b"[" * 65536, b"\n" * 1000, b'{"type": "hello"}\n' * 100]
 )
 def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
     port = _free_ports(1)[0]
@@ -174,6 +169,7 @@ def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None
         assert meeting_seconds(port) < 15
 
 
+@pytest.mark.slow
 def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> None:
     port, over = _free_ports(1)[0], threading.Event()
 

@@ -210,7 +210,11 @@ def test_warm_up_ends_where_the_derived_record_says():
         pytest.param('{"loss": 1, "lr": 2}\n', marks=pytest.mark.slow),
         pytest.param('{"step": "x", "loss": 1, "lr": 1}\n', marks=pytest.mark.slow),
         '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}\n',
-        '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], "rank_data_seconds": 3}\n',
+        pytest.param(
+            '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], '
+            '"rank_data_seconds": 3}\n',
+            marks=pytest.mark.slow,
+        ),
         '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}\n',
         '{"step": 1, "derived": []}\n{"step": 1, "derived": {"warmup_steps": 3}}\n\x00\xff',
     ],
@@ -253,6 +257,7 @@ def test_an_evaluation_cut_short_is_one_warning(tmp_path, text, caplog):
     assert "could not draw what evaluation.json says" in warning.getMessage()
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_read_cost_no_picture_of_the_evaluation(tmp_path, caplog):
     run = write(tmp_path, None, detected(tmp_path, 2))
     (run / "metrics.jsonl").mkdir()

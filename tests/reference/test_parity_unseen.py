@@ -251,6 +251,7 @@ def test_nothing_passes_for_being_left_out(
     assert gone and not report.passed and message in report.error
 
 
+@pytest.mark.slow
 def test_t_with_an_auxiliary_head_is_recognised(tmp_path: Path) -> None:
     name = "ppyoloe_plus_t"
     write_folder(tmp_path, ())

@@ -311,6 +311,7 @@ def test_rows_say_with_how_many_workers_they_were_made(tmp_path: Path) -> None:
     assert [row["workers"] for row in read_rows(tmp_path / "out")] == [2, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_search_draws_its_curves_and_what_decided(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, SEARCH.replace("6", "20")))
     assert search_in(store, workers=2)[0].run() == 0

@@ -145,6 +145,7 @@ def test_gradients_five_per_cent_too_large_are_found_out_without_clipping(
     assert verdict == "FAIL" and {"gradient norm", "weights"} <= set(rows)
 
 
+@pytest.mark.slow
 def test_an_average_that_is_moved_twice_a_step_is_found_out(
     config_file: Path, right, monkeypatch: pytest.MonkeyPatch
 ) -> None:
