@@ -26,7 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.run_report": ["templates/*"]},
+    package_data={"ppdist.report": ["templates/*"]},
     install_requires=[
         "numpy>=1.26",
         "pillow>=10",
@@ -57,7 +57,7 @@ setup(
             "optuna>=4.4",
         ],
     },
-    entry_points={"console_scripts": ["fleetrun = ppdist.launch.fleetrun:main"]},
+    entry_points={"console_scripts": ["fleetrun = ppdist.launch.cli:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",

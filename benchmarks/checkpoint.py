@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppdist import dist
-from ppdist.engine.experiment import build_training
-from ppdist.engine.run_state import take
-from ppdist.engine.step import Clock
+from ppdist.distributed import comm
+from ppdist.engine.build import build_training
+from ppdist.engine.state import capture_state
+from ppdist.engine.train_step import Clock
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -53,12 +53,12 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         progress.step += 1
 
     def save() -> None:
-        snapshot = take(trainer.train_step, progress, derived)
-        if dist.is_main():
+        snapshot = capture_state(trainer.train_step, progress, derived)
+        if comm.is_main():
             writer.hand_over(snapshot)
 
     def write() -> None:
-        failure = dist.on_main(writer.finish)
+        failure = comm.run_on_main(writer.finish)
         if failure:
             raise RuntimeError(failure)
 
@@ -69,7 +69,7 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         step()
         save()
         rounds.append((*beside, _timed(write)))
-    bytes_written = dist.on_main(lambda: _bytes_of(trainer.folder / "last"))
+    bytes_written = comm.run_on_main(lambda: _bytes_of(trainer.folder / "last"))
     return {**_figures(rounds), "bytes": bytes_written, "saves": saves}
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppdist.data.sample import DetectionSet, ImageRecord
-from ppdist.errors import UserError
+from ppdist.common.errors import UserError
+from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import METRICS, coco_arrays, evaluate_boxes
-from ppdist.metrics.matching import Found, Truth, found_of, truth_of
+from ppdist.metrics.matching import Detections, GroundTruth, found_of, truth_of
 
 _OBJECTS = 7.3  # of an image on average, as in COCO's val2017
 _SIDE = 640  # pixels of an image
@@ -147,7 +147,7 @@ def _boxes(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.concatenate([corner_X2, corner_X2 + sides_X2], axis=1).round(2)
 
 
-def by_pycocotools(truth: Truth, found: Found, classes: int) -> Sequence[float]:
+def by_pycocotools(truth: GroundTruth, found: Detections, classes: int) -> Sequence[float]:
     """COCOeval.stats of pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -156,7 +156,7 @@ def by_pycocotools(truth: Truth, found: Found, classes: int) -> Sequence[float]:
         return stats_by(COCO, COCOeval, {}, truth, found, classes)
 
 
-def _by_faster_coco_eval(truth: Truth, found: Found, classes: int) -> Sequence[float]:
+def _by_faster_coco_eval(truth: GroundTruth, found: Detections, classes: int) -> Sequence[float]:
     from faster_coco_eval import COCO, COCOeval_faster
 
     silent = {"print_function": lambda *_, **__: None}
@@ -164,7 +164,12 @@ def _by_faster_coco_eval(truth: Truth, found: Found, classes: int) -> Sequence[f
 
 
 def stats_by(
-    coco: Any, coco_eval: Any, options: dict[str, Any], truth: Truth, found: Found, classes: int
+    coco: Any,
+    coco_eval: Any,
+    options: dict[str, Any],
+    truth: GroundTruth,
+    found: Detections,
+    classes: int,
 ) -> Sequence[float]:
     """Through dictionaries, which is all that packages of this interface take."""
     crowds = truth.crowd_G.astype(int).tolist()

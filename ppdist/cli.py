@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist import errors
+from ppdist.common import errors
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
@@ -66,18 +66,18 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         callbacks: called in this order at the moments of the training.
     """
     errors.hold_signals()
-    from ppdist import dist, pulse
     from ppdist.config import load_config
-    from ppdist.engine.experiment import build_training
-    from ppdist.engine.resume import AUTO
-    from ppdist.engine.stopping import until_first_step
-    from ppdist.launch.fleetrun import started_by_stock_launcher
+    from ppdist.distributed import comm, heartbeat
+    from ppdist.engine.build import build_training
+    from ppdist.engine.state import AUTO
+    from ppdist.engine.trainer import until_first_step
+    from ppdist.launch.cli import started_by_stock_launcher
 
     until_first_step()
     config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
-    dist.init(config.device, config.distributed)
-    pulse.tell_run(output_dir)
+    comm.init(config.device, config.distributed)
+    heartbeat.tell_run(output_dir)
     word = arguments.resume
     experiment = build_training(
         config,
@@ -93,8 +93,11 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         if notice:
             experiment.log.warning(notice)
         status = experiment.trainer.fit()
-        if dist.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            from ppdist.plots import draw_labels, draw_run  # matplotlib: no training waits for it
+        if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
+            from ppdist.viz.plots import (  # matplotlib: no training waits for it
+                draw_labels,
+                draw_run,
+            )
 
             draw_run(output_dir)
             draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)

@@ -20,7 +20,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ppdist.engine.experiment"])
+_context.set_forkserver_preload(["ppdist.engine.build"])
 
 
 def start(

@@ -3,7 +3,7 @@
 import pytest
 
 from ppdist import cli
-from ppdist.errors import ConfigError
+from ppdist.common.errors import ConfigError
 
 
 def test_a_command_that_needs_a_clone_says_so_where_there_is_none(monkeypatch, tmp_path):

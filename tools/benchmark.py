@@ -30,15 +30,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist import errors
 from ppdist.cli import use_clone
+from ppdist.common import errors
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least, time_in
+    from ppdist.config.arguments import at_least, time_in
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.files import make_parent, write_json
+    from ppdist.common.files import make_parent, write_json
 
     if arguments.json:
         make_parent(arguments.json)
@@ -108,11 +108,11 @@ def main() -> int:
         report = {"what": arguments.what, "config": arguments.config}
         report |= {"overrides": arguments.override, "vs": arguments.vs}
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
-        from ppdist import dist
         from ppdist.benchmark.step import machine
+        from ppdist.distributed import comm
 
         report["machine"] = machine()
-        if dist.is_main():
+        if comm.is_main():
             print(json.dumps(report, indent=1))
             if arguments.json:
                 write_json(arguments.json, report, indent=1)
@@ -121,7 +121,7 @@ def main() -> int:
 
 def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
     """Draws the data set (each rank its own, the same) and returns the overrides that name it."""
-    from ppdist.data.synthetic import make_shapes
+    from ppdist.data.datasets.synthetic import make_shapes
 
     overrides = [f"data.root={root}", "model.num_classes=3"]
     for split in ("train", "val"):
@@ -149,10 +149,10 @@ def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":
 
 
 def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
-    from ppdist import dist
+    from ppdist.distributed import comm
 
     config = load(arguments)
-    dist.init(config.device, config.distributed)
+    comm.init(config.device, config.distributed)
     return config
 
 
@@ -169,7 +169,7 @@ def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from ppdist.benchmark.loader import measure_loading
-    from ppdist.data.dataset import read_split
+    from ppdist.data.datasets.build import read_split
 
     config = join_ranks(arguments)
     dataset = read_split(config.data, "train", config.model.num_classes)
@@ -185,7 +185,7 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from ppdist.benchmark.evaluation import compare_counts, measure_evaluation
-    from ppdist.data.dataset import read_split
+    from ppdist.data.datasets.build import read_split
 
     if arguments.processes:
         launcher = [sys.executable, str(Path(__file__).with_name("launch.py"))]
@@ -208,8 +208,8 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         predictors_of,
     )
     from ppdist.benchmark.step import require_detector
-    from ppdist.export import export_detector
-    from ppdist.infer_spec import describe, read_spec, validation_set
+    from ppdist.export.export import export_detector
+    from ppdist.export.spec import describe, read_spec, validation_set
 
     model = dataset = None
     directory = arguments.model
@@ -234,8 +234,8 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def build(config: "ExperimentConfig", weights: str | None) -> Any:
-    from ppdist.engine.experiment import build_model
-    from ppdist.models.pretrained import load_weights
+    from ppdist.engine.build import build_model
+    from ppdist.models.weights import load_weights
 
     model = build_model(config)
     if weights:

@@ -10,12 +10,12 @@ import argparse
 import json
 from pathlib import Path
 
+from ppdist.common.error_table import markdown as error_table
+from ppdist.common.errors import run
+from ppdist.common.files import make_parent, writing
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown
-from ppdist.error_table import markdown as error_table
-from ppdist.errors import run
-from ppdist.files import make_parent, writing
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

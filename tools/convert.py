@@ -8,7 +8,7 @@ IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth,
 import argparse
 from pathlib import Path
 
-from ppdist import errors
+from ppdist.common import errors
 
 
 def parse() -> argparse.Namespace:
@@ -26,17 +26,22 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist import dist
     from ppdist.config import load_config
-    from ppdist.engine.experiment import build_model
-    from ppdist.inference import load_all_weights
-    from ppdist.models.pretrained import arrays_of, official_arrays_of
-    from ppdist.models.weight_files import check_arrays, check_writable, write_arrays
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model
+    from ppdist.export.predictor import load_all_weights
+    from ppdist.models.weights import (
+        arrays_of,
+        check_arrays,
+        check_writable,
+        official_arrays_of,
+        write_arrays,
+    )
 
     out: Path = arguments.out
     check_writable(out)
     config = load_config(arguments.config, arguments.override)
-    dist.init("cpu", config.distributed)
+    comm.init("cpu", config.distributed)
     model = build_model(config)
     load_all_weights(model, Path(arguments.weights))
     of_torch = out.suffix.lower() in (".pt", ".pth")

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ppdist import errors
+from ppdist.common import errors
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig
-    from ppdist.data.check.audit import Report
+    from ppdist.data.validate import Report
 
 _MOST_CLASSES = 100  # that a table lists
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import add_config, add_source, at_least
+    from ppdist.config.arguments import add_config, add_source, at_least
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,10 +116,10 @@ def load(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from ppdist.data.check.audit import audit
-    from ppdist.data.cores import available_cores
-    from ppdist.data.dataset import read_split
-    from ppdist.files import make_folder, make_parent, write_json
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.resources import available_cores
+    from ppdist.data.validate import audit
 
     config = load(arguments)
     if arguments.json:
@@ -167,8 +167,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 def fix(arguments: argparse.Namespace, config: "DataConfig", report: "Report") -> None:
     """Writes the clean copy and says what was done."""
-    from ppdist.data.check.clean import clean_copy
-    from ppdist.data.formats.convert import snippet
+    from ppdist.data.datasets.convert import snippet
+    from ppdist.data.validate import clean_copy
 
     files = arguments.image_files
     cleaned = clean_copy(report, config.format, arguments.fix, images=files)
@@ -179,11 +179,11 @@ def fix(arguments: argparse.Namespace, config: "DataConfig", report: "Report") -
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    from ppdist.arguments import source_of
-    from ppdist.data.dataset import read_raw
-    from ppdist.data.formats.annotations import Strictly
-    from ppdist.data.formats.convert import convert as write
-    from ppdist.data.formats.convert import snippet
+    from ppdist.config.arguments import source_of
+    from ppdist.data.datasets.annotations import Strictly
+    from ppdist.data.datasets.build import read_raw
+    from ppdist.data.datasets.convert import convert as write
+    from ppdist.data.datasets.convert import snippet
 
     config, kind, files = source_of(arguments), arguments.to, arguments.image_files
     strictly = Strictly()
@@ -200,10 +200,9 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def stats(arguments: argparse.Namespace) -> None:
-    from ppdist.data.check.consistency import check_same_classes
-    from ppdist.data.dataset import read_split
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.data.datasets.build import check_same_classes, read_split
     from ppdist.data.statistics import class_rows, objects_of, overview, summary
-    from ppdist.files import make_folder, make_parent, write_json
 
     config = load(arguments)
     if arguments.json:
@@ -229,7 +228,7 @@ def stats(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report, indent=1)
     if arguments.plots:
-        from ppdist.plots.statistics import plot_statistics
+        from ppdist.viz.plots import plot_statistics
 
         names = sets["train"].class_names
         for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
@@ -237,11 +236,11 @@ def stats(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    from ppdist.data.dataset import read_split
-    from ppdist.data.show import evaluation_pictures, png, training_pictures
-    from ppdist.drawing import grid
-    from ppdist.engine.experiment import build_model
-    from ppdist.files import make_parent, writing
+    from ppdist.common.files import make_parent, writing
+    from ppdist.data.datasets.build import read_split
+    from ppdist.engine.build import build_model
+    from ppdist.viz.dataset import evaluation_pictures, png, training_pictures
+    from ppdist.viz.draw import grid
 
     config = load(arguments)
     epochs = math.ceil(config.train.epochs)
@@ -290,9 +289,9 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def split(arguments: argparse.Namespace) -> None:
-    from ppdist.arguments import source_of
-    from ppdist.data.dataset import read_split
-    from ppdist.data.split import (
+    from ppdist.config.arguments import source_of
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.datasets.convert import (
         absent_classes,
         divide,
         folds_of,
@@ -334,10 +333,10 @@ def split(arguments: argparse.Namespace) -> None:
 def fit(arguments: argparse.Namespace) -> None:
     """Shows how well the configured anchors fit the training set, and fitted ones to paste."""
     from ppdist.config import load_config
-    from ppdist.data.anchors import fit_anchors, refit, sizes_in_input
-    from ppdist.data.dataset import read_split
-    from ppdist.engine.experiment import build_model
-    from ppdist.models.pretrained import load_weights
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.statistics import fit_anchors, refit, sizes_in_input
+    from ppdist.engine.build import build_model
+    from ppdist.models.weights import load_weights
 
     config = load_config(arguments.config, arguments.override)
     if not hasattr(config.model, "anchors"):
@@ -385,7 +384,7 @@ def sides(anchor: Iterable[float]) -> str:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    from ppdist.data.synthetic import CLASS_NAMES, make_shapes
+    from ppdist.data.datasets.synthetic import CLASS_NAMES, make_shapes
 
     make_shapes(
         arguments.out,

@@ -18,14 +18,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppdist import errors
+from ppdist.common import errors
 from ppdist.launch import worker
-from ppdist.launch.doctor import FAIL, WARN, Finding, attempt, check_host, check_writable
-from ppdist.launch.equipment import check_equipment, facts
-from ppdist.launch.network import own_address, resolve_hosts
+from ppdist.launch.doctor import (
+    FAIL,
+    WARN,
+    Finding,
+    attempt,
+    check_equipment,
+    check_host,
+    check_writable,
+    facts,
+    judge_hosts,
+    judge_speed,
+    table,
+)
 from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
-from ppdist.launch.plan import Machine, cards_of_run, this_machine
-from ppdist.launch.speed_report import judge_hosts, judge_speed, table
+from ppdist.launch.topology import Machine, cards_of_run, own_address, resolve_hosts, this_machine
 
 _REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
 _OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "nproc_per_node")
@@ -62,8 +71,7 @@ def writes_output(options: Options, machine: Machine) -> bool:
 
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
     from ppdist.config import load_config
-    from ppdist.data.check.consistency import check_same_classes
-    from ppdist.data.dataset import read_split
+    from ppdist.data.datasets.build import check_same_classes, read_split
 
     try:
         config = load_config(path, overrides)
@@ -132,7 +140,7 @@ def check_together(
 def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     """What each of the processes does."""
     from ppdist.config import load_config
-    from ppdist.link_speed import check_ranks, compare_hosts, measure_cluster
+    from ppdist.verify.cluster import check_ranks, compare_hosts, measure_cluster
 
     config, output_dir = None, None
     if arguments.config:

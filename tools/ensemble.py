@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist import errors
+from ppdist.common import errors
 from ppdist.config.distributed import DistributedConfig
 from ppdist.ensemble.defaults import IMAGES, IOU, METHODS, SIGMA, VIEW_MARGIN
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
-    from ppdist.data.sample import DetectionSet
+    from ppdist.data.types import DetectionSet
     from ppdist.ensemble.members import Member
-    from ppdist.models.detector import ImageModel
+    from ppdist.models.base import ImageModel
 
 
 def parse() -> argparse.Namespace:
@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
 
 
 def add_fuse(parser: argparse.ArgumentParser) -> None:
-    from ppdist.arguments import at_least
+    from ppdist.config.arguments import at_least
 
     # fmt: off
     parser.add_argument("--model", nargs="+", action="extend", default=[],
@@ -65,7 +65,7 @@ def add_fuse(parser: argparse.ArgumentParser) -> None:
 
 
 def add_average(parser: argparse.ArgumentParser) -> None:
-    from ppdist.arguments import add_config, at_least
+    from ppdist.config.arguments import add_config, at_least
 
     add_config(parser, required=True)
     # fmt: off
@@ -127,23 +127,23 @@ def fuse(arguments: argparse.Namespace) -> None:
             code="options_conflict",
             fix="leave them out",
         )
-    from ppdist import dist
+    from ppdist.common.files import make_folder
     from ppdist.config import load_config
-    from ppdist.data.limit import limits
+    from ppdist.data.datasets.build import limits
+    from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
     from ppdist.ensemble.members import fuse_members
-    from ppdist.files import make_folder
 
     out = arguments.out
     fuses = fusing.fuse_class(arguments.method, arguments.iou, arguments.sigma)
     files = [config for config, _ in models] or [arguments.config] * bool(arguments.config)
     configs = [load_config(file, arguments.override) for file in files]
     if configs:
-        dist.init(configs[0].device, configs[0].distributed)
+        comm.init(configs[0].device, configs[0].distributed)
     else:
-        dist.init("cpu", DistributedConfig())
-    dist.on_main(lambda: make_folder(out))  # not only when the work is done
-    dataset, saved = dist.together(lambda: fusing.read_all(files, configs, arguments.detections))
+        comm.init("cpu", DistributedConfig())
+    comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
+    dataset, saved = comm.together(lambda: fusing.read_all(files, configs, arguments.detections))
     for line in limits(dataset):
         tell(line)
     truth, of_files = bool(configs), factors[len(models) :]
@@ -163,7 +163,7 @@ def fuse(arguments: argparse.Namespace) -> None:
             print(json.dumps(scores, indent=1))
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
 
-    dist.on_main(write)
+    comm.run_on_main(write)
 
 
 def members_of_model(
@@ -174,12 +174,12 @@ def members_of_model(
     arguments: argparse.Namespace,
 ) -> "list[Member]":
     """A member for each view of a model; every rank calls it."""
-    from ppdist import dist
+    from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
-    from ppdist.inference import load_all_weights
+    from ppdist.export.predictor import load_all_weights
 
     model = ready_model(config)
-    dist.together(lambda: load_all_weights(model, weights))
+    comm.together(lambda: load_all_weights(model, weights))
     written, asked = config.nms.iou_threshold, arguments.view_iou
     suppression_iou = fusing.view_iou(arguments.method, arguments.iou, asked, written)
     members = []
@@ -219,26 +219,25 @@ def factors_of(arguments: argparse.Namespace, members: int) -> list[float]:
 
 
 def average(arguments: argparse.Namespace) -> None:
-    from ppdist import dist
+    from ppdist.common.files import make_parent, write_json
     from ppdist.config import load_config
-    from ppdist.data.limit import limits
-    from ppdist.engine.feed import read_sets
+    from ppdist.data.datasets.build import limits
+    from ppdist.distributed import comm
+    from ppdist.engine.data import read_sets
     from ppdist.ensemble import average as averaging
     from ppdist.ensemble.soup import require_different
-    from ppdist.files import make_parent, write_json
-    from ppdist.models.pretrained import arrays_of
-    from ppdist.models.weight_files import check_writable, write_arrays
+    from ppdist.models.weights import arrays_of, check_writable, write_arrays
 
     config = load_config(arguments.config, arguments.override)
     require_different(arguments.weights)
-    dist.init(config.device, config.distributed)
+    comm.init(config.device, config.distributed)
 
     def look_ahead() -> None:
         check_writable(arguments.out)
         if arguments.json:
             make_parent(arguments.json)
 
-    dist.on_main(look_ahead)
+    comm.run_on_main(look_ahead)
     model = ready_model(config)
     scored = arguments.greedy or arguments.eval
     sets = read_sets(config.data, config.model.num_classes, scored)
@@ -256,12 +255,12 @@ def average(arguments: argparse.Namespace) -> None:
         print(json.dumps(report, indent=1))
         tell(f"the average of {len(report['averaged'])} is in {arguments.out}")
 
-    dist.on_main(write)
+    comm.run_on_main(write)
 
 
 def ready_model(config: "ExperimentConfig") -> "ImageModel":
     """The model of a configuration, fast on CPU; every rank calls it."""
-    from ppdist.engine.experiment import build_model, speed_up_cpu
+    from ppdist.engine.build import build_model, speed_up_cpu
 
     model = build_model(config)
     slow = speed_up_cpu(config, [model])
@@ -272,9 +271,9 @@ def ready_model(config: "ExperimentConfig") -> "ImageModel":
 
 def tell(text: str) -> None:
     """On rank 0 alone."""
-    from ppdist import dist
+    from ppdist.distributed import comm
 
-    if dist.is_main():
+    if comm.is_main():
         print(errors.printable(f"ppdist: {text}"), file=sys.stderr)
 
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist import errors
+from ppdist.common import errors
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ppdist.config.data import DataConfig
-    from ppdist.engine.classification import ClassificationEvaluator
-    from ppdist.engine.evaluator import Evaluator
+    from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 
 
 def parse() -> argparse.Namespace:
@@ -45,36 +44,36 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     bound = read_bound(arguments.at_least)
-    from ppdist import dist
-    from ppdist.closing import step_of
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.common.logging import step_of
     from ppdist.config import load_config
-    from ppdist.data.dataset import read_split
-    from ppdist.data.sample import DetectionSet
-    from ppdist.engine.experiment import build_evaluator, build_model, speed_up_cpu
-    from ppdist.files import make_folder, make_parent, write_json
-    from ppdist.inference import load_all_weights
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.types import DetectionSet
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+    from ppdist.export.predictor import load_all_weights
 
     config = load_config(arguments.config, arguments.override)
-    dist.init(config.device, config.distributed)
+    comm.init(config.device, config.distributed)
     model = build_model(config)
 
     def load() -> DetectionSet:
         for file in (arguments.json, arguments.save_detections):
-            if file and dist.is_main():
+            if file and comm.is_main():
                 make_parent(file)  # not only when the work is done
         for folder in (arguments.out, arguments.vdl):
-            if folder and dist.is_main():
+            if folder and comm.is_main():
                 make_folder(folder)
         load_all_weights(model, Path(arguments.weights))
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
-    dataset = dist.together(load)
-    if dataset.limited and dist.is_main():
+    dataset = comm.together(load)
+    if dataset.limited and comm.is_main():
         print(f"ppdist: {dataset.limited}", file=sys.stderr)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
-    if slow and dist.is_main():
+    if slow and comm.is_main():
         print(f"ppdist: {slow}", file=sys.stderr)
     if bound:
         require_metric(bound[0], evaluator.metrics)
@@ -96,7 +95,7 @@ def main() -> int:
             write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
         return metrics
 
-    metrics = dist.on_main(report)
+    metrics = comm.run_on_main(report)
     if bound:
         judge(*bound, metrics)
     return 0
@@ -110,9 +109,9 @@ def write_out(
     data: "DataConfig",
 ) -> None:
     """Everything there is to say about what `evaluator.predict` found."""
-    from ppdist.files import write_json, writing
-    from ppdist.metrics.tables import tables
-    from ppdist.plots import draw_run
+    from ppdist.common.files import write_json, writing
+    from ppdist.metrics.analysis import tables
+    from ppdist.viz.plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
     with writing(folder / "tables.txt"):
@@ -129,13 +128,12 @@ def write_vdl(
     pictures: "list[np.ndarray]",
 ) -> None:
     """What a training shows of its evaluations; one folder may take several checkpoints in turn."""
-    from ppdist.files import writing
-    from ppdist.points import pr_curves, scalar_points
-    from ppdist.visualdl_file import VisualDLFile
+    from ppdist.common.files import writing
+    from ppdist.common.writers import VisualDLWriter, pr_curves, scalar_points
 
     step = analysis["step"] or 0
     with writing(folder):
-        file = VisualDLFile(folder, folder.name, step - 1)
+        file = VisualDLWriter(folder, folder.name, step - 1)
         # Its presence says that this is an evaluation; nobody measured it here.
         file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
         file.add_pr_curves(step, pr_curves(analysis))

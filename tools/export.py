@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist import errors
+from ppdist.common import errors
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
-    from ppdist.export import ExportReport, Format
-    from ppdist.infer_spec import InferenceSpec
-    from ppdist.samples import Pictures
+    from ppdist.export.export import ExportReport, Format, Pictures
+    from ppdist.export.spec import InferenceSpec
 
 SAMPLES = 20  # validation images that take part in the check, when they are there
 CALIBRATION = 64  # training images
@@ -25,7 +24,7 @@ ACCURACY = 100  # validation images
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least
+    from ppdist.config.arguments import at_least
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
@@ -59,15 +58,19 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist import dist
     from ppdist.config import load_config
-    from ppdist.data.formats.names import read_names
-    from ppdist.engine.experiment import build_model
-    from ppdist.export import export_classifier, export_detector
-    from ppdist.export_graph import normalisation_of
-    from ppdist.infer_spec import describe, validation_set
-    from ppdist.inference import load_all_weights
-    from ppdist.samples import Pictures, readable
+    from ppdist.data.datasets.annotations import read_names
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model
+    from ppdist.export.export import (
+        Pictures,
+        export_classifier,
+        export_detector,
+        normalisation_of,
+        readable,
+    )
+    from ppdist.export.predictor import load_all_weights
+    from ppdist.export.spec import describe, validation_set
 
     formats = formats_of(arguments)
     config = load_config(arguments.config, arguments.override)
@@ -77,7 +80,7 @@ def main() -> int:
             code="options_conflict",
             fix="leave them out",
         )
-    dist.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
+    comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     model = build_model(config)
@@ -108,7 +111,7 @@ def main() -> int:
 
 
 def formats_of(arguments: argparse.Namespace) -> "list[Format]":
-    from ppdist.export import FORMATS
+    from ppdist.export.export import FORMATS
 
     wanted = [word.strip() for word in arguments.format.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
@@ -154,8 +157,8 @@ def calibration_of(
     config: "ExperimentConfig", arguments: argparse.Namespace, spec: "InferenceSpec"
 ) -> "Pictures":
     """Of the training split: what is measured on the other must not be tuned on it."""
-    from ppdist.data.dataset import read_split
-    from ppdist.samples import Pictures, readable, spread
+    from ppdist.data.datasets.build import read_split
+    from ppdist.export.export import Pictures, readable, spread
 
     dataset = read_split(config.data, "train", config.model.num_classes)
     if dataset.limited:

@@ -15,12 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ppdist import errors
 from ppdist.cli import use_clone
+from ppdist.common import errors
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least
+    from ppdist.config.arguments import at_least
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     use_clone("tests/faults")
-    from ppdist.files import make_parent, write_json
+    from ppdist.common.files import make_parent, write_json
     from tests.faults.scenario import STEPS
     from tests.faults.soak import kills, machine, soak
 

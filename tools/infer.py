@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist import errors
+from ppdist.common import errors
 
 if TYPE_CHECKING:
-    from ppdist.predictions import Report
+    from ppdist.export.predictor import Report
 
 THRESHOLD = 0.5
 
@@ -42,9 +42,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.files import make_folder
-    from ppdist.pictures import find_sources, picture_names
-    from ppdist.predictions import require_own_folder
+    from ppdist.common.files import make_folder
+    from ppdist.export.predictor import find_sources, picture_names, require_own_folder
 
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise errors.ConfigError(
@@ -89,17 +88,21 @@ def of_config(arguments: argparse.Namespace) -> "Report":
             code="options_conflict",
             fix="without it the environment variable OMP_NUM_THREADS counts",
         )
-    from ppdist import dist
-    from ppdist.classification import EagerClassifier
     from ppdist.config import load_config
-    from ppdist.engine.experiment import build_model
-    from ppdist.infer_spec import describe, validation_set
-    from ppdist.inference import EagerPredictor, load_all_weights
-    from ppdist.predictions import Classes, Objects
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model
+    from ppdist.export.predictor import (
+        Classes,
+        EagerClassifier,
+        EagerPredictor,
+        Objects,
+        load_all_weights,
+    )
+    from ppdist.export.spec import describe, validation_set
 
     config = load_config(arguments.config, arguments.override)
     threshold = threshold_of(arguments, config.data.classifies)
-    dist.init(config.device, config.distributed)
+    comm.init(config.device, config.distributed)
     model = build_model(config)
     load_all_weights(model, Path(arguments.weights))
     model.fuse()
@@ -126,12 +129,10 @@ def of_export(arguments: argparse.Namespace) -> "Report":
         raise errors.ConfigError(
             "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
         )
-    from ppdist import dist
-    from ppdist.classification import ExportedClassifier
     from ppdist.config.runtime import RuntimeOptions
-    from ppdist.infer_spec import read_spec
-    from ppdist.inference import ExportedPredictor
-    from ppdist.predictions import Classes, Objects
+    from ppdist.distributed import comm
+    from ppdist.export.predictor import Classes, ExportedClassifier, ExportedPredictor, Objects
+    from ppdist.export.spec import read_spec
 
     directory, out = arguments.model, arguments.out
     spec = read_spec(directory)
@@ -140,7 +141,7 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     backend = arguments.backend or ("onnx" if only_onnx else "paddle")
     options = RuntimeOptions(
         backend=backend,
-        device="gpu" if backend == "paddle" and dist.has_card() else "cpu",
+        device="gpu" if backend == "paddle" and comm.has_card() else "cpu",
         precision="int8" if arguments.int8 else "float32",
         threads=threads,
     )

@@ -14,6 +14,6 @@ if __name__ == "__main__":
         sys.path.insert(0, root)
         paths = [root, os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    from ppdist.launch.fleetrun import main
+    from ppdist.launch.cli import main
 
     sys.exit(main())

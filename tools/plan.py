@@ -14,13 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppdist import errors
-from ppdist.files import make_parent, write_json
-from ppdist.plan import text
-from ppdist.plan.backtest import backtest
-from ppdist.plan.measured import read_benchmarks
-from ppdist.plan.options import add_cluster, add_job, add_rows, fit_rows, question
-from ppdist.plan.run import PARTS, Prediction, clusters_up_to, predict, what_ifs
+from ppdist.common import errors
+from ppdist.common.files import make_parent, write_json
+from ppdist.planner import text
+from ppdist.planner.backtest import backtest
+from ppdist.planner.measured import read_benchmarks
+from ppdist.planner.options import add_cluster, add_job, add_rows, fit_rows, question
+from ppdist.planner.run import PARTS, Prediction, clusters_up_to, predict, what_ifs
 
 
 def parse() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def run_predict(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if lines:
             print(f"\n{title}:", *lines, sep="\n  - ")
     if arguments.plot:
-        from ppdist.plan.picture import plot_predictions
+        from ppdist.planner.picture import plot_predictions
 
         plot_predictions(predictions, arguments.plot)
     return {

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist import errors
+from ppdist.common import errors
 
 
 def parse() -> argparse.Namespace:
@@ -26,9 +26,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.plots import draw_run
-    from ppdist.run_report.page import write_report
-    from ppdist.run_report.run import require_run
+    from ppdist.report.page import write_report
+    from ppdist.report.run import require_run
+    from ppdist.viz.plots import draw_run
 
     alone = len(arguments.runs) == 1
     for folder in arguments.runs:

@@ -1,6 +1,7 @@
 """Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c configs/... [--eval] [-o k=v]"""
 
-from ppdist import cli, errors
+from ppdist import cli
+from ppdist.common import errors
 
 
 def main() -> int:

@@ -14,12 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist import errors
+from ppdist.common import errors
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import at_least, time_in
-    from ppdist.launch.cards import cards_of_runs
+    from ppdist.config.arguments import at_least, time_in
+    from ppdist.launch.topology import cards_of_runs
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,8 +73,8 @@ def main() -> int:
 def run(arguments: argparse.Namespace) -> int:
     require_optuna()
     from ppdist.config.study import load_study
-    from ppdist.data.cores import available_cores
-    from ppdist.launch.signals import signals_noted
+    from ppdist.data.resources import available_cores
+    from ppdist.launch.watchdog import signals_noted
     from ppdist.launch.worker import end_with_parent
     from ppdist.tune.job import Launcher
     from ppdist.tune.results import draw, export
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def dealt_cards(workers: int, processes: int) -> list[list[str]]:
     """Each worker's own cards, or [] where they compute on the CPU."""
-    from ppdist.launch.cards import deal_out, machine_cards, paddle_build, visible_labels
+    from ppdist.launch.topology import deal_out, machine_cards, paddle_build, visible_labels
 
     visible = visible_labels(machine_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not visible or paddle_build() == "cpu":

@@ -34,15 +34,15 @@ import sys
 from math import isfinite
 from pathlib import Path
 
-from ppdist import errors
 from ppdist.cli import use_clone
+from ppdist.common import errors
 from ppdist.config.distributed import DistributedConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.arguments import add_config, at_least
+    from ppdist.config.arguments import add_config, at_least
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.files import make_parent
+    from ppdist.common.files import make_parent
 
     if arguments.json:
         make_parent(arguments.json)
@@ -87,9 +87,9 @@ def main() -> int:
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
-    from ppdist import dist
+    from ppdist.common.files import write_json
     from ppdist.config import load_config
-    from ppdist.files import write_json
+    from ppdist.distributed import comm
     from ppdist.verify import dp_equivalence
     from ppdist.verify.report import lines, verdict
 
@@ -104,9 +104,9 @@ def equivalence(arguments: argparse.Namespace) -> int:
     if arguments.override:
         script += ["-o", *arguments.override]
     reports = []
-    launched = dist.world_size() > 1 or errors.EXIT_DIR_VARIABLE in os.environ
+    launched = comm.world_size() > 1 or errors.EXIT_DIR_VARIABLE in os.environ
     if launched:
-        dist.init(config.device, config.distributed)
+        comm.init(config.device, config.distributed)
         reports.append(
             dp_equivalence.verify_ranks(config, arguments.steps, [sys.executable, *script])
         )
@@ -115,16 +115,16 @@ def equivalence(arguments: argparse.Namespace) -> int:
         for count in arguments.processes:
             reports.append(dp_equivalence.verify_on(launcher, script, count))
             print("\n".join(lines(reports[-1])), flush=True)
-    if launched and dist.is_main():
+    if launched and comm.is_main():
         print("\n".join(lines(reports[0])), flush=True)
-    if arguments.json and dist.is_main():
+    if arguments.json and comm.is_main():
         write_json(arguments.json, reports, indent=1)
     return 0 if all(verdict(report) == "PASS" for report in reports) else 1
 
 
 def parity(arguments: argparse.Namespace) -> int:
     use_clone("tests/reference")
-    from ppdist.files import write_json
+    from ppdist.common.files import write_json
     from tests.reference.parity import verify
     from tests.reference.parity.report import header
 
@@ -159,7 +159,7 @@ def parity(arguments: argparse.Namespace) -> int:
 
 def coco(arguments: argparse.Namespace) -> int:
     use_clone("tests/reference")
-    from ppdist.files import write_json
+    from ppdist.common.files import write_json
     from tests.reference.coco_example import compare, lines
 
     rows = compare(arguments.reference)
@@ -171,8 +171,8 @@ def coco(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     use_clone("tests/reference")
-    from ppdist import dist
-    from ppdist.files import write_json
+    from ppdist.common.files import write_json
+    from ppdist.distributed import comm
     from tests.reference import export_matrix as matrix
     from tests.reference.export_subjects import MODELS, images_of, require_known, trained, untrained
 
@@ -189,7 +189,7 @@ def export(arguments: argparse.Namespace) -> int:
     models = [name for name in MODELS if name not in runs]
     models = models if arguments.models is None else arguments.models
     require_known(models)
-    dist.init("cpu", DistributedConfig())  # not with a card's TF32
+    comm.init("cpu", DistributedConfig())  # not with a card's TF32
     images = images_of(arguments.images)
     rows = []
     for name in [*runs, *models]:

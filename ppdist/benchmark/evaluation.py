@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ppdist import dist
 from ppdist.benchmark.scaling import launch
 from ppdist.benchmark.step import require_detector
-from ppdist.data.sample import DetectionSet
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm
+from ppdist.engine.build import LOSSES, build_evaluator, build_schedule_setup, speed_up_cpu
 from ppdist.engine.evaluator import Evaluator
-from ppdist.engine.experiment import LOSSES, build_evaluator, derive_run, speed_up_cpu
-from ppdist.models.detector import Detector
+from ppdist.models.base import Detector
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -32,7 +32,7 @@ def measure_evaluation(
     Raises: ConfigError: the model is a classifier.
     """
     require_detector(config, "evaluation")
-    derived = derive_run(config, len(dataset.records))
+    derived = build_schedule_setup(config, len(dataset.records))
     loss = LOSSES[config.model.name].build(
         config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
@@ -42,11 +42,11 @@ def measure_evaluation(
     boxes = len(evaluator.predict(model))
     whole, parts = [], []
     for _ in range(repeats):
-        dist.barrier()
+        comm.barrier()
         began = time.perf_counter()
         metrics = evaluator.evaluate(model)
         whole.append(time.perf_counter() - began)
-        parts.append(dist.all_gather_objects(evaluator.clock.seconds))
+        parts.append(comm.all_gather_objects(evaluator.clock.seconds))
     seconds = median(whole)
     return {
         "images": len(dataset.records),
@@ -54,7 +54,7 @@ def measure_evaluation(
         "seconds": seconds,
         "parts": [
             {name: median(each[rank][name] for each in parts) for name in parts[0][rank]}
-            for rank in range(dist.world_size())
+            for rank in range(comm.world_size())
         ],
         "boxes": boxes,
         "metrics": {name: value for name, value in metrics.items() if name != "eval_seconds"},

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import paddle
 
-from ppdist import dist, pulse
-from ppdist.errors import LaunchError
+from ppdist.common.errors import LaunchError
+from ppdist.distributed import comm, heartbeat
 
 _FOLDER, _OWNER = "PPDIST_INTERLEAVED", "PPDIST_INTERLEAVED_OWNER"
 _PAUSE = "pause"
@@ -44,13 +44,13 @@ def wait_for_slice() -> float:
     pause, waits = Path(folder) / _PAUSE, Path(folder) / f"waits-{os.getpid()}"
     began = None
     # Agreed, for a rank may look just before the file comes and another one just after.
-    while dist.all_reduce_sum(paddle.to_tensor([float(pause.exists())])).item() > 0:
+    while comm.all_reduce_sum(paddle.to_tensor([float(pause.exists())])).item() > 0:
         began = began or time.perf_counter()
         waits.touch()
         while pause.exists():
             if not Path(f"/proc/{owner}").exists():
                 raise RuntimeError(f"process {owner}, which measured this one, is gone")
-            pulse.alive()
+            heartbeat.alive()
             time.sleep(_LOOK_SECONDS)
         waits.unlink()
     return time.perf_counter() - began if began else 0.0

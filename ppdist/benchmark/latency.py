@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.data.images import read_image
-from ppdist.data.sample import DetectionSet
-from ppdist.data.synthetic import scene
-from ppdist.errors import DataError
-from ppdist.export import Format
-from ppdist.export_check import unexplained_rows
-from ppdist.infer_spec import InferenceSpec
-from ppdist.inference import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
-from ppdist.models.detector import Detector
+from ppdist.data.datasets.synthetic import scene
+from ppdist.data.image import read_image
+from ppdist.data.types import DetectionSet
+from ppdist.export.export import Format
+from ppdist.export.predictor import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
+from ppdist.export.spec import InferenceSpec
+from ppdist.export.verify import unexplained_rows
+from ppdist.models.base import Detector
 
 Report = dict[str, Any]
 IMAGES = 20  # at most: they are kept in memory

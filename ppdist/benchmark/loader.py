@@ -17,9 +17,8 @@ import numpy as np
 
 from ppdist.config.data import DataConfig
 from ppdist.data.loader import TrainLoader
-from ppdist.data.records import Records
-from ppdist.data.sample import Batch, DetectionSet
 from ppdist.data.sampler import TrainSampler
+from ppdist.data.types import Batch, DetectionSet, Records
 
 Report = dict[str, Any]
 _ROUNDS = 4

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ppdist import dist
 from ppdist.benchmark.interleaved import Group, interleave
-from ppdist.errors import LaunchError
+from ppdist.common.errors import LaunchError
+from ppdist.distributed import comm
 
 Report = dict[str, Any]
 # By the number of processes: what one run on so many found, and what each of so many runs did.
@@ -87,7 +87,7 @@ def _round(
         if count > 1:
             files.append([folder / f"apart{count}-{number}.json" for number in range(count)])
             groups.append(_apart(script, files[-1], folder / f"slices-apart{count}"))
-    for those in [[each] for each in groups] if dist.has_card() else [groups]:
+    for those in [[each] for each in groups] if comm.has_card() else [groups]:
         interleave(those, slice_seconds)
     results = iter([_results(its) for its in files])
     together, apart = {}, {}
@@ -102,7 +102,7 @@ def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
     """The same program several times at once, each a run of its own."""
     commands, environments = [], []
     for number, file in enumerate(files):
-        card = {"CUDA_VISIBLE_DEVICES": str(number)} if dist.has_card() else {}
+        card = {"CUDA_VISIBLE_DEVICES": str(number)} if comm.has_card() else {}
         commands.append([sys.executable, *script, "--json", str(file)])
         environments.append(_environment() | card)
     return Group(commands, environments, folder)
@@ -149,7 +149,7 @@ def _environment() -> dict[str, str]:
 
 def _cards(count: int) -> list[str]:
     """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
-    if not dist.has_card():
+    if not comm.has_card():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
 

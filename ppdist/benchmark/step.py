@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from ppdist import dist, wire
 from ppdist.benchmark.interleaved import wait_for_slice
-from ppdist.data.sample import Batch
-from ppdist.engine.experiment import build_training
-from ppdist.engine.step import Clock, TrainStep
+from ppdist.common.errors import ConfigError
+from ppdist.data.types import Batch
+from ppdist.distributed import comm, store
+from ppdist.engine.build import build_training
+from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
-from ppdist.errors import ConfigError
-from ppdist.optim.averaging import Averaging
+from ppdist.optim.grad_sync import AllReduceSync
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -46,7 +46,7 @@ def machine() -> Report:
         "load_average": round(os.getloadavg()[0], 2),
         "paddle": paddle.__version__,
         "device": paddle.device.get_device(),
-        "ranks": dist.world_size(),
+        "ranks": comm.world_size(),
     }
 
 
@@ -76,7 +76,7 @@ class _Variant:
         derived, number = self.trainer.derived, len(self.wall)
         wall, cpu = time.perf_counter(), time.process_time()
         paused = wait_for_slice()
-        sent = wire.sent_bytes()
+        sent = store.sent_bytes()
         clock = Clock(synchronize=True)
         rates = derived.schedule.rates(number)
         result = self.trainer.train_step(
@@ -87,7 +87,7 @@ class _Variant:
         self.parts.append(dict(clock.seconds))
         self.losses.append(result.losses["loss"])
         self.images.append(result.images)
-        after = wire.sent_bytes()
+        after = store.sent_bytes()
         self.sent.append(None if sent is None or after is None else after - sent)
 
     def report(self, warmup: int) -> Report:
@@ -150,7 +150,7 @@ def measure_training(
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "parameters": sum(p.size for p in first.trainer.train_step.model.parameters()),
     }
-    if dist.world_size() > 1:
+    if comm.world_size() > 1:
         report["gradient_all_reduce_seconds"] = _averaging_seconds(first.trainer.train_step)
     for other in others:
         report["variants"][other.name][f"against {first.name}"] = _compare(first, other, warmup)
@@ -208,11 +208,11 @@ def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
     """Median time, for a step, of averaging the gradients of all ranks (sync_every: their weights)
     as the run does, but after backward; it spoils what these have learned."""
     own = train_step.averaging
-    averaging = Averaging() if own.during_backward else own
+    averaging = AllReduceSync() if own.during_backward else own
     weights = [each for each in train_step.model.parameters() if not each.stop_gradient]
     gradients, seconds = [paddle.zeros(each.shape) for each in weights], []
     for _ in range(repeats + 1):
-        dist.barrier()
+        comm.barrier()
         began = time.perf_counter()
         for number in range(averaging.every):
             averaging.gradients(gradients, 1.0)

@@ -3,12 +3,12 @@
     experiment.py   the tree of all Sections, and load_config
     base.py         Section; file -> Section -> text
     yaml.py         files and -o items as trees that remember their lines
-    errors.py       what pydantic found, in words
+    common/errors.py       what pydantic found, in words
     validate.py     what parts of a tree ask of each other
     schema.py       docs/config.md and configs/schema.json
 
 The other files hold the Sections, by the key of a file that they stand under.  Nothing here needs
-Paddle, and of ours only ppdist.errors.
+Paddle, and of ours only ppdist.common.errors.
 """
 
 from ppdist.config.experiment import ExperimentConfig, load_config

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from ppdist.common.errors import ConfigError
 from ppdist.config.base import Section, parse_config
 from ppdist.config.experiment import load_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, problems_error
-from ppdist.errors import ConfigError
 
 _MOST_VALUES = 1000  # of a key in a grid; each is tried on the experiment first
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from ppdist.common.errors import ConfigError
 from ppdist.config.base import Section
-from ppdist.errors import ConfigError
 
 
 class AmpConfig(Section):

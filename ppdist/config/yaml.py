@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ppdist.errors import ConfigError
+from ppdist.common.errors import ConfigError
 
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"

@@ -25,11 +25,10 @@ from typing import Literal, NamedTuple
 import cv2
 import numpy as np
 
-from ppdist import dist
-from ppdist.data.cores import available_memory
-from ppdist.data.records import Records
-from ppdist.data.sample import DetectionSet
-from ppdist.files import user_cache
+from ppdist.common.files import user_cache
+from ppdist.data.resources import available_memory
+from ppdist.data.types import DetectionSet, Records
+from ppdist.distributed import comm
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = "ppdist image cache 1"
@@ -196,19 +195,19 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
     The others reach it through the first one's entry in /proc, which needs no name and no
     permission but that of the same user.  Where /proc does not let them, each begins its own.
     """
-    if dist.world_size() == 1:
+    if comm.world_size() == 1:
         return begin()
-    hosts_W = dist.all_gather_objects(_host())
-    first = hosts_W.index(hosts_W[dist.rank()])
-    own = dist.together(begin if first == dist.rank() else lambda: _NOTHING)
-    process, descriptor, kept = dist.all_gather_objects([os.getpid(), *own])[first]
-    if first != dist.rank() and kept:
+    hosts_W = comm.all_gather_objects(_host())
+    first = hosts_W.index(hosts_W[comm.rank()])
+    own = comm.together(begin if first == comm.rank() else lambda: _NOTHING)
+    process, descriptor, kept = comm.all_gather_objects([os.getpid(), *own])[first]
+    if first != comm.rank() and kept:
         try:
             own = _Opened(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), kept)
         except OSError as error:
             _warn(f"not shared with rank {first}, this rank makes its own ({error.strerror})")
             own = begin()
-    dist.barrier()  # the first keeps it open until the others have it
+    comm.barrier()  # the first keeps it open until the others have it
     return own
 
 
@@ -222,7 +221,7 @@ def _host() -> str:
             f"which ranks share this machine cannot be told ({error.filename}: {error.strerror}); "
             f"each makes its own"
         )
-        return f"rank {dist.rank()}"
+        return f"rank {comm.rank()}"
 
 
 def _in_memory(layout: Layout) -> _Opened:

@@ -1,4 +1,19 @@
-"""Batches from disk: decode, augment, resize, pad; in worker processes or in this one.
+"""One process that prepares batches: as its rank sees it, and what runs in it.
+
+Processes that prepare batches, and go on preparing them when one of them dies or hangs.
+
+    plan -> keys -> a worker -> images, in a slot of shared memory -> taken out -> in plan order
+                             -> boxes and the like, through a socket ->
+
+Results come in the order of the plan, whoever is done first.  A worker that ends, or is busy with
+one image for too long, is killed and replaced, and its batches are made again: since a batch is a
+function of its keys, none is lost, doubled or different.  A record that twice in a row was being
+read at that moment is to blame and not opened again.
+
+The memory of the slots is anonymous and inherited: /dev/shm, which is small in containers, is not
+used.  A worker ends with its rank, however that one ends.
+
+Batches from disk: decode, augment, resize, pad; in worker processes or in this one.
 
     sampler -> keys of a micro-batch -> Samples (in a worker) -> arrays in shared memory -> Batch
 
@@ -6,23 +21,435 @@ Keys travel through the sampler, so workers need no signal when an epoch begins,
 same whatever the number of workers, and after a restart.  Images cross processes as uint8.
 """
 
+import ctypes
+import gc
+import itertools
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+import math
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import cv2
+import numpy as np
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
-from ppdist.data.classify import ClassifyEvalSamples, ClassifyTrainSamples
-from ppdist.data.cores import worker_count
-from ppdist.data.records import Records
-from ppdist.data.sample import EMPTY, Batch, DetectionSet, SampleKey
+from ppdist.data.resources import worker_count
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
-from ppdist.data.samples import Arrays, EvalSamples, Made, Samples, padded
-from ppdist.data.train_samples import TrainSamples, reductions
-from ppdist.data.workers import Pool
+from ppdist.data.transforms.classification import ClassifyEvalSamples, ClassifyTrainSamples
+from ppdist.data.transforms.pipeline import EvalSamples, Samples, TrainSamples, padded, reductions
+from ppdist.data.types import (
+    EMPTY,
+    EXITED,
+    HUNG,
+    NOTHING,
+    Arrays,
+    Batch,
+    DetectionSet,
+    Made,
+    Records,
+    SampleKey,
+)
+from ppdist.distributed import heartbeat
+
+SLOTS = 2  # of a worker: one is filled while the rank takes out the other
+LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
+_REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
+_LENGTH = struct.Struct("<I")
+# Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
+_PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class Task:
+    """A batch to be made.  stopped_at: records that were being read when its workers ended."""
+
+    number: int
+    keys: list[SampleKey]
+    stopped_at: list[int] = field(default_factory=list)
+
+
+class Result(NamedTuple):
+    """made: without its arrays; shape: of the images in the slot, () in case of an error."""
+
+    number: int
+    shape: tuple[int, ...]
+    small_arrays: tuple[np.ndarray, ...]
+    made: Made
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process as its rank sees it.
+
+    reading, beat: written by the process: the record it reads, when it last began to read one, or
+    began or finished a batch (time.monotonic).  process: its id; 0 before it starts and once it is
+    gone, when the id may be that of another process.  tasks: given and not yet done, with their
+    slots, in the given order.
+    """
+
+    link: socket.socket
+    slots: list[np.ndarray]
+    reading: np.ndarray
+    beat: np.ndarray
+    process: int = 0
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    tasks: dict[int, tuple[Task, int]] = field(default_factory=dict)
+    changed: float = 0.0
+    inbox: "_Inbox" = field(default_factory=lambda: _Inbox())
+
+    def give(self, task: Task) -> None:
+        slot = self.free.pop()
+        if not self.tasks:
+            self.changed = time.monotonic()
+        self.tasks[task.number] = task, slot
+        with suppress(OSError):  # it has ended or hangs: noticed later, the task is on its list
+            self.link.sendall(_packed((task.number, slot, task.keys)))
+
+    def hear(self) -> tuple[bool, list[Result]]:
+        """Whether it still lives, and the results that have arrived in whole."""
+        try:
+            content = self.link.recv(1 << 20)
+        except OSError:
+            content = b""
+        self.changed = time.monotonic()
+        return bool(content), self.inbox.messages(content)
+
+    def busy_seconds(self) -> float:
+        """How long it has been at its present task without a sign of life."""
+        if not self.tasks:
+            return 0.0
+        return time.monotonic() - max(self.changed, float(self.beat[0]))
+
+    def kill(self) -> None:
+        """Whatever it does; no matter to one that is ending already."""
+        if self.process:
+            with suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kills it; returns the signal it ended with, or EXITED."""
+        self.link.close()
+        self.kill()
+        deadline = time.monotonic() + _REAP_SECONDS
+        while self.process and time.monotonic() < deadline:
+            try:
+                process, status = os.waitpid(self.process, os.WNOHANG)
+            except ChildProcessError:  # somebody else waited for it
+                self.process = 0
+                return EXITED
+            if process:
+                self.process = 0
+                return os.WTERMSIG(status) if os.WIFSIGNALED(status) else EXITED
+            time.sleep(0.002)
+        return EXITED
+
+
+class _Inbox:
+    """Messages out of a stream of bytes that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def messages(self, content: bytes) -> list[Any]:
+        """Those that are complete with this piece."""
+        self._content += content
+        found = []
+        while len(self._content) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._content)[0]
+            if len(self._content) < end:
+                break
+            found.append(pickle.loads(memoryview(self._content)[_LENGTH.size : end]))
+            del self._content[:end]
+        return found
+
+
+def _packed(message: Any) -> bytes:
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
+def tie() -> Callable[[], object]:
+    """What a worker calls first after its fork, so that the kernel kills it when its rank ends.
+
+    By itself it looks for its rank between batches only, and may never come back from a decoder.
+    Asked for before the fork, because the linker's lock may be another thread's at that moment.
+    Does nothing where there is no prctl, and in threads other than the main one: the kernel takes
+    the end of the thread that forks for the end of its process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return lambda: None
+    words = [ctypes.c_ulong(word) for word in (signal.SIGKILL, 0, 0, 0)]
+    return lambda: prctl(_PR_SET_PDEATHSIG, *words)
+
+
+def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
+    """Makes batches for as long as the rank lives; runs in the process of the worker."""
+    os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
+    for name in _PLAIN_SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    gc.freeze()  # what is inherited stays shared, and none of it is finalized here
+    cv2.setNumThreads(0)  # one thread a worker
+    samples.reading, samples.beat = worker.reading, worker.beat
+    link.settimeout(LOOK_SECONDS)
+    inbox = _Inbox()
+    while content := _received(link, rank):
+        for number, slot, keys in inbox.messages(content):
+            worker.beat[0] = time.monotonic()
+            made = samples.batch(keys, worker.slots[slot])
+            arrays, made = made.arrays, made._replace(arrays=None)
+            shape = arrays.images_B3HW.shape if arrays else ()
+            worker.beat[0] = time.monotonic()
+            _send(link, _packed(Result(number, shape, arrays[1:] if arrays else (), made)), rank)
+
+
+def _received(link: socket.socket, rank: int) -> bytes:
+    """What the rank has sent; b"" when it is gone."""
+    while os.getppid() == rank:
+        with suppress(TimeoutError):
+            return link.recv(1 << 16)
+    return b""
+
+
+def _send(link: socket.socket, content: bytes, rank: int) -> None:
+    """Waits for as long as it takes: a rank may be busy with other things for minutes."""
+    left = memoryview(content)
+    while left and os.getppid() == rank:
+        with suppress(TimeoutError):
+            left = left[link.send(left) :]
+
+
+_CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
+
+T = TypeVar("T")
+
+
+class WorkerPool:
+    """Workers that make batches of one Samples, for one run of a plan after the other."""
+
+    def __init__(
+        self, samples: Samples, workers: int, largest_batch: int, timeout_seconds: float
+    ) -> None:
+        """
+        Args:
+            largest_batch: bytes of the images of the largest batch of any plan.
+            timeout_seconds: a worker busy with one image for longer counts as hung.
+        Raises: DataError: they cannot be started.
+        """
+        self._samples = samples
+        self._bytes = max(1, largest_batch)
+        self._timeout = timeout_seconds
+        self._numbers = itertools.count()
+        self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
+        self._done: dict[int, tuple[Made, Worker, int]] = {}
+        # All workers see at once what one of them is not to open any more.
+        samples.quarantine_N = _shared(len(samples), np.uint8)
+        self._crew: list[Worker] = []
+        self._end = weakref.finalize(self, _end, self._crew, os.getpid())  # also at exit
+        try:
+            for _ in range(workers):
+                self._crew.append(self._hire())
+        except OSError as error:
+            self.close()
+            raise DataError(
+                f"the processes that prepare images cannot be started ({error.strerror or error})",
+                code="workers_not_started",
+                where="data.workers",
+                fix="lower data.workers or train.batch_size_per_card",
+            ) from error
+
+    def close(self) -> None:
+        """Ends the workers, for good; also done when the pool is let go of."""
+        self._wanted = {}
+        self._end()
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [worker.process for worker in self._crew if worker.process]
+
+    def run(
+        self, plan: Iterable[list[SampleKey]], take: Callable[[Made], T]
+    ) -> Generator[tuple[list[SampleKey], T], None, None]:
+        """The batches of a plan in its order; a run before it that has not ended cannot go on.
+
+        Args:
+            take: copies out what it needs of a batch, whose memory is then used again.
+        Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
+        """
+        for _, worker, slot in self._done.values():
+            worker.free.append(slot)
+        self._done.clear()
+        wanted: dict[int, Task] = {}
+        self._wanted, remaining = wanted, iter(plan)
+        more = self._hand_out(remaining)
+        while wanted or more:
+            number = next(iter(wanted), None)
+            if number is None or number not in self._done:
+                self._listen()
+                more = more and self._hand_out(remaining)
+                continue
+            made, worker, slot = self._done.pop(number)
+            taken = take(made)
+            worker.free.append(slot)
+            task = wanted.pop(number)
+            more = more and self._hand_out(remaining)
+            yield task.keys, taken
+            if self._wanted is not wanted:
+                raise RuntimeError("this iteration is over: its loader was closed or iterated anew")
+
+    def _hand_out(self, remaining: Iterator[list[SampleKey]]) -> bool:
+        """Gives every free slot a batch, those of the least busy worker first.
+
+        Returns: whether there may be more.
+        """
+        while free := [worker for worker in self._crew if worker.free]:
+            keys = next(remaining, None)
+            if keys is None:
+                return False
+            task = Task(next(self._numbers), keys)
+            self._wanted[task.number] = task
+            min(free, key=lambda worker: len(worker.tasks)).give(task)
+        return True
+
+    def _listen(self) -> None:
+        """Takes in what workers have sent, and replaces those that have died or hang."""
+        heartbeat.alive()  # who hangs here is a worker, and replaced below
+        by_link = {worker.link.fileno(): worker for worker in self._crew}
+        for link in wait([*by_link], min(LOOK_SECONDS, self._timeout)):
+            assert isinstance(link, int)
+            worker = by_link[link]
+            alive, results = worker.hear()
+            for result in results:
+                self._note(worker, result)
+            if not alive:
+                self._replace(worker, hung=False)
+        for worker in list(self._crew):
+            if worker.busy_seconds() > self._timeout:
+                self._replace(worker, hung=True)
+
+    def _note(self, worker: Worker, result: Result) -> None:
+        task, slot = worker.tasks.pop(result.number)
+        if task.number not in self._wanted:  # of a run that was given up
+            worker.free.append(slot)
+            return
+        made = result.made
+        if result.shape:
+            pixels = worker.slots[slot][: math.prod(result.shape)]
+            images_B3HW = pixels.reshape(result.shape)
+            made = made._replace(arrays=Arrays(images_B3HW, *result.small_arrays))
+        self._done[task.number] = made, worker, slot
+
+    def _replace(self, worker: Worker, hung: bool) -> None:
+        code = worker.end()
+        how = (
+            f"was busy with one image for more than {self._timeout:g} s"
+            if hung
+            else f"ended with {_name(code)}"
+        )
+        index = int(worker.reading[0])
+        where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
+        place = self._crew.index(worker)
+        lost = [task for task, _ in worker.tasks.values() if task.number in self._wanted]
+        if lost:
+            self._blame(lost[0], index, HUNG if hung else code, how)
+        _LOGGER.warning(
+            f"worker {place + 1} of {len(self._crew)}, which prepares images, {how}{where}; "
+            f"another takes its place, and the batches it had not finished are made again"
+        )
+        try:
+            self._crew[place] = replacement = self._hire()
+        except OSError as error:
+            raise RuntimeError(
+                f"a worker that prepares images {how}, and no other can be started "
+                f"({error.strerror or error}); the usual reason is memory: lower data.workers"
+            ) from error
+        for task in lost:
+            replacement.give(task)
+
+    def _blame(self, task: Task, index: int, code: int, how: str) -> None:
+        """Puts the record at `index` in quarantine if it stopped this batch before.
+
+        Raises: RuntimeError: the batch was stopped too often, and no record is to blame.
+        """
+        task.stopped_at.append(index)
+        if index != NOTHING and task.stopped_at.count(index) >= _CULPRIT_FAILURES:
+            self._samples.quarantine_N[index] = code
+            task.stopped_at.clear()
+        elif len(task.stopped_at) >= _MOST_FAILURES:
+            first = next((key.index for key in task.keys if key.index >= 0), NOTHING)
+            images = f"its first image is {self._samples.path(first)}; " if first >= 0 else ""
+            raise RuntimeError(
+                f"{_MOST_FAILURES} workers in a row failed to prepare the same batch of images, "
+                f"the last {how}, and no one image is to blame; {images}if the disk is slow, "
+                f"raise data.worker_timeout_seconds"
+            )
+
+    def _hire(self) -> Worker:
+        """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
+        ours, theirs = socket.socketpair()
+        slots = [_shared(self._bytes, np.uint8) for _ in range(SLOTS)]
+        worker = Worker(ours, slots, _shared(1, np.int64), _shared(1, np.float64))
+        worker.reading[0] = NOTHING
+        ours.settimeout(self._timeout)
+        rank, tied = os.getpid(), tie()
+        worker.process = os.fork()
+        if worker.process:
+            theirs.close()
+            return worker
+        try:
+            tied()
+            ours.close()
+            work(self._samples, worker, theirs, rank)
+            code = 0
+        except BaseException:  # nothing of the rank's own code may run in its copy
+            traceback.print_exc()
+            sys.stderr.flush()
+            code = 1
+        finally:
+            os._exit(code)
+
+
+def _shared(count: int, dtype: type[np.generic]) -> np.ndarray:
+    """Zeros in memory that processes forked from now on share.  Raises: OSError."""
+    memory = mmap.mmap(-1, max(1, count) * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype, count)
+
+
+def _name(code: int) -> str:
+    if code == signal.SIGKILL:
+        return "SIGKILL (the usual reason is memory: lower data.workers)"
+    return "an exit" if code == EXITED else signal.Signals(code).name
+
+
+def _end(crew: list[Worker], rank: int) -> None:
+    if os.getpid() == rank:  # and not a copy of it
+        for worker in crew:
+            worker.kill()
+        for worker in crew:
+            worker.end()
+        crew.clear()
+
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -54,7 +481,7 @@ class _Loader:
         self._largest_batch = largest_batch
         self._timeout = config.worker_timeout_seconds
         self._warned: set[str] = set()
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self.workers = workers
 
     def __len__(self) -> int:
@@ -93,7 +520,7 @@ class _Loader:
             cv2.setNumThreads(0)  # as in workers: the cores belong to training
             return ((keys, _taken(self._samples.batch(keys))) for keys in self.plan)
         if self._pool is None:
-            self._pool = Pool(self._samples, self.workers, self._largest_batch, self._timeout)
+            self._pool = WorkerPool(self._samples, self.workers, self._largest_batch, self._timeout)
         return self._pool.run(self.plan, _taken)
 
     def _report(self, made: Made) -> None:

@@ -1,23 +1,298 @@
-"""`train.batch_size_per_card: auto` and `train.total_batch`: from what is wanted to numbers.
+"""Memory a rank may still take, memory it has taken, and the batch that fits between the two.
+
+Three kinds run out separately, and each is counted by itself, in bytes: the memory of the host,
+which its ranks share; the address space of a process (`ulimit -v`), where that is limited; and the
+memory of a card.
+
+The largest micro-batch that one rank has memory for, found by training with it elsewhere.
+
+A process of its own (`batch_process`) makes real steps, so whatever ends it ends no run: the
+kernel's out-of-memory killer, a limit, oneDNN without memory for its buffers.
+
+`train.batch_size_per_card: auto` and `train.total_batch`: from what is wanted to numbers.
 
 Each rank finds out what it has memory for; all take the least.  A run that goes on takes what its
 checkpoint was trained with and looks for nothing.
+
+What a training step will take of memory, estimated before the first one is made.
+
+    weights and statistics, their gradients, the optimizer's moments, the average
+    + for each image of a micro-batch: the image, what forward keeps for backward, what the loss
+      computes with
+    + on the host: what a rank keeps to go back to, and what is being written
+
+What forward keeps is counted, not guessed: Paddle says which tensors it saves.  A small image is
+enough, because all of it grows with the number of pixels.  The rest are constants that were fitted
+to measured steps; docs/batch.md says how far off it was on others.
 """
 
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 
-from ppdist import dist
-from ppdist.checkpoint import Snapshot
+from ppdist.common.errors import EXIT_DIR_VARIABLE, CheckpointError, ConfigError, Failure
+from ppdist.common.logging import RunLog
 from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
-from ppdist.data.sample import ImageRecord
-from ppdist.engine.batch_probe import search, trial_of
-from ppdist.engine.memory import CARD, room
-from ppdist.errors import CheckpointError, ConfigError
+from ppdist.config.train import AmpConfig
+from ppdist.data.resources import available_memory
+from ppdist.data.types import ImageRecord
+from ppdist.distributed import comm, heartbeat
+from ppdist.engine.checkpoint import Snapshot
+from ppdist.models.base import ImageModel
+
+HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
+Bytes = Mapping[str, int]  # by kind
+
+
+def room(ranks_on_host: int) -> dict[str, int]:
+    """What this rank may still take: of the host its share of what is free.
+
+    A host has free what the machine and the control groups of this process (containers) leave.
+    A card that does not say how much it has free is left out.
+    """
+    found = {HOST: available_memory() // max(1, ranks_on_host)}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        found[ADDRESSES] = max(0, limit - _status()["VmSize"])
+    if comm.on_gpu():
+        free = _free_on_card()
+        found |= {} if free is None else {CARD: free}
+    return found
+
+
+class Meter:
+    """What this process has taken since the meter was made, at the most."""
+
+    def __init__(self) -> None:
+        before = _status()
+        self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
+
+    def peak(self) -> dict[str, int]:
+        """By kind; it never falls."""
+        now = _status()
+        found = {
+            HOST: max(0, now["VmHWM"] - self._before[HOST]),
+            ADDRESSES: max(0, now["VmPeak"] - self._before[ADDRESSES]),
+        }
+        if comm.on_gpu():
+            found[CARD] = int(paddle.device.cuda.max_memory_reserved())
+        return found
+
+
+def fits(used: Bytes, room: Bytes) -> bool:
+    """Whether there is room for it, of every kind that is limited."""
+    return all(used.get(kind, 0) <= limit for kind, limit in room.items())
+
+
+def largest(measured: Mapping[int, Bytes], room: Bytes, most: int) -> int:
+    """The largest batch, at most `most`, that has room by what smaller or larger ones took.
+
+    Memory is a constant and an amount for each image, so a line through the two largest batches
+    tells, of each kind by itself; through one alone, the line through zero, which promises less.
+
+    Args:
+        measured: batch -> what it took; at least one.
+    Returns: 0: not even one image.
+    """
+    (*_, before, last) = [0, *sorted(measured)]
+    result = most
+    for kind, limit in room.items():
+        used = measured[last].get(kind, 0)
+        lower = measured[before].get(kind, 0) if before else 0
+        each = (used - lower) / (last - before)
+        if each > 0:
+            result = min(result, last + int((limit - used) // each))
+        elif used > limit:
+            result = 0
+    return max(0, result)
+
+
+def shown(amount: float) -> str:
+    """`1.25 GiB`, `640 MiB`"""
+    return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
+
+
+def tightest(used: Bytes, room: Bytes) -> str:
+    """Of the kind that is nearest its limit, what is used of how much, in words."""
+    kind = max(room, key=lambda each: used.get(each, 0) / max(1, room[each]))
+    return f"{shown(used.get(kind, 0))} of {shown(room[kind])} {kind}"
+
+
+def _status() -> dict[str, int]:
+    """What Linux says of the memory of this process, bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition(":") for line in lines if line.startswith("Vm")]
+    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
+
+
+def _free_on_card() -> int | None:
+    """Bytes; None: nobody says.  Not run on a GPU."""
+    try:
+        return int(paddle.cuda.mem_get_info()[0])
+    except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
+        return None
+
+
+_LADDER = (1, 2, 4)  # a line through two of them is long enough
+_TRIALS = 4  # of larger ones, at most
+_WORTH_A_TRIAL = 8  # not for less than an eighth more
+_POLL_SECONDS = 0.2
+_TAIL = 600  # characters of what a process said last
+
+MISTAKE, NO_MEMORY = 2, 3  # exit codes of `batch_process`
+_SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
+_LATE = (
+    "training with it did not come to its end in half the time that ranks wait for one another; "
+    "give a number, or raise distributed.timeout_seconds"
+)
+
+# What batches took, by kind, and why one of those asked for is missing, with a remedy ("": none).
+Outcome = tuple[dict[int, dict[str, int]], str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has memory for."""
+
+    images: int
+    why: str
+
+
+def search(trial: Callable[[Sequence[int]], Outcome], room: Bytes, most: int) -> Found:
+    """The largest batch up to `most` that was trained with and left the limits alone.
+
+    Small batches give a line, the line a promise, and the promise is kept or not in a process that
+    begins with it, as the run will.  Kept or not, it bends the line, and a process that died halves
+    the distance.
+
+    Args:
+        trial: trains with batches, in ascending order, in one process.
+        room: what may be taken, by kind.
+    Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
+        raises.
+    """
+    measured, why = trial([batch for batch in _LADDER if batch <= most])
+    good = {batch: used for batch, used in measured.items() if fits(used, room)}
+    if not good:
+        took = f"it takes {tightest(measured[1], room)}; {_SMALLER}" if measured else why
+        raise ConfigError(
+            f"auto: not even one image can be trained with: {took}",
+            code="no_image_fits",
+            where="train.batch_size_per_card",
+        )
+    bad = most + 1
+    if why:  # it died, though the line had let it go on
+        bad = min((batch for batch in _LADDER if batch > max(measured)), default=bad)
+    for _ in range(_TRIALS):
+        batch = min(largest(measured, room, most), bad - 1)
+        if batch < max(good) + max(1, max(good) // _WORTH_A_TRIAL):
+            break
+        found, why = trial([batch])
+        measured |= found
+        if batch in found and fits(found[batch], room):
+            good |= found
+            continue
+        bad = batch
+        if batch not in found:
+            bad = min(bad, (max(good) + batch) // 2 + 1)
+    images = max(good)
+    limit = "" if images < most else f", and {most} are the most that are of use"
+    return Found(images, f"{images} take {tightest(good[images], room)}{limit}")
+
+
+def trial_of(
+    job: Mapping[str, Any], room: Bytes, deadline: float
+) -> Callable[[Sequence[int]], Outcome]:
+    """Trains in a process of its own.
+
+    Args:
+        job: `batch_process.Job` without what changes from trial to trial.
+        deadline: by time.monotonic(); a process that has not come to its end by then is ended.
+    Raises (when called): UserError: the run could not be built either; as it would have said.
+    """
+
+    def trial(batches: Sequence[int]) -> Outcome:
+        asked = {**job, "batches": list(batches), "room": dict(room), "parent": os.getpid()}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
+            why = _run(folder, deadline)
+            took = folder / "took.jsonl"
+            lines = took.read_text(encoding="utf-8").splitlines() if took.exists() else []
+        told = [json.loads(line) for line in lines]
+        return {each["batch"]: each["used"] for each in told}, why
+
+    return trial
+
+
+def _run(folder: Path, deadline: float) -> str:
+    """Runs the process; returns why it ended early, with a remedy, "" where all was well.
+
+    Raises: UserError: a mistake of the user's.
+    """
+    if time.monotonic() > deadline:
+        return _LATE
+    # It is a run of one rank, and nothing that it does is for fleetrun to see.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("PADDLE_") and key != EXIT_DIR_VARIABLE
+    }
+    package = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [package, environment.get("PYTHONPATH", "")])
+    )
+    command = [sys.executable, "-m", "ppdist.engine.memory_probe", str(folder)]
+    said = folder / "said"
+    heartbeat.at("looking for its batch")
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+    try:
+        late = False
+        while process.poll() is None:
+            heartbeat.alive()
+            late = time.monotonic() > deadline
+            if late:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        heartbeat.at("")
+    if late:
+        return _LATE
+    return _why(process.returncode, folder, said)
+
+
+def _why(code: int, folder: Path, said: Path) -> str:
+    """As `_run`, of a process that has ended."""
+    if code == 0:
+        return ""
+    if code == MISTAKE and (folder / "mistake").exists():
+        raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
+    tail = said.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
+    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
+    if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
+        return f"{words}; {_SMALLER}"
+    return f"{words}; if that is no lack of memory, give a number: training itself then says more"
+
 
 _DRAWS = 10_000
 _OF_PATIENCE = 0.5  # of the time that ranks wait for one another at a meeting
@@ -37,7 +312,7 @@ def settle_batch(
     Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
         or the total batch cannot be dealt out.
     """
-    train, world = config.train, dist.world_size()
+    train, world = config.train, comm.world_size()
     if train.batch_size_per_card != "auto":
         train.micro_steps(world)  # raises where total_batch does not divide
         return config, []
@@ -56,16 +331,16 @@ def settle_batch(
     most = min(train.auto_batch_most, share or max(1, once))
     objects = most_objects([len(record.labels_M) for record in records], config.data.augment)
     # A meeting, too: the others look before the first process takes some of it.
-    free = dist.together(lambda: _usable(train.auto_batch_memory))
+    free = comm.together(lambda: _usable(train.auto_batch_memory))
     patience = _OF_PATIENCE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), free, time.monotonic() + patience)
-    own = dist.together(lambda: search(trial, free, most))
-    told_W = dist.exchange([own.images, own.why])
-    hosts_W = dist.exchange(dist.host())
+    own = comm.together(lambda: search(trial, free, most))
+    told_W = comm.exchange([own.images, own.why])
+    hosts_W = comm.exchange(comm.host())
     least = min(found for found, _ in told_W)
     batch = least if share is None else largest_divisor(share, least)
     ranks = [rank for rank, (found, _) in enumerate(told_W) if found == least]
-    said = f"auto is {batch}: of {dist.ranks_named(ranks, hosts_W)} {told_W[ranks[0]][1]}"
+    said = f"auto is {batch}: of {comm.ranks_named(ranks, hosts_W)} {told_W[ranks[0]][1]}"
     if batch != least:
         said += f"; {batch} of them divide the {share} of a rank's share of train.total_batch"
     return _with(config, batch, {}), [f"train.batch_size_per_card: {said}"]
@@ -76,8 +351,8 @@ def _usable(share: float) -> dict[str, int]:
 
     Raises: ConfigError: the card does not say how much it has free.
     """
-    free = room(dist.local_size())
-    if dist.on_gpu() and CARD not in free:
+    free = room(comm.local_size())
+    if comm.on_gpu() and CARD not in free:
         raise ConfigError(
             "auto: the card does not say how much memory it has free",
             code="free_memory_unknown",
@@ -98,13 +373,13 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
     settled = _with(config, 1, {"total_batch": None, "accumulate_steps": several})
-    device = {"device": "gpu" if dist.on_gpu() else "cpu"}
+    device = {"device": "gpu" if comm.on_gpu() else "cpu"}
     return {
         "config": settled.model_copy(update=device).model_dump(mode="json"),
         "micro_steps": several,
         "objects": objects,
         "images": images,
-        "several_ranks": dist.world_size() > 1,
+        "several_ranks": comm.world_size() > 1,
     }
 
 
@@ -177,3 +452,182 @@ def most_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
 def _with(config: ExperimentConfig, batch: int, changes: Mapping[str, Any]) -> ExperimentConfig:
     train = config.train.model_copy(update={"batch_size_per_card": batch, **changes})
     return config.model_copy(update={"train": train})
+
+
+_FLOAT = 4  # bytes
+_SIDE = 2  # of the small image, in multiples of the model's
+_IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
+_IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
+_LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a rank by what they hold, for a micro-batch of so many images."""
+
+    images: int
+    size: tuple[int, int]  # height, width in pixels
+    weights: int
+    gradients: int
+    moments: int
+    average: int
+    activations: int  # of all images, themselves included
+
+    @property
+    def step(self) -> int:
+        """On the device, bytes."""
+        return self.weights + self.gradients + self.moments + self.average + self.activations
+
+    @property
+    def kept(self) -> int:
+        """On the host: weights, moments and average to go back to, and those being written."""
+        return 2 * (self.weights // 2 + self.moments + self.average) + _LIBRARIES
+
+    @property
+    def total(self) -> int:
+        """Where all lies in the memory of the host."""
+        return self.step + self.kept
+
+    def line(self, on_card: bool) -> str:
+        """For the log."""
+        height, width = self.size
+        device = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
+        return (
+            f"a step is estimated to take {device if on_card else shown(self.total)} of each rank: "
+            f"weights {shown(self.weights)}, gradients {shown(self.gradients)}, moments "
+            f"{shown(self.moments)}, average {shown(self.average)}, {self.images} images of "
+            f"{height} x {width} pixels {shown(self.activations)}, kept and being written "
+            f"{shown(self.kept)}"
+        )
+
+
+def tell_memory(expect: Callable[[], Estimate], log: RunLog) -> None:
+    """Logs what a step will take, and warns of ranks that have less; every rank calls it.
+
+    It ends no run: where the estimate cannot be made, a warning says so, and training shows.
+
+    Args: expect: makes the estimate; each rank by itself.
+    """
+    try:
+        expected = expect()
+        line = expected.line(comm.on_gpu())
+        own = list(shortages(expected, room(comm.local_size())))
+    except Exception as error:  # whatever it is, a run that would train goes on
+        line, own = "", [f"rank {comm.rank()} cannot estimate what memory a step takes: {error!r}"]
+    warnings_W = comm.exchange(own)
+    if line:
+        log.info(line)
+    for warning in (each for warnings in warnings_W for each in warnings):
+        log.warning(warning)
+
+
+def estimate(
+    model: ImageModel,
+    *,
+    images: int,
+    sizes: Sequence[tuple[int, int]],
+    moments: int,
+    averaged: bool,
+    amp: AmpConfig,
+    frozen: Collection[str] = (),
+) -> Estimate:
+    """Makes one small forward pass and changes nothing; a rank may do it by itself.
+
+    Args:
+        model: as built: on eager convolutions, batch norms not yet synchronised.
+        images: of a micro-batch.
+        sizes: (height, width) in pixels that training uses; the largest counts.
+        moments: values that the optimizer keeps for each weight (momentum 1, AdamW 2).
+        averaged: there is an EMA.
+        amp: with it activations are counted in its precision.
+        frozen: state-dict keys of what will not be trained.
+    """
+    state = {key: _bytes(tensor) for key, tensor in model.state_dict().items()}
+    everything, still = sum(state.values()), sum(state[key] for key in frozen)
+    learn = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
+    trained = sum(_bytes(each) for key, each in learn.items() if key not in frozen)
+    height, width = max(sizes, key=lambda size: size[0] * size[1])
+    side = _SIDE * model.size_multiple
+    with _held([each for key, each in learn.items() if key in frozen]):
+        kept, outputs = saved_bytes(model, side, amp)
+    inputs = 3 * side * side * (1 + 2 * _FLOAT)  # uint8, float32, normalised
+    each = (kept + inputs + _IN_LOSS * outputs) * height * width / side**2
+    return Estimate(
+        images=images,
+        size=(height, width),
+        weights=2 * everything,  # and those that evaluation uses
+        gradients=trained,
+        moments=moments * trained,
+        average=everything - still if averaged else 0,
+        activations=round(_IN_BACKWARD * images * each),
+    )
+
+
+@contextmanager
+def _held(weights: Sequence[paddle.Tensor]) -> Iterator[None]:
+    """They get no gradient inside."""
+    try:
+        for each in weights:
+            each.stop_gradient = True
+        yield
+    finally:
+        for each in weights:
+            each.stop_gradient = False
+
+
+def saved_bytes(model: ImageModel, side: int, amp: AmpConfig) -> tuple[int, int]:
+    """What forward saves for backward of one square image of so many pixels a side, and what comes
+    out.
+
+    In eval mode, which saves the same tensors and leaves running statistics alone.
+    """
+    found: dict[int, int] = {}
+
+    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
+        found[tensor.data_ptr()] = _bytes(tensor)
+        return tensor
+
+    training = [layer for layer in model.sublayers(include_self=True) if layer.training]
+    model.eval()
+    image = paddle.zeros([1, 3, side, side], dtype="uint8")
+    try:
+        with (
+            paddle.amp.auto_cast(enable=amp.enabled, dtype=amp.dtype),
+            paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            outputs = model(model.normalize(image))
+    finally:
+        for layer in training:
+            layer.training = True
+    weights = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    saved = sum(size for address, size in found.items() if address not in weights)
+    return saved, sum(map(_bytes, _tensors(outputs)))
+
+
+def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
+    """A warning for each kind of memory of which this rank has less.
+
+    Args: free: what it may still take, by kind.
+    """
+    needed = dict.fromkeys(free, expected.kept if CARD in free else expected.total)
+    needed[CARD] = expected.step
+    for kind, limit in free.items():
+        if needed[kind] > limit:
+            yield (
+                f"rank {comm.rank()} (host {comm.host()}) has {shown(limit)} left of the {kind}, "
+                f"and a step is estimated to take {shown(needed[kind])}; to try out what fits: "
+                f"train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+            )
+
+
+def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
+    """Those in nested tuples, lists and dictionaries."""
+    if isinstance(outputs, paddle.Tensor):
+        yield outputs
+    elif outputs is not None:
+        for part in outputs.values() if isinstance(outputs, dict) else outputs:
+            yield from _tensors(part)
+
+
+def _bytes(tensor: paddle.Tensor) -> int:
+    return math.prod(tensor.shape) * int(tensor.element_size())

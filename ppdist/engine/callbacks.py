@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paddle import nn
 
-from ppdist.engine.step import StepResult, TrainStep
+from ppdist.engine.train_step import StepResult, TrainStep
 
 
 @dataclass(frozen=True)

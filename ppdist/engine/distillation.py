@@ -15,18 +15,17 @@ from typing import Any
 import paddle
 from paddle import Tensor, nn
 
-from ppdist import dist
+from ppdist.common.errors import ConfigError
 from ppdist.config.base import parse_config
 from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, LogitsConfig, Trained
-from ppdist.errors import ConfigError
-from ppdist.losses import Loss, LossOutput
-from ppdist.losses.distill import Teaching, Term
+from ppdist.distributed import comm
+from ppdist.losses.base import Loss, LossOutput
+from ppdist.losses.distillation import Teaching, Term
 from ppdist.models import build_model
-from ppdist.models.cpu_conv import self_check, use_onednn_convolutions
-from ppdist.models.detector import Detector
-from ppdist.models.onednn_layers import OneDNNConv2D
-from ppdist.models.pretrained import load_weights
-from ppdist.models.weight_files import checkpoint_of
+from ppdist.models.base import Detector
+from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
+from ppdist.models.onednn.layers import OneDNNConv2D
+from ppdist.models.weights import checkpoint_of, load_weights
 
 BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
 
@@ -129,7 +128,7 @@ def build_distillation(
     """
     if config is None:
         return None
-    source, teacher = dist.together(lambda: read_teacher(Path(config.teacher), section, student))
+    source, teacher = comm.together(lambda: read_teacher(Path(config.teacher), section, student))
     teaching = teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)

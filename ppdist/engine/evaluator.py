@@ -1,4 +1,9 @@
-"""Detection quality of a model over a whole set, sharded over the ranks."""
+"""The training loss over a whole validation set, from the forward passes of its evaluation.
+
+Detection quality of a model over a whole set, sharded over the ranks.
+
+Accuracy of a classifier over a whole set, sharded over the ranks.
+"""
 
 import logging
 import time
@@ -10,18 +15,95 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist import dist, pulse
-from ppdist.config.evaluate import DETECTION_METRICS, NMSConfig
-from ppdist.data.sample import Batch, DetectionSet
-from ppdist.drawing import draw_boxes, side_by_side
-from ppdist.engine.agreement import agreed
-from ppdist.engine.step import Clock
-from ppdist.engine.validation_loss import ValidationLoss, normalised
-from ppdist.log import duration
+from ppdist.common.logging import duration
+from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS, NMSConfig
+from ppdist.data.loader import EvalLoader
+from ppdist.data.types import Batch, DetectionSet, SampleKey
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import agreed
+from ppdist.engine.train_step import Clock
+from ppdist.losses.base import Loss
+from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.analysis import analyse
+from ppdist.metrics.classification import Ranking, accuracy, analyse_classes, rank, write_ranking
 from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
-from ppdist.models.detector import Detector
-from ppdist.postprocess import multiclass_nms
+from ppdist.models.base import Detector, ImageModel
+from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
+
+
+class ValidationLoss:
+    """What the loss of one step would be whose batch is the whole set, over all ranks.
+
+    The images are those of the evaluation, not augmented; the objects those that training would
+    learn of them, without crowds.  An auxiliary head, which only training has, has no part in it.
+
+    Attributes:
+        sums: over this rank's batches since `begin`, not normalised; see `normalised`.
+    """
+
+    def __init__(self, loss: Loss, loader: EvalLoader) -> None:
+        """
+        Args:
+            loss: that of training.
+            loader: gives this rank's share of the set.
+        """
+        self._loss = loss
+        self._loader = loader
+        self._totals: paddle.Tensor | None = None
+        self._counted = False
+        self._step = 0
+        self.sums: dict[str, float] = {}
+
+    def begin(self, step: int) -> None:
+        """Before the first batch; every rank calls it.
+
+        Args: step: optimizer steps done; the loss is that of the last one.
+        """
+        self._step, self.sums = max(0, step - 1), {}
+        if not self._counted:  # once: the set, the size of its inputs and the anchors stay
+            counts_W = agreed(self._counts, say=lambda counts: counts).said_W
+            totals = [sum(each) for each in zip(*filter(None, counts_W))]
+            if totals:
+                self._totals = paddle.to_tensor(totals, dtype="float32")
+            self._counted = True
+
+    def _counts(self) -> list[float]:
+        """What the loss counts in the targets of this rank's share; nothing, where it counts
+        nothing or there is no image."""
+        summed: paddle.Tensor | None = None
+        for keys in self._loader.plan:
+            size = keys[0].height, keys[0].width
+            count = self._loss.counts(*self._loader.learnable(keys), size)
+            if count is None:
+                return []
+            summed = count if summed is None else summed + count
+        return [] if summed is None else [float(each) for each in summed.numpy()]
+
+    @paddle.no_grad()
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """A batch of the loader, and what the model said of it in eval mode."""
+        height, width = batch.images_B3HW.shape[2:]
+        indices = batch.image_index_B.numpy().tolist()
+        assert min(indices) >= 0, "EvalSampler pads nothing"
+        keys = [SampleKey(0, index, height, width) for index in indices]
+        truth = self._loader.learnable(keys)
+        found = self._loss(outputs, *truth, self._step, self._totals)
+        terms = {"normalizer": found.normalizer, "loss": found.total, **found.parts}
+        for name, value in terms.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+
+def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
+    """`val_loss` and `val_loss_<part>` from the sums of each rank, empty where it has no images."""
+    whole: dict[str, float] = {}
+    for sums in sums_W:
+        for name, value in sums.items():
+            whole[name] = whole.get(name, 0.0) + value
+    divisor = max(1.0, whole.pop("normalizer"))
+    # A part that is no loss (train_top1 of a classifier) is measured as a metric anyway.
+    losses = {name: value / divisor for name, value in whole.items() if name.startswith("loss")}
+    return {f"val_{name}": value for name, value in losses.items()}
+
 
 _LOGGER = logging.getLogger("ppdist")
 _REPORT_SECONDS = 30.0
@@ -111,7 +193,7 @@ class Evaluator:
         found_R7, losses = self._found(model, stopped, self._loss)
 
         def measure() -> dict[str, float]:
-            if not dist.is_main():
+            if not comm.is_main():
                 return {}
             self._last_R7 = found_R7
             metrics = self.measure(found_R7)
@@ -166,7 +248,7 @@ class Evaluator:
             lambda: self._detect_share(model, stopped, loss),
             say=lambda _: None if loss is None else loss.sums,
         )
-        rows_R7 = dist.all_gather_rows(share.value)
+        rows_R7 = comm.all_gather_rows(share.value)
         self.clock.lap("ranks")
         seen_R = rows_R7[:, 1] == SEEN
         check_each_once(self._dataset, rows_R7[seen_R, 0].astype(np.int64))
@@ -228,12 +310,12 @@ class ShareProgress:
 
     def __init__(self, images: int) -> None:
         """Args: images: of the whole set, over all ranks."""
-        self._share = images / dist.world_size()
+        self._share = images / comm.world_size()
         self._done = 0
         self._began = self._reported = time.monotonic()
 
     def add(self, images: int) -> None:
-        pulse.alive()
+        heartbeat.alive()
         self._done += images
         now = time.monotonic()
         if now - self._reported > _REPORT_SECONDS:
@@ -320,3 +402,156 @@ def draw_batch(
         found = draw_boxes(image_HW3, sure_P6[:, 2:], sure_P6[:, 0], class_names, sure_P6[:, 1])
         pictures.append(side_by_side(truth, found))
     return pictures
+
+
+class ClassificationEvaluator:
+    """Runs a classifier over a set; every image is seen once, by one rank.
+
+    As `Evaluator`: the result does not depend on the number of ranks, and the loop holds no
+    collective, so ranks may have different numbers of batches; they meet once, at its end.
+
+    Attributes:
+        headline: names of metrics for the log; the first says by default what is best.
+        metrics: names of what `measure` gives.
+        images: in the whole set.
+        pictures: after an evaluation, the first images of this rank's share: true class on the
+            left, the surest ones on the right, for `RunLog.images`.
+    """
+
+    headline = metrics = CLASSIFICATION_METRICS
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        loader: Iterable[Batch],
+        *,
+        max_pictures: int = 0,
+        loss: ValidationLoss | None = None,
+    ) -> None:
+        """
+        Args:
+            dataset: the whole set, the same on every rank.
+            loader: gives this rank's share of it anew at each iteration; `labels_BM[:, 0]` is the
+                class and `image_index_B` the position in `dataset.records`, -1 for padding.
+            max_pictures: how many images to draw.
+            loss: `evaluate` gives that, too.
+        """
+        self.images = len(dataset.records)
+        self.pictures: list[np.ndarray] = []
+        self._dataset = dataset
+        self._loader = loader
+        self._max_pictures = max_pictures
+        self._loss = loss
+
+    def evaluate(
+        self, model: ImageModel, stopped: Callable[[], bool] = go_on, step: int = 0
+    ) -> dict[str, float]:
+        """Accuracy of the model; every rank calls it and every rank gets the same result.
+
+        The mode (train or eval) of every layer is as before when it returns.
+
+        Args:
+            model: the classifier itself, not its data-parallel wrapper.
+            stopped: whether this rank was asked to stop; looked at after each batch.
+            step: optimizer steps done.
+        Returns: what `measure` does; with a loss `val_loss`; and `eval_seconds` (rank 0's).
+        Raises: EvaluationStopped, on all ranks: one was asked to stop.
+        """
+        began = time.monotonic()
+        if self._loss is not None:
+            self._loss.begin(step)
+        self._last, losses = self._found(model, stopped, self._loss)
+        seconds = comm.run_on_main(lambda: time.monotonic() - began)
+        return {**self.measure(self._last), **losses, "eval_seconds": seconds}
+
+    def measure(self, found: Ranking) -> dict[str, float]:
+        """See `ppdist.metrics.classification.accuracy`."""
+        return accuracy(found)
+
+    def analyse(self, found: Ranking, step: int | None = None) -> dict[str, Any]:
+        """See `ppdist.metrics.classification.analyse_classes`."""
+        return analyse_classes(self._dataset, found, step)
+
+    def analyse_last(self, step: int) -> dict[str, Any]:
+        """`analyse` of what `evaluate` measured last."""
+        return self.analyse(self._last, step)
+
+    def class_scores(self, metrics: dict[str, float]) -> None:
+        """Nothing: accuracy is of all classes together."""
+
+    def save(self, path: Path, found: Ranking) -> None:
+        """See `ppdist.metrics.classification.write_ranking`."""
+        write_ranking(path, self._dataset, found)
+
+    def predict(self, model: ImageModel, stopped: Callable[[], bool] = go_on) -> Ranking:
+        """The surest classes of the whole set, in its order; every rank calls it and gets all.
+
+        Args: stopped: see `evaluate`.
+        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
+        """
+        return self._found(model, stopped, None)[0]
+
+    def _found(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> tuple[Ranking, dict[str, float]]:
+        share = agreed(
+            lambda: self._predict_share(model, stopped, loss),
+            say=lambda _: None if loss is None else loss.sums,
+        )
+        ours, losses = share.value, {} if loss is None else normalised(share.said_W)
+        columns = [ours.index_N[:, None], ours.place_N[:, None], ours.labels_NK, ours.scores_NK]
+        rows_NX = comm.all_gather_rows(np.concatenate(columns, axis=1).astype(np.float64))
+        rows_NX = rows_NX[np.argsort(rows_NX[:, 0], kind="stable")]
+        check_each_once(self._dataset, rows_NX[:, 0].astype(np.int64))
+        index_N, place_N = rows_NX[:, :2].astype(np.int64).T
+        labels_NK, scores_NK = np.split(rows_NX[:, 2:], 2, axis=1)
+        labels_NK, scores_NK = labels_NK.astype(np.int64), scores_NK.astype(np.float32)
+        return Ranking(index_N, place_N, labels_NK, scores_NK), losses
+
+    def _predict_share(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> Ranking:
+        nothing = np.zeros(0, np.int64)
+        parts = [rank(np.zeros((0, model.num_classes), np.float32), nothing, nothing)]
+        self.pictures = []
+        progress = ShareProgress(len(self._dataset.records))
+        with in_eval_mode(model):
+            for batch in self._loader:
+                outputs, probabilities_BC = classify(model, batch.images_B3HW)
+                if loss is not None:
+                    loss.add(outputs, batch)
+                index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
+                real_B = index_B >= 0
+                ranking = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
+                parts.append(ranking)
+                wanted = self._max_pictures - len(self.pictures)
+                if wanted > 0:
+                    images_BHW3 = batch.images_B3HW.numpy()[real_B][:wanted].transpose(0, 2, 3, 1)
+                    self.pictures += self._draw(images_BHW3, label_B[real_B], ranking)
+                progress.add(len(ranking.index_N))
+                if stopped():
+                    nobody = np.zeros((1, model.num_classes), np.float32)
+                    parts.append(rank(nobody, np.zeros(1, np.int64), np.array([CUT_SHORT])))
+                    break
+        return Ranking(*(np.concatenate(values) for values in zip(*parts)))
+
+    def _draw(
+        self, images_BHW3: np.ndarray, label_B: np.ndarray, ranking: Ranking
+    ) -> list[np.ndarray]:
+        """Pictures uint8 RGB [H, 2W + 4, 3] at input size."""
+        names = self._dataset.class_names
+        return [
+            side_by_side(
+                draw_classes(image_HW3, label_B[row : row + 1], names),
+                draw_classes(image_HW3, ranking.labels_NK[row], names, ranking.scores_NK[row]),
+            )
+            for row, image_HW3 in enumerate(images_BHW3)
+        ]
+
+
+@paddle.no_grad()
+def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.ndarray]:
+    """Raw outputs, and probabilities_BC, of uint8 or float RGB images 0..255; the caller has set
+    the model's mode."""
+    outputs = model(model.normalize(images_B3HW))
+    return outputs, model.decode(outputs).numpy()

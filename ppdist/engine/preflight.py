@@ -25,12 +25,12 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist import dist
+from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.config.distributed import HOSTS_OWN_KEYS
-from ppdist.data.cores import available_memory
-from ppdist.errors import ConfigError, LaunchError
-from ppdist.joining import interfaces
-from ppdist.models.weight_files import checkpoint_of, digest_of_weights
+from ppdist.data.resources import available_memory
+from ppdist.distributed import comm
+from ppdist.distributed.store import interfaces
+from ppdist.models.weights import checkpoint_of, digest_of_weights
 
 Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
 _REMEDIES = {
@@ -65,8 +65,8 @@ def preflight(
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         they cannot sum; early stopping without evaluations.
     """
-    dist.together(lambda: check_precision(config))
-    hosts_W = dist.exchange(dist.host())
+    comm.together(lambda: check_precision(config))
+    hosts_W = comm.exchange(comm.host())
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",
@@ -87,9 +87,9 @@ def preflight(
             code="evaluation_missing",
         )
     require_sum()
-    first_of_host = hosts_W.index(hosts_W[dist.rank()]) == dist.rank()
+    first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []
-    return [warning for host in dist.exchange(mine) for warning in host]
+    return [warning for host in comm.exchange(mine) for warning in host]
 
 
 def keep_sources(config: Any, output_dir: Path) -> None:
@@ -118,14 +118,14 @@ def check_precision(config: Any) -> None:
     """Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
     `distributed.gradient_dtype`."""
     amp, sums = config.train.amp, config.distributed.gradient_dtype
-    if sums == "float16" and not dist.on_gpu() and dist.world_size() > 1:
+    if sums == "float16" and not comm.on_gpu() and comm.world_size() > 1:
         raise ConfigError(
             "float16, but this run is on CPU, where gloo sums float16 to infinity",
             code="gradient_dtype_on_cpu",
             where="distributed.gradient_dtype",
             fix="take bfloat16, which is of the same size, or float32",
         )
-    if amp.enabled and not dist.on_gpu():
+    if amp.enabled and not comm.on_gpu():
         raise ConfigError(
             "true, but this run is on CPU, where Paddle has no float16 or bfloat16 kernels and "
             "ignores AMP silently",
@@ -159,14 +159,14 @@ def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> 
     mine = {
         subject: digest(json.dumps(facts, sort_keys=True)) for subject, facts in subjects.items()
     }
-    digests_W = dist.exchange(mine)
+    digests_W = comm.exchange(mine)
     lines: list[str] = []
     for subject, facts in subjects.items():
         kinds_W = [digests[subject] for digests in digests_W]
         if len(set(kinds_W)) == 1:
             continue
-        speaks = kinds_W.index(kinds_W[dist.rank()]) == dist.rank()
-        told_W = dist.exchange(facts if speaks else None)
+        speaks = kinds_W.index(kinds_W[comm.rank()]) == comm.rank()
+        told_W = comm.exchange(facts if speaks else None)
         facts_W = [told_W[kinds_W.index(kind)] for kind in kinds_W]
         found = list(differences(facts_W, hosts_W))
         lines += [f"  {subject}: {line}" for line in found[:_MOST_LINES]]
@@ -189,7 +189,7 @@ def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[st
             ranks_of.setdefault(facts.get(name, "absent"), []).append(rank)
         if len(ranks_of) > 1:
             said = (
-                f"{value} on {dist.ranks_named(ranks, hosts_W)}"
+                f"{value} on {comm.ranks_named(ranks, hosts_W)}"
                 for value, ranks in ranks_of.items()
             )
             yield f"{name}: {'; '.join(said)}"
@@ -252,15 +252,15 @@ def require_sum() -> None:
 
     Raises: LaunchError, on every rank: the result is wrong; on those that came: others did not.
     """
-    world = dist.world_size()
+    world = comm.world_size()
     if world == 1:
         return
-    ranks = paddle.full([1024], float(dist.rank() + 1), dtype="float32")
-    absent = dist.announce()
+    ranks = paddle.full([1024], float(comm.rank() + 1), dtype="float32")
+    absent = comm.announce()
     began = time.monotonic()
     try:
         with within(_SUM_SECONDS, "the first all-reduce", absent):
-            found = dist.all_reduce_sum(ranks).numpy()
+            found = comm.all_reduce_sum(ranks).numpy()
     except (RuntimeError, ValueError, OSError) as error:  # what gloo's become in Python
         missing = absent()
         if not missing:
@@ -278,12 +278,12 @@ def require_sum() -> None:
             wrong = found[found != expected][0]
             raise LaunchError(
                 f"an all-reduce over {world} ranks gave {wrong:g} where {expected:g} is right, on "
-                f"host {dist.host()}: the transport is broken",
+                f"host {comm.host()}: the transport is broken",
                 code="all_reduce_wrong",
                 fix="on GPUs try NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO",
             )
 
-    dist.together(check)
+    comm.together(check)
 
 
 @contextmanager
@@ -295,7 +295,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
     def end() -> None:
         print(
-            f"ppdist: rank {dist.rank()} on host {dist.host()}: {what} has not come back "
+            f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} has not come back "
             f"within {seconds:g} s; a firewall between the hosts or a wrong interface "
             f"({interfaces(os.environ)}) does that, or a rank that stands still: "
             f"see the logs of the others, and on GPUs NCCL_DEBUG=INFO",
@@ -321,21 +321,21 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
 def resource_warnings(output_dir: Path) -> Iterator[str]:
     """What may run out on this host; its first rank looks, and of the disk rank 0."""
-    host, count = dist.host(), dist.local_size()
+    host, count = comm.host(), comm.local_size()
     memory = available_memory()
     if memory < count * _RANK_BYTES:
         yield (
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
             f"{'s' * (count > 1)}: a smaller batch or fewer processes keep it from running out"
         )
-    if dist.on_gpu() and count > 1:  # NCCL; our own data loader needs none of it
+    if comm.on_gpu() and count > 1:  # NCCL; our own data loader needs none of it
         free = _free("/dev/shm")
         if free < _SHARED_BYTES:
             yield (
                 f"host {host} has {free / _GIB:.2f} GiB free in /dev/shm, through which NCCL may "
                 f"talk between cards; docker run --shm-size=8g (or --ipc=host) gives more"
             )
-    if dist.is_main():
+    if comm.is_main():
         free = _free(output_dir)
         if free < _DISK_BYTES:
             yield (

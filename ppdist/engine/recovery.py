@@ -1,6 +1,12 @@
 """What all ranks do together about a step that failed: pass over it, go back, take smaller bites.
 
 Every decision here follows from sums or values that all ranks hold, so it is the same on each.
+
+Whether all ranks hold the same training state, and what is done about a rank that does not.
+
+A flipped bit of memory, or a sum that went wrong on one rank only, makes ranks train different
+models from there on without a word.  So now and then each adds up the bits of what it holds, and
+they compare.
 """
 
 import contextlib
@@ -13,16 +19,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppdist import dist
-from ppdist.checkpoint import Snapshot
-from ppdist.engine.derived import Derived
-from ppdist.engine.feed import Feed
-from ppdist.engine.out_of_memory import halved, note, noted, parts_of
-from ppdist.engine.precision import loss_scale
-from ppdist.engine.run_state import Progress, restore
-from ppdist.engine.step import StepResult, TrainStep
-from ppdist.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
-from ppdist.log import RunLog
+import numpy as np
+import paddle
+
+from ppdist.common.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.common.logging import RunLog
+from ppdist.distributed import comm
+from ppdist.engine.checkpoint import Snapshot
+from ppdist.engine.data import Feed
+from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.state import TrainState, restore_state
+from ppdist.engine.train_step import (
+    StepResult,
+    TrainStep,
+    halved,
+    loss_scale,
+    note,
+    noted,
+    parts_of,
+)
 
 MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
 _RATE_FACTOR = 0.5
@@ -41,7 +56,7 @@ def _left_out(text: str) -> set[int]:
     return {int(step) for step in text.split(",") if step}
 
 
-def _returned(progress: Progress, step: int, reason: str) -> dict[str, Any]:
+def _returned(progress: TrainState, step: int, reason: str) -> dict[str, Any]:
     """The record of a return from a step to where the run is now."""
     return {"step": progress.step, "returned_from_step": step, "reason": reason}
 
@@ -64,7 +79,7 @@ class Recovery:
         *,
         train_step: TrainStep,
         feed: Feed,
-        derived: Derived,
+        derived: ScheduleSetup,
         log: RunLog,
         output_dir: Path,
         bad_steps_limit: int,
@@ -80,7 +95,7 @@ class Recovery:
         self._good: Snapshot | None = None
         self._doubted = -1  # the step of the snapshot that `doubt` has gone back to
 
-    def begin(self, progress: Progress, snapshot: Snapshot) -> None:
+    def begin(self, progress: TrainState, snapshot: Snapshot) -> None:
         """Before the first step of this process.
 
         Args: snapshot: where the run is.
@@ -98,7 +113,7 @@ class Recovery:
         if self._good is None or not snapshot.state["bad_steps"]:
             self._good = snapshot
 
-    def meet(self, result: StepResult, progress: Progress) -> bool:
+    def meet(self, result: StepResult, progress: TrainState) -> bool:
         """Looks at a step that was not applied because something was not finite.
 
         Returns: whether the run is back at earlier weights, and `progress` with it.
@@ -143,7 +158,7 @@ class Recovery:
         self._log.metrics({**_returned(progress, step, _NOT_FINITE), "lr_factor": factor})
         return True
 
-    def doubt(self, progress: Progress) -> bool:
+    def doubt(self, progress: TrainState) -> bool:
         """When ranks held different weights, and nobody knows which of them were right.
 
         Returns: whether the run is back at the state that was kept, before they differed; once for
@@ -162,21 +177,21 @@ class Recovery:
         self._log.metrics(_returned(progress, step, "ranks held different weights"))
         return True
 
-    def _go_back(self, progress: Progress) -> None:
+    def _go_back(self, progress: TrainState) -> None:
         assert self._good is not None, "begin was not called"
-        restored, _ = restore(self._good, self._train_step)
+        restored, _ = restore_state(self._good, self._train_step)
         self._train_step.forget()
         progress.go_back_to(restored)
         self._log.go_back(progress.step)
 
-    def make_smaller(self, result: StepResult, progress: Progress) -> None:
+    def make_smaller(self, result: StepResult, progress: TrainState) -> None:
         """Halves the micro-batches after a step for which some rank had too little memory.
 
         Raises: ConfigError, on every rank: they have one image already.
         """
         step = progress.step + 1
-        told_W = dist.all_gather_objects([result.ran_out, dist.host()])
-        ranks = dist.ranks_named(
+        told_W = comm.all_gather_objects([result.ran_out, comm.host()])
+        ranks = comm.ranks_named(
             [rank for rank, (ran_out, _) in enumerate(told_W) if ran_out],
             [host for _, host in told_W],
         )
@@ -202,10 +217,10 @@ class Recovery:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            me = f"rank {dist.rank()} (host {dist.host()})"
+            me = f"rank {comm.rank()} (host {comm.host()})"
             most = halved(self._batch_size, self._feed.parts, step, me)
             note(most)
-            where = " where the others wait for it in a collective" * (dist.world_size() > 1)
+            where = " where the others wait for it in a collective" * (comm.world_size() > 1)
             raise MemoryError(
                 f"step {step}: {me} ran out of memory{where};"
                 f" fleetrun --max_restart goes on with micro-batches of at most {most} images; "
@@ -213,7 +228,7 @@ class Recovery:
                 f"as much, and start again with --resume"
             ) from error
 
-    def leave_out(self, progress: Progress) -> None:
+    def leave_out(self, progress: TrainState) -> None:
         """Passes over a step of `left_out`, once it is next, without opening its images."""
         step = progress.step + 1
         images = self._feed.images_of(progress.step, progress.class_scores)
@@ -231,7 +246,7 @@ class Recovery:
             loss: of this rank, a sum over them.
         """
         own_loss = loss if math.isfinite(loss) else f"{loss}"
-        told_W = dist.all_gather_objects([own_loss, images])
+        told_W = comm.all_gather_objects([own_loss, images])
         lines = [
             {
                 "time": round(time.time(), 3),
@@ -243,7 +258,7 @@ class Recovery:
             }
             for rank, (loss, indices) in enumerate(told_W)
         ]
-        if dist.is_main():
+        if comm.is_main():
             self._append("".join(json.dumps(line) + "\n" for line in lines))
         paths = [path for line in lines for path in line["images"]]
         return ", ".join(paths[:_SHOWN]) + (
@@ -256,3 +271,110 @@ class Recovery:
                 file.write(text)
         except OSError as error:
             self._log.warning(f"bad_steps.jsonl cannot be written ({error}): {text}")
+
+
+_DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
+_ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@paddle.no_grad()
+def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
+    """Compares weights, running statistics and their average over ranks; a rank whose differ gets
+    those of the others, and their optimizer state.  Every rank calls it, when all should be alike.
+
+    Right is what more than half of the ranks hold, or what alone is finite.  Otherwise, as of two
+    ranks, nobody can tell; all get what most hold, and of equally many the lowest rank.
+    What the optimizer holds is not compared: where it differs, so do the weights one step later.
+
+    Returns: "", or a warning that names the ranks that differed; False: which of them were right
+        cannot be told.  The same on every rank.
+    """
+    if comm.world_size() == 1:
+        return "", True
+    names, tensors = zip(*_compared(step))
+    sums = _sums(tensors)
+    digests_WP = comm.all_gather(_digest(sums)).numpy()
+    holders: dict[bytes, list[int]] = {}
+    for rank, digest_P in enumerate(digests_WP):
+        holders.setdefault(digest_P.tobytes(), []).append(rank)
+    if len(holders) == 1:
+        return "", True
+    finite = all(bool(paddle.isfinite(each).all()) for each in tensors if each.is_floating_point())
+    told_W = comm.all_gather_objects([finite, comm.host(), sums])
+    right, sure = trusted([*holders.values()], [finite for finite, _, _ in told_W])
+    source = right[0]
+    wrong = [rank for rank in range(comm.world_size()) if rank not in right]
+    differing = [
+        name
+        for at, name in enumerate(names)
+        if any(told_W[rank][2][at] != told_W[source][2][at] for rank in wrong)
+    ]
+    for group in _by_type(step):
+        comm.broadcast_tensors(group, source)
+    hosts_W = [host for _, host, _ in told_W]
+    others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    whose = (
+        f"now has those of rank {source}"
+        if sure
+        else f"which of them are right cannot be told; all have those of rank {source} for now"
+    )
+    warning = (
+        f"{comm.ranks_named(wrong, hosts_W)} held other weights than "
+        f"{comm.ranks_named(right, hosts_W)} (first {differing[0]}{others}) and {whose}; faulty "
+        f"memory or a faulty card does that: if the same rank is named again, have it looked at"
+    )
+    return warning, sure
+
+
+def trusted(groups: list[list[int]], finite_W: list[bool]) -> tuple[list[int], bool]:
+    """Of groups of ranks that hold the same, the one whose state the others get, and whether it is
+    known to be right.
+
+    Args: finite_W: whether all that a rank holds is finite.
+    """
+    right = max(groups, key=lambda ranks: (len(ranks), finite_W[ranks[0]], -ranks[0]))
+    finite = [ranks for ranks in groups if finite_W[ranks[0]]]
+    return right, 2 * len(right) > len(finite_W) or finite == [right]
+
+
+def _compared(step: TrainStep) -> Iterator[tuple[str, paddle.Tensor]]:
+    for name, tensor in step.model.state_dict().items():
+        yield name, tensor
+    if step.ema is not None:
+        for name, tensor in step.ema.average.items():
+            yield f"the average of {name}", tensor
+
+
+def _by_type(step: TrainStep) -> list[list[paddle.Tensor]]:
+    """All that ranks have in common, in lists of one type, in the same order on every rank."""
+    tensors = [tensor for _, tensor in _compared(step)]
+    if step.sharding is None:  # else each rank has a share of its own
+        state = dict(step.optimizer.state_dict())
+        tensors += state.pop("master_weights", {}).values()
+        tensors += [each for each in state.values() if isinstance(each, paddle.Tensor)]
+    types = sorted({str(each.dtype) for each in tensors})
+    return [[each for each in tensors if str(each.dtype) == kind] for kind in types]
+
+
+@paddle.no_grad()
+def _sums(tensors: tuple[paddle.Tensor, ...]) -> list[int]:
+    """The sum of the bits of each tensor, read as integers: any one flipped bit changes it."""
+    if comm.on_gpu():  # not run on one
+        flat = [paddle.view(each.flatten(), _INTEGERS[each.element_size()]) for each in tensors]
+        return [int(each) for each in paddle.stack([each.sum() for each in flat]).numpy()]
+    sums = []
+    for tensor in tensors:
+        array = tensor.numpy()
+        bits = array.reshape(-1).view(f"u{array.itemsize}")
+        sums.append(int(bits.sum(dtype=np.uint64)))
+    return sums
+
+
+def _digest(sums: list[int]) -> paddle.Tensor:
+    """[4] float32: one number out of many, in parts that survive any way to travel."""
+    mixed = 0
+    for each in sums:
+        mixed = (mixed * _ODD + each) % 2**_DIGEST_BITS
+    parts = [mixed >> (16 * part) & 0xFFFF for part in range(_PARTS)]
+    return paddle.to_tensor(parts, dtype="float32")

@@ -1,41 +1,103 @@
-"""The loop: step, log, evaluate, save, stop; each a visible `if`, in that order."""
+"""Signals that ask a rank to stop: the first after its step and a checkpoint, a second at once.
 
+The loop: step, log, evaluate, save, stop; each a visible `if`, in that order.
+"""
+
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
 
-from ppdist import dist, pulse
-from ppdist.checkpoint import point_at_step, set_aside
-from ppdist.checkpoint_writer import CheckpointWriter
+from ppdist.common.errors import STOP_SIGNALS, CheckpointError
+from ppdist.common.logging import EVALUATION, SAVING, RunLog
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
-from ppdist.data.sample import Batch
-from ppdist.engine.bad_images import BadImages
+from ppdist.data.types import Batch
+from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
-from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.derived import Derived
+from ppdist.engine.checkpoint import CheckpointWriter, point_at_step, set_aside
+from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
-from ppdist.engine.epochs import Epochs
-from ppdist.engine.evaluator import EvaluationStopped, Evaluator
-from ppdist.engine.feed import Feed
-from ppdist.engine.pace import Pace
-from ppdist.engine.records import Records, Stopwatch
-from ppdist.engine.recovery import Recovery, rate_factor
-from ppdist.engine.run_state import Progress, Snapshot, restore, take
-from ppdist.engine.same_weights import agree_on_weights
-from ppdist.engine.step import Clock, StepResult, TrainStep
-from ppdist.engine.stopping import STOPPED, listen
+from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
+from ppdist.engine.monitor import Epochs, Records, Stopwatch, StragglerMonitor
+from ppdist.engine.recovery import Recovery, check_replica_consistency, rate_factor
+from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.state import Snapshot, TrainState, capture_state, restore_state
+from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.engine.validation import Validation
-from ppdist.errors import CheckpointError
-from ppdist.log import RunLog
-from ppdist.models.detector import ImageModel
-from ppdist.optim.averaging import next_synchronised
-from ppdist.optim.schedule import Rates
-from ppdist.time_left import EVALUATION, SAVING
+from ppdist.models.base import ImageModel
+from ppdist.optim.grad_sync import next_synchronised
+from ppdist.optim.lr_scheduler import LearningRates
+
+# Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
+_SAME_REQUEST_SECONDS = 2.0
+STOPPED = 75  # exit code after a signal, where nothing is lost
+
+
+def until_first_step() -> None:
+    """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
+
+    Called once Paddle was imported, with the signals held back by `errors.hold_signals` before:
+    Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
+    `dist.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
+    """
+
+    own = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() != own:  # a copy of this process that looks at images
+            os._exit(128 + number)
+        said = f"stopped by {signal.Signals(number).name} before the first step: nothing is lost"
+        with contextlib.suppress(OSError):
+            os.write(2, f"\nppdist: {said}\n".encode())
+        os._exit(STOPPED)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def listen(ask: Callable[[], None]) -> None:
+    """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP call `ask`, in the main thread; every rank
+    calls it.  SIGHUP that is ignored (nohup, ranks of fleetrun) stays so.
+
+    Under fleetrun a signal for one rank reaches all of them: it passes it on.  Another signal more
+    than two seconds later ends this process, with the code that a shell has for Ctrl-C, else 1.
+    """
+    rank = os.getpid()
+    first: float | None = None
+
+    def hear(number: int, frame: Any) -> None:
+        nonlocal first
+        if os.getpid() != rank:
+            return  # in a copy of this process that prepares images
+        if first is None:
+            first = time.monotonic()
+            ask()
+            if not heartbeat.tell_stop(number) and comm.is_main():
+                # Not by print: the signal may have come amid one.
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping after this step; a second signal stops at once\n")
+        elif time.monotonic() - first > _SAME_REQUEST_SECONDS:
+            os._exit(128 + number if number == signal.SIGINT else 1)
+
+    for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        signal.signal(number, hear)
+        if comm.world_size() > 1:
+            # A signal amid a meeting would break the connection to Paddle's store, which takes an
+            # interrupted system call for an error: the call begins anew, and `hear` runs after it.
+            signal.siginterrupt(number, False)
 
 
 class Trainer:
@@ -46,8 +108,8 @@ class Trainer:
         *,
         train_step: TrainStep,
         feed: Feed,
-        bad_images: BadImages,
-        derived: Derived,
+        bad_images: Blocklist,
+        derived: ScheduleSetup,
         evaluator: Evaluator | ClassificationEvaluator | None,
         evaluated_model: ImageModel,
         log: RunLog,
@@ -83,7 +145,7 @@ class Trainer:
         self.log_every = log_every
         self.seed = seed
         self.callbacks = callbacks
-        self.progress, self.pace = Progress(), Pace()
+        self.progress, self.pace = TrainState(), StragglerMonitor()
         self.records = Records(log, derived.steps_per_epoch)
         self.epochs = Epochs(log, derived.steps_per_epoch, derived.total_steps)
         self._saved_step, self._owes_save = -1, False  # the second: one was due
@@ -132,7 +194,7 @@ class Trainer:
         """
         listen(self._ask_to_stop)
         progress, total = self.progress, self.derived.total_steps
-        pulse.plan(total)
+        heartbeat.plan(total)
         run = TrainingRun(
             self.train_step, self.evaluated_model, self.folder.parent, progress.step, total
         )
@@ -141,11 +203,11 @@ class Trainer:
         if self.validation and self._missed_an_evaluation() and not self._evaluate(self.validation):
             return self._stopped()
         self.epochs.tell(progress.step)
-        self.recovery.begin(progress, take(self.train_step, progress, self.derived))
+        self.recovery.begin(progress, capture_state(self.train_step, progress, self.derived))
         batches = self._batches()
         while progress.step < total and not self._no_use():
             self._tell_of_saving()
-            pulse.beat("step", progress.step)
+            heartbeat.beat("step", progress.step)
             watch = Stopwatch()  # whatever holds a rank up before its step is its own time, too
             for callback in self.callbacks:
                 callback.on_step_begin(progress.step + 1)
@@ -203,7 +265,7 @@ class Trainer:
         progress = self.progress
         self._save()
         self._finish_saving()
-        pulse.beat("end", progress.step)
+        heartbeat.beat("end", progress.step)
         self.log.metrics({"step": progress.step, "finished": finished})
         if self.validation and (self.folder / "best").exists():
             self.log.info(
@@ -230,7 +292,7 @@ class Trainer:
             rescored: the best so far was measured otherwise, so whatever scores next is better.
         Raises: CheckpointError: it belongs to a model of another shape.
         """
-        self.progress, lost = restore(saved, self.train_step)
+        self.progress, lost = restore_state(saved, self.train_step)
         if lost:
             self.log.warning(lost)
         if rescored:
@@ -240,7 +302,7 @@ class Trainer:
             self.progress.standing = None
         if own:
             self._saved_step = self.progress.step
-            dist.on_main(self._mend_links)
+            comm.run_on_main(self._mend_links)
 
     def _mend_links(self) -> None:
         point_at_step(self.folder / "last", self.progress.step)
@@ -254,7 +316,7 @@ class Trainer:
         progress = self.progress
         clock = Clock()
         # Whatever the model draws is a function of the step, so that a resumed run draws the same.
-        draws = np.random.SeedSequence([self.seed, progress.step, dist.rank()])
+        draws = np.random.SeedSequence([self.seed, progress.step, comm.rank()])
         paddle.seed(int(draws.generate_state(1)[0]))
         rates = self._rates(progress.step)
         count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
@@ -286,7 +348,7 @@ class Trainer:
         self.log.progress(progress.step + 1, fields, clock.seconds["data"])
         return result
 
-    def _rates(self, step: int) -> Rates:
+    def _rates(self, step: int) -> LearningRates:
         """What a step (0-based) uses."""
         return self.derived.schedule.rates(step).scaled(rate_factor(self.progress.returns))
 
@@ -303,7 +365,7 @@ class Trainer:
             step = self.progress.step
             return f"checkpoints beyond step {step} are now in {aside}" if aside else ""
 
-        told = dist.on_main(move_aside)
+        told = comm.run_on_main(move_aside)
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
@@ -316,7 +378,7 @@ class Trainer:
 
         Returns: whether they did not, and the run is back at an earlier step.
         """
-        warning, sure = agree_on_weights(self.train_step)
+        warning, sure = check_replica_consistency(self.train_step)
         if warning:
             self.log.warning(f"after step {self.progress.step}: {warning}")
         if sure or not self.recovery.doubt(self.progress):
@@ -375,7 +437,7 @@ class Trainer:
             if self._saved_step != progress.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                dist.on_main(lambda: point_at_step(self.folder / "best", progress.step))
+                comm.run_on_main(lambda: point_at_step(self.folder / "best", progress.step))
             validation.analyse(progress.step)
 
     def _ask_to_stop(self) -> None:
@@ -387,12 +449,12 @@ class Trainer:
         self._owes_save = False
         if self._saved_step == progress.step:
             return
-        pulse.beat("save", progress.step)
+        heartbeat.beat("save", progress.step)
         with self.log.spending(SAVING, progress.step):
             self.writer.make_room()
-            snapshot = take(self.train_step, progress, self.derived)
+            snapshot = capture_state(self.train_step, progress, self.derived)
             self.recovery.keep(snapshot)
-            if dist.is_main():
+            if comm.is_main():
                 self.writer.hand_over(snapshot)
         self._saved_step = progress.step
         for callback in self.callbacks:
@@ -407,9 +469,9 @@ class Trainer:
 
         Raises: RuntimeError, on every rank: the newest or the best never got there.
         """
-        pulse.beat("save", self.progress.step)
+        heartbeat.beat("save", self.progress.step)
         with self.log.spending(SAVING, self.progress.step):
-            trouble = dist.on_main(self.writer.finish)
+            trouble = comm.run_on_main(self.writer.finish)
         for each in dict.fromkeys(self.writer.troubles()):
             if each != trouble:
                 self.log.warning(f"at the end of the run: {each}")

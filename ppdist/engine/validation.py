@@ -8,16 +8,15 @@ from typing import Any
 
 from paddle import nn
 
-from ppdist import dist, pulse
-from ppdist.engine.agreement import EvaluationFailed
-from ppdist.engine.batch_pictures import write_validation
-from ppdist.engine.classification import ClassificationEvaluator
-from ppdist.engine.evaluator import Evaluator
-from ppdist.engine.run_state import copy_into
-from ppdist.engine.step import TrainStep
-from ppdist.files import write_json
-from ppdist.log import RunLog
-from ppdist.models.detector import ImageModel
+from ppdist.common.files import write_json
+from ppdist.common.logging import RunLog
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import EvaluationFailed
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.state import copy_into
+from ppdist.engine.train_step import TrainStep
+from ppdist.engine.visualize import write_validation
+from ppdist.models.base import ImageModel
 
 _LOGGER = logging.getLogger("ppdist.engine")
 
@@ -60,7 +59,7 @@ class Validation:
             stopped: whether this rank was asked to stop.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
-        pulse.beat("evaluate", step)
+        heartbeat.beat("evaluate", step)
         for consequence in ("it is tried once more", "TRAINING GOES ON WITHOUT THIS EVALUATION"):
             self._load_weights()
             try:
@@ -98,7 +97,7 @@ class Validation:
                 _LOGGER.debug("evaluation.json", exc_info=True)
                 self._log.warn_once("evaluation.json", error)
 
-        dist.on_main(write)
+        comm.run_on_main(write)
 
     def _load_weights(self) -> None:
         """Gives the model the averaged weights, or the live ones without EMA."""

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.config import ExperimentConfig
-from ppdist.data.sample import DetectionSet
-from ppdist.engine.experiment import build_evaluator
-from ppdist.ensemble.soup import Soup, Tried, greedy, put, uniform
+from ppdist.data.types import DetectionSet
+from ppdist.engine.build import build_evaluator
+from ppdist.ensemble.soup import ModelSoup, Tried, greedy, put, uniform
 from ppdist.ensemble.statistics import LastEpoch, renew_statistics
-from ppdist.models.detector import ImageModel
+from ppdist.models.base import ImageModel
 
 
 def average(
@@ -37,7 +37,7 @@ def average(
     evaluator = None if val_set is None else build_evaluator(config, val_set, model)
     metric = config.evaluate.metric or ("top1" if config.data.classifies else "mAP")
 
-    def renew(soup: Soup) -> None:
+    def renew(soup: ModelSoup) -> None:
         put(model, soup.mean())
         if len(soup.paths) > 1:  # one alone has its own
             renew_statistics(model, epoch, frozenset(soup.first) - soup.differs)

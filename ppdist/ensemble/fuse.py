@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ppdist import dist
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import write_json
 from ppdist.config import ExperimentConfig
-from ppdist.data.dataset import read_split
-from ppdist.data.sample import DetectionSet
+from ppdist.data.datasets.build import read_split
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm
 from ppdist.ensemble import fusion
 from ppdist.ensemble.defaults import IOU, SIGMA, VIEW_MARGIN
 from ppdist.ensemble.members import FuseClass, Member, member_of
 from ppdist.ensemble.saved import Saved, read_saved, rows_of, set_of
 from ppdist.ensemble.views import look, require_same_images
-from ppdist.errors import ConfigError
-from ppdist.files import write_json
 from ppdist.metrics.coco import evaluate_boxes, write_detections
-from ppdist.models.detector import Detector, ImageModel
+from ppdist.models.base import Detector, ImageModel
 
 
 def fuse_class(method: str, iou: float | None, sigma: float | None) -> FuseClass:
@@ -120,7 +120,7 @@ def members_of_model(
 
 def member_of_file(saved: Saved, weight: float, dataset: DetectionSet, truth: bool) -> Member:
     """Saved detections as a member; every rank calls it.  truth: the set has true boxes."""
-    rows_R7 = dist.together(lambda: rows_of(saved, dataset))
+    rows_R7 = comm.together(lambda: rows_of(saved, dataset))
     return member_of(str(saved.path), rows_R7, weight, dataset if truth else None)
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppdist import dist, pulse
-from ppdist.data.sample import DetectionSet
-from ppdist.engine.agreement import agreed
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import agreed
 from ppdist.ensemble.fusion import Boxes
 from ppdist.metrics.coco import evaluate_boxes
 
@@ -46,8 +46,8 @@ def member_of(
         found = evaluate_boxes(truth, rows_R7)
         return {name: found[name] for name in ("mAP", "mAP50")}
 
-    scores = None if truth is None else dist.on_main(score)
-    mine_R = rows_R7[:, 0].astype(np.int64) % dist.world_size() == dist.rank()
+    scores = None if truth is None else comm.run_on_main(score)
+    mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
     mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged
     return Member(name, rows_R7[mine_R], weight, len(rows_R7), scores)
 
@@ -61,7 +61,7 @@ def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.nd
     Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
     """
     share_R7 = agreed(lambda: _fuse_share(members, fuse, keep)).value
-    all_R7 = dist.all_gather_rows(share_R7)
+    all_R7 = comm.all_gather_rows(share_R7)
     return all_R7[np.argsort(all_R7[:, 0], kind="stable")]
 
 
@@ -76,7 +76,7 @@ def _fuse_share(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.nda
     first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
     fused = [np.zeros((0, 7), np.float32)]
     for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
-        pulse.alive()
+        heartbeat.alive()
         part = slice(begin, end)
         fused.append(fuse_image(rows_R7[part], weight_R[part], float(weights_M.sum()), fuse)[:keep])
     return np.concatenate(fused)

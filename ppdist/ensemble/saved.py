@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ppdist.data.sample import DetectionSet, ImageRecord
-from ppdist.errors import DataError
+from ppdist.common.errors import DataError
+from ppdist.data.types import DetectionSet, ImageRecord
 
 _EXPECTED = (
     'expected {"image_id": 1, "category_id": 1, "bbox": [x, y, width, height], "score": 0.5}'

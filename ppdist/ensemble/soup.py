@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppdist import dist
-from ppdist.errors import ConfigError, WeightsError
-from ppdist.inference import load_all_weights
-from ppdist.models.detector import ImageModel
-from ppdist.models.pretrained import arrays_of
-from ppdist.models.weight_files import checkpoint_of
+from ppdist.common.errors import ConfigError, WeightsError
+from ppdist.distributed import comm
+from ppdist.export.predictor import load_all_weights
+from ppdist.models.base import ImageModel
+from ppdist.models.weights import arrays_of, checkpoint_of
 
 
 @dataclass(frozen=True)
-class Soup:
+class ModelSoup:
     """The sum of some checkpoints' entries.
 
     Entries that are learned or counted (parameters, running statistics) are averaged; constants
@@ -35,7 +34,7 @@ class Soup:
     sums: Mapping[str, np.ndarray]
     differs: frozenset[str]
 
-    def plus(self, path: Path, arrays: Mapping[str, np.ndarray]) -> "Soup":
+    def plus(self, path: Path, arrays: Mapping[str, np.ndarray]) -> "ModelSoup":
         """With one more.  Raises: WeightsError: its constants are not those of the first."""
         other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
         for key in sorted(other - set(self.sums)):
@@ -48,7 +47,7 @@ class Soup:
                     "with the same model.anchors)"
                 ),
             )
-        return Soup(
+        return ModelSoup(
             (*self.paths, path),
             self.first,
             {key: total + arrays[key] for key, total in self.sums.items()},
@@ -61,11 +60,11 @@ class Soup:
         return {key: means.get(key, value).astype(value.dtype) for key, value in self.first.items()}
 
 
-def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> Soup:
+def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> ModelSoup:
     """A soup of one checkpoint."""
     averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
     sums = {key: value.astype(np.float64) for key, value in arrays.items() if key in averaged}
-    return Soup((path,), arrays, sums, frozenset())
+    return ModelSoup((path,), arrays, sums, frozenset())
 
 
 def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
@@ -73,7 +72,7 @@ def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
 
     Every rank calls it.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
     """
-    dist.together(lambda: load_all_weights(model, path))
+    comm.together(lambda: load_all_weights(model, path))
     return arrays_of(model)
 
 
@@ -103,7 +102,7 @@ def require_different(paths: Sequence[Path]) -> None:
             )
 
 
-def uniform(model: ImageModel, paths: Sequence[Path]) -> Soup:
+def uniform(model: ImageModel, paths: Sequence[Path]) -> ModelSoup:
     """All of them; every rank calls it."""
     soup = begin(model, paths[0], read(model, paths[0]))
     for path in paths[1:]:
@@ -127,8 +126,8 @@ def greedy(
     model: ImageModel,
     paths: Sequence[Path],
     score: Callable[[], float],
-    renew: Callable[[Soup], None],
-) -> tuple[Soup, list[Tried]]:
+    renew: Callable[[ModelSoup], None],
+) -> tuple[ModelSoup, list[Tried]]:
     """The greedy soup: the best checkpoint, then by falling score each that does not make it worse.
 
     Every rank calls it.

@@ -13,16 +13,15 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist import dist, pulse
 from ppdist.config import ExperimentConfig
 from ppdist.data.loader import TrainLoader
-from ppdist.data.sample import Batch, DetectionSet, SampleKey
-from ppdist.data.sampler import TrainSampler
-from ppdist.data.sampling import copies
-from ppdist.engine.agreement import agreed
-from ppdist.engine.experiment import derive_run
-from ppdist.engine.feed import images_of_epoch
-from ppdist.models.detector import ImageModel
+from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.types import Batch, DetectionSet, SampleKey
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import agreed
+from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.data import images_of_epoch
+from ppdist.models.base import ImageModel
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 
@@ -46,7 +45,7 @@ class LastEpoch:
             images: how many at most, to whole micro-batches.
         Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
         """
-        derived = derive_run(config, images_of_epoch(train_set, config.data.sampling))
+        derived = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
         batch_size = derived.batch_size_per_card  # statistics depend on it
         self._sampler = TrainSampler(
             dataset_size=len(train_set.records),
@@ -72,12 +71,12 @@ class LastEpoch:
             self._sampler,
             seed=config.seed,
             epochs=epochs,
-            ranks_on_host=dist.local_size(),
+            ranks_on_host=comm.local_size(),
         )
 
     def share(self) -> list[int]:
         """Which of them are this rank's."""
-        return list(range(dist.rank(), self.count, dist.world_size()))
+        return list(range(comm.rank(), self.count, comm.world_size()))
 
     def batches(self) -> Iterator[Batch]:
         """This rank's, in the order of `share`; as often as it is called."""
@@ -123,7 +122,7 @@ def renew_statistics(
     if not tensors:
         return
     rows_K = agreed(lambda: _measured(model, epoch, norms, kept)).value
-    rows_K = dist.all_gather_rows(rows_K)
+    rows_K = comm.all_gather_rows(rows_K)
     rows_K = rows_K[np.argsort(rows_K[:, 0])].astype(np.float64)  # the order on one rank
     means = (rows_K[:, 1:2] * rows_K[:, 2:]).sum(axis=0) / rows_K[:, 1].sum()
     ends = np.cumsum([tensor.size for tensor in tensors])
@@ -160,7 +159,7 @@ def _measured(
         for layer in norms:
             layer._momentum = 0.0  # what was before counts nothing
         for place, batch in zip(epoch.share(), epoch.batches()):
-            pulse.alive()
+            heartbeat.alive()
             model(model.normalize(batch.images_B3HW))
             tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
             flat = [tensor.numpy().ravel() for tensor in tensors]

@@ -8,12 +8,12 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.config import ExperimentConfig
-from ppdist.data.sample import DetectionSet, ImageRecord
+from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.engine.build import build_evaluator
 from ppdist.engine.evaluator import Evaluator
-from ppdist.engine.experiment import build_evaluator
-from ppdist.errors import ConfigError, DataError
-from ppdist.models.detector import Detector
+from ppdist.models.base import Detector
 
 
 class Mirrored(Detector):

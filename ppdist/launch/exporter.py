@@ -25,10 +25,10 @@ if __name__ == "__main__":  # by its path: nothing in the folder where the user 
     if _root not in sys.path:  # a checkout that was never installed
         sys.path.insert(0, _root)
 
-from ppdist.errors import STOP_SIGNALS
+from ppdist.common.errors import STOP_SIGNALS
 from ppdist.launch import worker
-from ppdist.launch.measures import METRICS, CardsReader, Measures, Sample
-from ppdist.launch.outcome import say
+from ppdist.launch.metrics import METRICS, CardsReader, Measures, Sample
+from ppdist.launch.watchdog import say
 
 _CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
 _LOOK_SECONDS = 1.0

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppdist.errors import LaunchError
+from ppdist.common.errors import LaunchError
 
 USAGE = """\
 usage: fleetrun [options] script.py [arguments of the script]

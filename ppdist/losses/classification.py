@@ -6,8 +6,8 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import ClassificationLossConfig
-from ppdist.losses import Loss, LossOutput
-from ppdist.models.detector import ImageModel
+from ppdist.losses.base import Loss, LossOutput
+from ppdist.models.base import ImageModel
 
 
 class ClassificationLoss(Loss):

@@ -1,4 +1,9 @@
-"""The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment."""
+"""Distribution focal loss (arXiv:2006.04388, equation 6).
+
+Varifocal loss (arXiv:2008.13367, equation 2).
+
+The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment.
+"""
 
 from typing import NamedTuple
 
@@ -6,28 +11,82 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from ppdist.boxes import aligned_giou
 from ppdist.config.loss import PPYOLOELossConfig
-from ppdist.losses import Loss, LossOutput, with_terms
-from ppdist.losses.assign import (
+from ppdist.losses.assigners import (
     Assignment,
-    atss_slots,
+    atss_assigner,
     flat_index,
     score_by_iou,
     take_boxes,
-    task_aligned_slots,
+    task_aligned_assigner,
 )
-from ppdist.losses.dfl import distribution_focal_loss
-from ppdist.losses.distill import (
+from ppdist.losses.base import Loss, LossOutput, with_terms
+from ppdist.losses.boxes import aligned_giou
+from ppdist.losses.distillation import (
     Teaching,
     features_distillation,
     localisation_distillation,
     quality_distillation,
     where_sure,
 )
-from ppdist.losses.varifocal import varifocal_loss
-from ppdist.models.detector import anchor_points
+from ppdist.models.base import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
+
+
+def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
+    """How far the side distributions are from their targets, mean over the four sides: [B, S].
+
+        loss = -(r + 1 - y) * log p_r - (y - r) * log p_{r+1},   r = floor(y)
+
+    Args:
+        logits_BS4R: logits over the integer lengths 0..R-1; the gradient flows here.
+        target_BS4: true lengths y in the same unit (strides); clipped to [0, R - 1.01], so that
+            a side too long for the bins learns the longest one.  No gradient.
+    """
+    bins = logits_BS4R.shape[-1]
+    target_BS4 = target_BS4.detach().clip(0, bins - 1 - 0.01)
+    low_BS4 = target_BS4.floor()
+    high_share_BS4 = target_BS4 - low_BS4
+    low_BS4 = low_BS4.astype("int64")
+    low_one_hot = F.one_hot(low_BS4, bins)
+    high_one_hot = F.one_hot(low_BS4 + 1, bins)
+    share_BS4R = low_one_hot * (1 - high_share_BS4).unsqueeze(-1)
+    share_BS4R += high_one_hot * high_share_BS4.unsqueeze(-1)
+    return -(F.log_softmax(logits_BS4R, axis=-1) * share_BS4R).sum(-1).mean(-1)
+
+
+def varifocal_loss(
+    logits_BCN: Tensor,
+    positive_BS: Tensor,
+    score_BS: Tensor,
+    taken_BS: Tensor,
+    alpha: float = 0.75,
+) -> Tensor:
+    """Varifocal loss, summed over all predictions and classes.
+
+        negative: alpha * p^2 * BCE(p, 0)        (weight not detached: it has a gradient)
+        positive: q * BCE(p, q),                 q the soft label, only at the object's class
+
+    One pass treats everything as negative; the S positive entries are then exchanged, so neither
+    one-hot labels nor a plane of soft labels is made.
+
+    Args:
+        logits_BCN: class logits; the gradient flows here.
+        positive_BS: where each slot's (image, class, prediction) lies in the flattened logits.
+        score_BS: soft label q of each slot.
+        taken_BS: 1 where the slot is positive, else 0.
+
+    Returns: 0-D float32 sum.
+    """
+    chosen = paddle.gather(logits_BCN.flatten(), positive_BS.flatten())
+    score, taken = score_BS.flatten(), taken_BS.flatten()
+    positive = score * (F.softplus(chosen) - score * chosen)  # BCE(p, q) = softplus(x) - q x
+    exchange = taken * (positive - alpha * _negative(chosen))
+    return alpha * _negative(logits_BCN).sum() + exchange.sum()
+
+
+def _negative(logits: Tensor) -> Tensor:
+    return F.sigmoid(logits).square() * F.softplus(logits)
 
 
 class Truth(NamedTuple):
@@ -216,7 +275,7 @@ class PPYOLOELoss(Loss):
         by the guide's predictions (both are the reference's choice)."""
         if step < self.static_steps:
             _, _, points_N2, stride_N1, sizes = guide
-            slots = atss_slots(
+            slots = atss_assigner(
                 truth.boxes_BM4,
                 truth.mask_BM,
                 sizes,
@@ -234,7 +293,7 @@ class PPYOLOELoss(Loss):
         logits_BCN, sides_BNX, points_N2, stride_N1, _ = guide
         batch, count, _ = sides_BNX.shape
         sides_BN4R = sides_BNX.reshape([batch, count, 4, BINS])
-        return task_aligned_slots(
+        return task_aligned_assigner(
             F.sigmoid(logits_BCN),
             decode_boxes(sides_BN4R, points_N2, stride_N1),
             points_N2,

@@ -1,40 +1,234 @@
-"""What an evaluation says besides its headline: evaluation.json (described in docs/evaluation.md).
+"""What kind of mistake each detection is, what each kind costs, and which class is taken for which.
+
+F detections, G objects, C classes.
+
+What evaluation.json says of which class was taken for which.
+
+What an evaluation says besides its headline: evaluation.json (described in docs/evaluation.md).
 
 One operating point runs through it: IoU 0.5, and the confidence at which the mean F1 is largest.
+
+An evaluation.json as text: the numbers by size and by class, and the kinds of mistakes.
 """
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppdist.data.sample import DetectionSet
+from ppdist.common.errors import printable
+from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import CocoArrays, coco_arrays
-from ppdist.metrics.confusion import confusion_table
-from ppdist.metrics.curves import (
+from ppdist.metrics.matching import (
     CONFIDENCE_T,
+    CROWD,
+    NOBODY,
     RECALL_R,
     Counts,
+    Detections,
+    GroundTruth,
+    Pairs,
     at_best_confidence,
     best_step,
     calibration,
+    coco_average_precision,
     count_by_confidence,
-    mean_of_measured,
-    objects_of,
-    right_by_class,
-    voc_average_precision,
-)
-from ppdist.metrics.matching import (
-    CROWD,
-    NOBODY,
-    Found,
-    Truth,
     found_of,
     match_as_coco,
     match_as_voc,
+    mean_of_measured,
+    most_overlapped,
+    objects_of,
     overlaps,
+    right_by_class,
     truth_of,
+    voc_average_precision,
 )
-from ppdist.metrics.mistakes import IOU, Kind, confused, count_kinds, gains, kinds_of
+
+IOU = 0.5  # from which on a detection is in the right place
+
+
+class Kind(IntEnum):
+    """What a detection is.
+
+    LOCALISATION: on an object of its class, but overlapping it by less than 0.5 (at least 0.1).
+    CLASS: on an object of another class, by 0.5 or more.  DUPLICATE: on an object of its class
+    that a surer one found.  BACKGROUND: none of these; off its place and of the wrong class at
+    once (`Both` in the paper) is here, too, because only leaving it out mends it.  IGNORED: on a
+    crowd.
+    """
+
+    CORRECT = 0
+    LOCALISATION = 1
+    CLASS = 2
+    DUPLICATE = 3
+    BACKGROUND = 4
+    IGNORED = 5
+
+
+def kinds_of(
+    truth: GroundTruth, found: Detections, pairs: Pairs, match_F: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kind of each detection, and the object it is about, NOBODY for the background; int64 [F].
+
+    Args:
+        match_F: what `match_as_coco` gave at IOU.
+
+    Source: Bolya et al. 2020 (TIDE), arXiv:2008.08115, section 2.2, tried in the order of its
+        reference implementation: localisation, class, duplicate.
+    """
+    pairs = pairs.of(~truth.crowd_G[pairs.object_P])
+    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    kind_F = np.full(len(match_F), int(Kind.BACKGROUND))
+    about_F = np.full(len(match_F), NOBODY)
+    own_F, own_object_F, own_iou_F = most_overlapped(pairs.of(same_P), pairs.iou_P[same_P])
+    other_F, other_object_F, other_iou_F = most_overlapped(pairs.of(~same_P), pairs.iou_P[~same_P])
+    for kind, chosen_F, some_F, object_F in (  # the last that fits stays
+        (Kind.DUPLICATE, own_iou_F >= IOU, own_F, own_object_F),
+        (Kind.CLASS, other_iou_F >= IOU, other_F, other_object_F),
+        (Kind.LOCALISATION, own_iou_F < IOU, own_F, own_object_F),
+    ):
+        kind_F[some_F[chosen_F]] = kind
+        about_F[some_F[chosen_F]] = object_F[chosen_F]
+    right_F = match_F >= 0
+    kind_F[right_F], about_F[right_F] = Kind.CORRECT, match_F[right_F]
+    kind_F[match_F == CROWD], about_F[match_F == CROWD] = Kind.IGNORED, NOBODY
+    return kind_F, about_F
+
+
+def missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
+    """Objects that no detection found, nor was about with a wrong place or class; bool [G]."""
+    seen_G = truth.crowd_G.copy()
+    seen_G[about_F[about_F >= 0]] = True
+    return ~seen_G
+
+
+def count_kinds(
+    truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray, sure_F: np.ndarray
+) -> dict[str, int]:
+    """Detections of each kind, and missed objects, where only those of `sure_F` (bool) count."""
+    count = np.bincount(kind_F[sure_F], minlength=len(Kind))
+    counts = {kind.name.lower(): int(count[kind]) for kind in Kind if kind != Kind.IGNORED}
+    return {**counts, "missed": int(missed(truth, kind_F[sure_F], about_F[sure_F]).sum())}
+
+
+def gains(
+    truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray, classes: int
+) -> dict[str, float | None]:
+    """How much mAP50 would rise with one kind of mistake mended, all others left; of all
+    detections, however unsure.
+
+    A wrong place or class is put right where no detection found the object, of several about one
+    object that of the surest; the others of the kind are left out.  Duplicates and background are
+    left out; missed objects are not asked for.
+    Returns: None for each where the set has no object.
+    Source: as `kinds_of`, section 2.3, and its reference implementation (tidecv 1.0.1), with
+        COCO's recalls, which it takes a last digit differently.
+    """
+    objects_C = objects_of(truth, classes)
+    match_F = np.where(kind_F == Kind.CORRECT, about_F, NOBODY)
+    match_F[kind_F == Kind.IGNORED] = CROWD
+
+    def mean_precision(
+        label_F: np.ndarray, match_F: np.ndarray, objects_C: np.ndarray = objects_C
+    ) -> float:
+        rights = right_by_class(label_F, match_F, classes)
+        values = [coco_average_precision(right, n) for right, n in zip(rights, objects_C.tolist())]
+        return float(mean_of_measured(np.array([values]).T)[0])
+
+    mendable_F = _mendable(truth, kind_F, about_F)
+
+    def mended(kind: Kind) -> float:
+        """CROWD stands for left out: both do not count."""
+        new_match_F, label_F = np.where(kind_F == kind, CROWD, match_F), found.label_F.copy()
+        put_right_F = mendable_F[kind_F[mendable_F] == kind]
+        new_match_F[put_right_F] = about_F[put_right_F]
+        label_F[put_right_F] = truth.label_G[about_F[put_right_F]]
+        return mean_precision(label_F, new_match_F)
+
+    wrong = (Kind.LOCALISATION, Kind.CLASS, Kind.DUPLICATE, Kind.BACKGROUND)
+    if not objects_C.any():
+        return dict.fromkeys((*(kind.name.lower() for kind in wrong), "missed"))
+    before = mean_precision(found.label_F, match_F)
+    gained: dict[str, float | None] = {kind.name.lower(): mended(kind) - before for kind in wrong}
+    asked_for = ~missed(truth, kind_F, about_F) & ~truth.crowd_G
+    fewer_C = np.bincount(truth.label_G[asked_for], minlength=classes)
+    gained["missed"] = mean_precision(found.label_F, match_F, fewer_C) - before
+    return gained
+
+
+def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
+    """Of each object that no detection found, the surest that is about it with a wrong place or
+    class; int64 [K] positions in Found."""
+    found_G = np.zeros(len(truth.label_G), bool)
+    found_G[about_F[kind_F == Kind.CORRECT]] = True
+    wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
+    wrong_F = wrong_F[~found_G[about_F[wrong_F]]]
+    _, first = np.unique(about_F[wrong_F], return_index=True)
+    return wrong_F[first]
+
+
+def confused(
+    truth: GroundTruth,
+    found: Detections,
+    pairs: Pairs,
+    match_F: np.ndarray,
+    sure_F: np.ndarray,
+    classes: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each object and each detection of nothing: its true class, and as what it was detected.
+
+    Class C is true of detections of nothing, and is what objects that were not found were detected
+    as.  First each detection has what COCO's rules give it, so those of equal classes are what
+    precision and recall count; what is left is paired across classes, the largest overlap first,
+    from IOU on.
+
+    Args:
+        match_F: what `match_as_coco` gave at IOU.
+        sure_F: bool, which detections count.
+    Returns: int64 [K], [K].
+    """
+    about_F = np.where(sure_F, match_F, CROWD)
+    taken_G = truth.crowd_G.copy()
+    taken_G[about_F[about_F >= 0]] = True
+    free_P = (about_F[pairs.found_P] == NOBODY) & ~taken_G[pairs.object_P]
+    pairs = pairs.of(free_P & (pairs.iou_P >= IOU))
+    order_P = np.argsort(-pairs.iou_P, kind="stable")
+    for detection, thing in zip(pairs.found_P[order_P], pairs.object_P[order_P]):
+        if about_F[detection] == NOBODY and not taken_G[thing]:
+            about_F[detection] = thing
+            taken_G[thing] = True
+    true_F = np.full(len(about_F), classes)
+    true_F[about_F >= 0] = truth.label_G[about_F[about_F >= 0]]
+    counted_F = about_F != CROWD
+    missed_G = truth.label_G[~taken_G]
+    called_F, nothing_G = found.label_F[counted_F], np.full(len(missed_G), classes)
+    return np.append(true_F[counted_F], missed_G), np.append(called_F, nothing_G)
+
+
+MOST_WHOLE = 200  # rows of a matrix that is written field by field
+_MOST_CELLS = 20_000
+
+
+def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:
+    """Counts what was called what.
+
+    Args:
+        true_K, called_K: classes in [0, size).
+    Returns: `counts`, int [size][size], rows are true; or, of more than MOST_WHOLE rows, because
+        the whole grows with their square: `cells`, (true, called, count) of the 20,000 largest,
+        the largest first, and `true_counts`, int [size], the sums of whole rows.
+    """
+    cells, counts = np.unique(true_K * size + called_K, return_counts=True)
+    if size <= MOST_WHOLE:
+        whole = np.zeros(size * size, np.int64)
+        whole[cells] = counts
+        return {"counts": whole.reshape(size, size).tolist()}
+    largest = np.argsort(-counts, kind="stable")[:_MOST_CELLS]
+    rows = np.stack([cells[largest] // size, cells[largest] % size, counts[largest]], axis=1)
+    return {"cells": rows.tolist(), "true_counts": np.bincount(true_K, minlength=size).tolist()}
+
 
 MAX_CURVES = 100  # classes; of a set with more, those with the most objects have curves
 _CURVES_OF_MANY = 20
@@ -47,8 +241,8 @@ _DIGITS = 4
 class Matched(NamedTuple):
     """Who found what at IoU 0.5, and which detections are sure enough for the operating point."""
 
-    truth: Truth
-    found: Found
+    truth: GroundTruth
+    found: Detections
     match_F: np.ndarray
     kind_F: np.ndarray
     about_F: np.ndarray
@@ -133,7 +327,7 @@ def _or_none(value: float) -> float | None:
     return None if value < 0 else value
 
 
-def _voc(truth: Truth, found: Found, match_F: np.ndarray, classes: int) -> np.ndarray:
+def _voc(truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int) -> np.ndarray:
     """Average precision of each class, 11 points and area; [C, 2], NaN without objects."""
     rights = right_by_class(found.label_F, match_F, classes)
     objects = objects_of(truth, classes).tolist()
@@ -142,7 +336,11 @@ def _voc(truth: Truth, found: Found, match_F: np.ndarray, classes: int) -> np.nd
 
 
 def _per_class(
-    dataset: DetectionSet, truth: Truth, arrays: CocoArrays, counts: Counts, voc_C2: np.ndarray
+    dataset: DetectionSet,
+    truth: GroundTruth,
+    arrays: CocoArrays,
+    counts: Counts,
+    voc_C2: np.ndarray,
 ) -> list[dict[str, Any]]:
     """Of a class without objects all numbers are None, precision also where nothing was found."""
     classes = len(dataset.class_names)
@@ -262,3 +460,59 @@ def _boxes(matched: Matched, place: int) -> dict[str, list]:
 def _corners(box_4: np.ndarray) -> list[float]:
     x, y, width, height = box_4.tolist()
     return [round(value, 1) for value in (x, y, x + width, y + height)]
+
+
+_SIZES = ("small", "medium", "large")
+_NAME = 24  # characters of a class name
+
+
+def tables(evaluation: dict[str, Any]) -> str:
+    """All tables that it has content for, one below the other.
+
+    Args:
+        evaluation: what `analyse` or `analyse_classes` gave.
+    """
+    parts = [_table("metric", evaluation["metrics"].items())]
+    if "errors" in evaluation:
+        parts += [_by_size(evaluation["metrics"]), _mistakes(evaluation)]
+    parts.append(_per_class_tables(evaluation["per_class"]))
+    return "\n".join(parts)
+
+
+def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:
+    """Args: rows: (name, value or values)."""
+    lines = [(head, *columns)]
+    for name, values in rows:
+        several = values if isinstance(values, list | tuple) else [values]
+        lines.append((printable(str(name)).replace("\n", " ")[:_NAME], *map(_shown, several)))
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))])
+        for line in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], ""])
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+def _by_size(metrics: dict[str, Any]) -> str:
+    rows = [("all", [metrics["mAP"], metrics["AR100"]])]
+    rows += [(size, [metrics[f"mAP_{size}"], metrics[f"AR_{size}"]]) for size in _SIZES]
+    return _table("size", rows, ("mAP", "AR"))
+
+
+def _mistakes(evaluation: dict[str, Any]) -> str:
+    counts, gain = evaluation["errors"]["counts"], evaluation["errors"]["AP50_gain"]
+    rows = [(kind, [count, gain.get(kind)]) for kind, count in counts.items()]
+    confidence = evaluation["confusion"]["confidence"]
+    return _table("kind", rows, (f"count at {confidence:.3f}", "mAP50 gained without"))
+
+
+def _per_class_tables(rows: list[dict[str, Any]]) -> str:
+    columns = [key for key in rows[0] if key != "name"] if rows else []
+    values = ((row["name"], [row[column] for column in columns]) for row in rows)
+    return _table("class", values, columns)

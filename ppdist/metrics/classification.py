@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ppdist.common.files import write_json
 from ppdist.config.evaluate import CLASSIFICATION_METRICS
-from ppdist.data.sample import DetectionSet
-from ppdist.files import write_json
-from ppdist.metrics.confusion import confusion_table
+from ppdist.data.types import DetectionSet
+from ppdist.metrics.analysis import confusion_table
 
 BEST = 5  # classes of an image that are kept
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from hotcoco import COCO, COCOeval
 
-from ppdist.data.sample import DetectionSet
-from ppdist.files import write_json
-from ppdist.metrics.curves import at_best_confidence, count_by_confidence
+from ppdist.common.files import write_json
+from ppdist.data.types import DetectionSet
 from ppdist.metrics.matching import (
-    Found,
-    Truth,
+    Detections,
+    GroundTruth,
+    at_best_confidence,
+    count_by_confidence,
     found_of,
     match_as_coco,
     overlaps,
@@ -123,7 +124,7 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
     return {**arrays.summary(), **best, **per_class}
 
 
-def coco_arrays(truth: Truth, found: Found, classes: int) -> CocoArrays:
+def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArrays:
     """Precision and recall by IoU, class and size."""
     images = [{"id": place} for place in range(len(truth.order_N))]
     categories = [{"id": label, "name": str(label)} for label in range(classes)]

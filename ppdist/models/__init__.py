@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ppdist.config.model import ModelConfig
-from ppdist.models.detector import Detector, ImageModel
+from ppdist.models.base import Detector, ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.yolov5 import YOLOv5
-from ppdist.models.yolov5_cls import YOLOv5Classifier
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 
 __all__ = ["Detector", "ImageModel", "build_model"]
 

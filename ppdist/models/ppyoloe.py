@@ -1,4 +1,17 @@
-"""PP-YOLOE (arXiv:2203.16250) and PP-YOLOE+: CSPRepResNet, CSP-PAN, ET-head.
+"""The auxiliary head of PP-YOLOE+ t: convolutions shared by all levels, in training only.
+
+It reads the neck's features beside those of a second neck, so it sees more than the detector and
+learns faster; the assignment made from its predictions is what the detector learns from.
+Source: the assign guidance module of NanoDet-Plus; PP-YOLOE+ t has one such convolution.
+
+YOLOv5's backbone and neck as the body of a PP-YOLOE: all before the head.
+
+    images -> YOLOv5's Backbone -> strides 8, 16, 32 (, 64) -> its Neck -> coarse to fine -> ET-head
+
+Plain CSP stages instead of re-parameterised ones: nothing is merged for deployment, and the body is
+the published YOLOv5's, layer by layer; head, assignment and loss are PP-YOLOE's.
+
+PP-YOLOE (arXiv:2203.16250) and PP-YOLOE+: CSPRepResNet, CSP-PAN, ET-head.
 
     images -> Backbone -> strides 8, 16, 32 -> Neck -> strides 32, 16, 8 -> Head -> PPYOLOEOutputs
 
@@ -8,19 +21,126 @@ YOLOv5's backbone and neck; `one_to_one` a head that needs no suppression (arXiv
 Attribute names are the official state-dict keys, so published weights load unchanged.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from paddle import Tensor, nn
+from paddle import ParamAttr, Tensor, nn
+from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.models.blocks import ConvNorm, RepBlock, RepConv, SpatialPyramid, upsample2x
-from ppdist.models.csprepresnet import Backbone, scaled_width
-from ppdist.models.detector import Detector, anchor_points
-from ppdist.models.ppyoloe_aux import AuxiliaryHead
-from ppdist.models.ppyoloe_body import yolov5_body
+from ppdist.models.backbones import CSPRepResNet, scaled_width
+from ppdist.models.base import Detector, anchor_points
+from ppdist.models.layers import SPP, ConvBNLayer, RepBlock, RepConv, upsample2x
+from ppdist.models.yolov5 import (
+    NECK_REPEATS,
+    P5_CHANNELS,
+    P5_REPEATS,
+    P6_CHANNELS,
+    P6_REPEATS,
+    CSPDarknet,
+    YOLOv5Neck,
+    scaled_channels,
+    scaled_repeats,
+    start_uniform,
+)
+
+MAX_GROUPS = 32
+
+
+class ConvGroupNorm(nn.Layer):
+    """3x3 convolution without bias, group norm, leaky ReLU (slope 0.1)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2D(channels, channels, 3, padding=1, bias_attr=False)
+        # 32 groups as published; fewer where a custom width is not a multiple of 32
+        self.norm = nn.GroupNorm(math.gcd(MAX_GROUPS, channels), channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(self.norm(self.conv(x)), 0.1)
+
+
+class LevelScale(nn.Layer):
+    """A learned factor, 1 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([1], default_initializer=Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class AuxHead(nn.Layer):
+    """Class and side logits of every level from the same weights, but for one factor per level.
+
+    At first every class has probability 0.01 and every side a nearly uniform distribution.
+    Attribute names are the official state-dict keys.
+    """
+
+    def __init__(self, channels: int, levels: int, num_classes: int, side_logits: int) -> None:
+        """
+        Args:
+            channels: of every level's feature.
+            side_logits: outputs per cell for the four sides.
+        """
+        super().__init__()
+        self.cls_convs = nn.LayerList([ConvGroupNorm(channels)])
+        self.reg_convs = nn.LayerList([ConvGroupNorm(channels)])
+        self.gfl_cls = _predictor_ppyoloe_aux(channels, num_classes, -math.log((1 - 0.01) / 0.01))
+        self.gfl_reg = _predictor_ppyoloe_aux(channels, side_logits, 0.0)
+        self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
+
+    def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Features [B, channels, H, W] to class and side logits, one map per level each."""
+        class_logits, side_logits = [], []
+        for feature, scale in zip(features, self.scales):
+            class_logits.append(self.gfl_cls(self.cls_convs[0](feature)))
+            side_logits.append(scale(self.gfl_reg(self.reg_convs[0](feature))))
+        return tuple(class_logits), tuple(side_logits)
+
+
+def _predictor_ppyoloe_aux(channels: int, outputs: int, bias: float) -> nn.Conv2D:
+    weight, constant = (
+        ParamAttr(initializer=Normal(0.0, 0.01)),
+        ParamAttr(initializer=Constant(bias)),
+    )
+    return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)
+
+
+class CoarseFirstNeck(YOLOv5Neck):
+    """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).
+
+    Attributes:
+        out_channels: of the outputs, coarse to fine.
+    """
+
+    def __init__(self, channels: list[int], blocks: int) -> None:
+        super().__init__(channels, blocks)
+        self.out_channels = channels[::-1]
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        return super().forward(features)[::-1]
+
+
+def yolov5_body(depth: float, width: float, last: int) -> tuple[CSPDarknet, CoarseFirstNeck]:
+    """Backbone and neck with fresh weights, drawn as YOLOv5's recipe needs them.
+
+    Args:
+        depth, width: blocks per stage and channels as multiples of size l.
+        last: the coarsest level, 5 or 6 (stride 2^last).
+    """
+    channels, repeats = (P6_CHANNELS, P6_REPEATS) if last == 6 else (P5_CHANNELS, P5_REPEATS)
+    scaled = scaled_channels(channels, width)
+    backbone = CSPDarknet(scaled, [scaled_repeats(n, depth) for n in repeats], pooling=True)
+    neck = CoarseFirstNeck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
+    start_uniform(backbone)
+    start_uniform(neck)
+    return backbone, neck
+
 
 DEPTH_WIDTH = {
     "t": (0.33, 0.375),
@@ -62,20 +182,20 @@ class NeckStage(nn.Layer):
     def __init__(self, in_channels: int, out_channels: int, blocks: int, pyramid: bool) -> None:
         super().__init__()
         half = out_channels // 2
-        self.conv1 = ConvNorm(in_channels, half, 1)
-        self.conv2 = ConvNorm(in_channels, half, 1)
+        self.conv1 = ConvBNLayer(in_channels, half, 1)
+        self.conv2 = ConvBNLayer(in_channels, half, 1)
         self.convs = nn.Sequential()
         for i in range(blocks):
             self.convs.add_sublayer(str(i), RepBlock(half, False, False))
             if pyramid and i == (blocks - 1) // 2:
-                self.convs.add_sublayer("spp", SpatialPyramid(half))
-        self.conv3 = ConvNorm(2 * half, out_channels, 1)
+                self.convs.add_sublayer("spp", SPP(half))
+        self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv3(paddle.concat([self.conv1(x), self.convs(self.conv2(x))], axis=1))
 
 
-class Neck(nn.Layer):
+class CustomCSPPAN(nn.Layer):
     """CSP-PAN: features of strides 8, 16, 32 in, fused features of strides 32, 16, 8 out.
 
     Any number of levels.  All its lists run from coarse to fine, the pan lists too, although they
@@ -102,9 +222,9 @@ class Neck(nn.Layer):
                 *[stage(taken[i] + out[i - 1] // 2, out[i]) for i in finer],
             ]
         )
-        self.fpn_routes = nn.LayerList([ConvNorm(c, c // 2, 1) for c in out[:-1]])
+        self.fpn_routes = nn.LayerList([ConvBNLayer(c, c // 2, 1) for c in out[:-1]])
         self.pan_stages = nn.LayerList([stage(out[i - 1] + out[i], out[i - 1]) for i in finer])
-        self.pan_routes = nn.LayerList([ConvNorm(c, c, 3, stride=2) for c in out[1:]])
+        self.pan_routes = nn.LayerList([ConvBNLayer(c, c, 3, stride=2) for c in out[1:]])
         self.out_channels = out
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
@@ -119,22 +239,22 @@ class Neck(nn.Layer):
         return outputs
 
 
-class TaskAttention(nn.Layer):
+class ESEAttn(nn.Layer):
     """swish(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
 
-    With `branches` a RepConv takes the place of the 1x1 ConvNorm.
+    With `branches` a RepConv takes the place of the 1x1 ConvBNLayer.
     """
 
     def __init__(self, channels: int, branches: bool = False) -> None:
         super().__init__()
         self.fc = nn.Conv2D(channels, channels, 1, weight_attr=_normal(0.001))
-        self.conv = RepConv(channels) if branches else ConvNorm(channels, channels, 1)
+        self.conv = RepConv(channels) if branches else ConvBNLayer(channels, channels, 1)
 
     def forward(self, feature: Tensor, mean: Tensor) -> Tensor:
         return self.conv(feature * F.sigmoid(self.fc(mean)))
 
 
-class Head(nn.Layer):
+class PPYOLOEHead(nn.Layer):
     """ET-head: class logits and a distribution over each side's length, per cell.
 
     Predictors start at zero weight: every class at probability 0.01 (focal prior), every side's
@@ -144,8 +264,8 @@ class Head(nn.Layer):
     def __init__(self, in_channels: list[int], num_classes: int, branches: bool = False) -> None:
         super().__init__()
         prior = -float(np.log((1 - 0.01) / 0.01))
-        self.stem_cls = nn.LayerList([TaskAttention(c, branches) for c in in_channels])
-        self.stem_reg = nn.LayerList([TaskAttention(c, branches) for c in in_channels])
+        self.stem_cls = nn.LayerList([ESEAttn(c, branches) for c in in_channels])
+        self.stem_reg = nn.LayerList([ESEAttn(c, branches) for c in in_channels])
         self.pred_cls = nn.LayerList([_predictor(c, num_classes, prior) for c in in_channels])
         self.pred_reg = nn.LayerList([_predictor(c, 4 * BINS, 1.0) for c in in_channels])
         # Constant 0..16: the bins' values in strides.  A frozen weight, for the official key.
@@ -195,23 +315,23 @@ class PPYOLOE(Detector):
             self.backbone, self.neck = yolov5_body(depth, width, last)
             out = self.neck.out_channels
         else:
-            self.backbone = Backbone(depth, width, config.variant == "plus", first, last)
+            self.backbone = CSPRepResNet(depth, width, config.variant == "plus", first, last)
             wide = NECK_CHANNELS[last][: len(strides)]
             if config.auxiliary:
                 wide = (EVEN_NECK_CHANNELS,) * len(strides)
             taken, out = self.backbone.out_channels, [scaled_width(c, width) for c in wide]
             blocks = max(round(3 * depth), 1)
-            self.neck = Neck(taken, out, blocks)
-        self.yolo_head = Head(out, config.num_classes, branches=config.auxiliary)
+            self.neck = CustomCSPPAN(taken, out, blocks)
+        self.yolo_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
         self.detach_auxiliary = False
-        self.aux_neck: Neck | None = None
-        self.aux_head: AuxiliaryHead | None = None
+        self.aux_neck: CustomCSPPAN | None = None
+        self.aux_head: AuxHead | None = None
         if config.auxiliary:
-            self.aux_neck = Neck(taken, out, blocks)
-            self.aux_head = AuxiliaryHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
-        self.one_to_one_head: Head | None = None
+            self.aux_neck = CustomCSPPAN(taken, out, blocks)
+            self.aux_head = AuxHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
+        self.one_to_one_head: PPYOLOEHead | None = None
         if config.one_to_one:  # last: all else starts as it does without
-            self.one_to_one_head = Head(out, config.num_classes, branches=config.auxiliary)
+            self.one_to_one_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
             first_state = self.yolo_head.state_dict()
             for key, value in self.one_to_one_head.state_dict().items():
                 value.set_value(first_state[key])

@@ -1,10 +1,19 @@
-"""YOLOv5 (release 6): CSP backbone, PAN neck, three anchors per cell.
+"""Which of our YOLOv5 modules is which row of the original, and so where its state-dict keys are.
+
+The original numbers its layers `model.0`, `model.1`, ...; a row without parameters (up-sampling,
+concatenation) is None here.
+
+YOLOv5 (release 6): CSP backbone, PAN neck, three anchors per cell.
 
     images -> Backbone -> strides 8, 16, 32 (, 64) -> Neck -> the same strides -> Head -> logits
 
 A level is named by the power of two of its stride: level 3 has stride 8.  Module names are ours;
 `yolov5_keys` maps the state dict to that of the original.
 Sources: CSPNet arXiv:1911.11929, PANet arXiv:1803.01534; pooling: SPP arXiv:1406.4729, chained.
+
+YOLOv5's image classifier: the backbone up to stride 32, a 1x1 convolution, mean, linear.
+
+images -> Backbone -> stride 32 -> ClassifierHead -> logits_BC
 """
 
 import math
@@ -15,10 +24,56 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from ppdist.config.model import YOLOv5Config
-from ppdist.models.blocks import ConvNorm, upsample2x
-from ppdist.models.detector import Detector, anchor_points
-from ppdist.models.yolov5_keys import P5_ROWS, P6_ROWS, original_keys
+from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
+from ppdist.models.base import Detector, ImageModel, anchor_points
+from ppdist.models.layers import ConvBNLayer, upsample2x
+
+P5_ROWS = (
+    "backbone.stem",
+    "backbone.down2", "backbone.stage2",
+    "backbone.down3", "backbone.stage3",
+    "backbone.down4", "backbone.stage4",
+    "backbone.down5", "backbone.stage5",
+    "backbone.sppf",
+    "neck.reduce5", None, None, "neck.topdown4",
+    "neck.reduce4", None, None, "neck.topdown3",
+    "neck.down4", None, "neck.bottomup4",
+    "neck.down5", None, "neck.bottomup5",
+    "head",
+)  # fmt: skip
+P6_ROWS = (
+    *P5_ROWS[:9],
+    "backbone.down6", "backbone.stage6",
+    "backbone.sppf",
+    "neck.reduce6", None, None, "neck.topdown5",
+    *P5_ROWS[10:-1],
+    "neck.down6", None, "neck.bottomup6",
+    "head",
+)  # fmt: skip
+CLASSIFIER_ROWS = (*P5_ROWS[:9], "head")
+
+_PARTS = {
+    "conv1": "cv1",
+    "conv2": "cv2",
+    "conv3": "cv3",
+    "blocks": "m",
+    "_mean": "running_mean",
+    "_variance": "running_var",
+    **{f"predict{level}": f"m.{level - 3}" for level in (3, 4, 5, 6)},
+}
+
+
+def original_keys(keys: list[str], rows: tuple[str | None, ...]) -> dict[str, str]:
+    """Our state-dict keys -> those of the original, given the module of each of its rows."""
+    row_of = {module: row for row, module in enumerate(rows) if module is not None}
+    result = {}
+    for key in keys:
+        module = key.split(".")[0] if key.startswith("head.") else ".".join(key.split(".")[:2])
+        inside = key[len(module) + 1 :].split(".")
+        names = [_PARTS.get(part, part) for part in inside]
+        result[key] = ".".join(["model", str(row_of[module]), *names])
+    return result
+
 
 DEPTH_WIDTH = {
     "n": (0.33, 0.25),
@@ -71,8 +126,8 @@ def scaled_repeats(repeats: int, depth: float) -> int:
 
 def _conv(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int | None = None
-) -> ConvNorm:
-    return ConvNorm(
+) -> ConvBNLayer:
+    return ConvBNLayer(
         in_channels, out_channels, kernel, stride,
         padding=padding, epsilon=NORM_EPSILON, momentum=NORM_MOMENTUM,
     )  # fmt: skip
@@ -92,7 +147,7 @@ class Bottleneck(nn.Layer):
         return x + y if self.residual else y
 
 
-class CSPStage(nn.Layer):
+class C3(nn.Layer):
     """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
@@ -107,7 +162,7 @@ class CSPStage(nn.Layer):
         return self.conv3(paddle.concat([self.blocks(self.conv1(x)), self.conv2(x)], axis=1))
 
 
-class ChainedPooling(nn.Layer):
+class SPPF(nn.Layer):
     """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
 
     def __init__(self, channels: int) -> None:
@@ -122,8 +177,8 @@ class ChainedPooling(nn.Layer):
         return self.conv2(paddle.concat(maps, axis=1))
 
 
-class Backbone(nn.Layer):
-    """Images to features of levels 3 and up, the last after ChainedPooling if `pooling`.
+class CSPDarknet(nn.Layer):
+    """Images to features of levels 3 and up, the last after SPPF if `pooling`.
 
     Args:
         channels: of levels 1 and up, scaled.
@@ -139,9 +194,9 @@ class Backbone(nn.Layer):
         self.levels = tuple(range(2, 1 + len(channels)))
         for level, width, count in zip(self.levels, channels[1:], blocks, strict=True):
             self.add_sublayer(f"down{level}", _conv(before, width, 3, stride=2))
-            self.add_sublayer(f"stage{level}", CSPStage(width, width, count, residual=True))
+            self.add_sublayer(f"stage{level}", C3(width, width, count, residual=True))
             before = width
-        self.sppf = ChainedPooling(before) if pooling else None
+        self.sppf = SPPF(before) if pooling else None
 
     def forward(self, images: Tensor) -> list[Tensor]:
         features = [self.stem(images)]
@@ -153,7 +208,7 @@ class Backbone(nn.Layer):
         return features[2:]
 
 
-class Neck(nn.Layer):
+class YOLOv5Neck(nn.Layer):
     """PAN: what coarse levels know goes down to the fine ones, then back up.
 
     Features of levels 3 and up, with the channels they came with, in the same order.
@@ -164,8 +219,8 @@ class Neck(nn.Layer):
         self.levels = tuple(range(3, 3 + len(channels)))
         width = dict(zip(self.levels, channels, strict=True))
 
-        def stage(in_channels: int, out_channels: int) -> CSPStage:
-            return CSPStage(in_channels, out_channels, blocks, residual=False)
+        def stage(in_channels: int, out_channels: int) -> C3:
+            return C3(in_channels, out_channels, blocks, residual=False)
 
         for level in reversed(self.levels[1:]):
             self.add_sublayer(f"reduce{level}", _conv(width[level], width[level - 1], 1))
@@ -192,7 +247,7 @@ class Neck(nn.Layer):
         return results
 
 
-class Head(nn.Layer):
+class YOLOv5Head(nn.Layer):
     """A 1x1 convolution per level, and the anchors.
 
     anchors: [L, A, 2] width and height in cells of their level, float32, part of the state dict.
@@ -233,9 +288,9 @@ class YOLOv5(Detector):
         self._rows = P6_ROWS if four_levels else P5_ROWS
         scaled = scaled_channels(channels, width)
         blocks = [scaled_repeats(n, depth) for n in repeats]
-        self.backbone = Backbone(scaled, blocks, pooling=True)
-        self.neck = Neck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
-        self.head = Head(scaled[2:], config.num_classes)
+        self.backbone = CSPDarknet(scaled, blocks, pooling=True)
+        self.neck = YOLOv5Neck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
+        self.head = YOLOv5Head(scaled[2:], config.num_classes)
         start_uniform(self)
         self._start_predictors()
         published = P6_ANCHORS if four_levels else P5_ANCHORS
@@ -311,3 +366,51 @@ def start_uniform(model: nn.Layer) -> None:
             fan_in = shape[0] if isinstance(layer, nn.Linear) else math.prod(shape[1:])
             bound = fan_in**-0.5
             layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
+
+
+HEAD_CHANNELS = 1280  # of every size
+STRIDE = 32
+
+
+class ClassifierHead(nn.Layer):
+    """1x1 ConvBNLayer, mean over H and W, dropout, linear."""
+
+    def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        # Of all norms only this one keeps epsilon 1e-5 and momentum 0.9.
+        self.conv = ConvBNLayer(in_channels, HEAD_CHANNELS, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(HEAD_CHANNELS, num_classes)
+
+    def forward(self, feature: Tensor) -> Tensor:
+        mean_BX = F.adaptive_avg_pool2d(self.conv(feature), 1).flatten(1)
+        return self.linear(self.dropout(mean_BX))
+
+
+class YOLOv5Classifier(ImageModel):
+    """The classifier; see the module text and `ImageModel`.  Pixels: ImageNet mean, deviation."""
+
+    class_layers = ("head.linear.",)
+
+    def __init__(self, config: YOLOv5ClsConfig) -> None:
+        super().__init__(
+            config.num_classes, STRIDE, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+        )
+        depth, width = DEPTH_WIDTH[config.size]
+        depth, width = config.depth_multiple or depth, config.width_multiple or width
+        channels = scaled_channels(P5_CHANNELS, width)
+        blocks = [scaled_repeats(n, depth) for n in P5_REPEATS]
+        self.backbone = CSPDarknet(channels, blocks, pooling=False)
+        self.head = ClassifierHead(channels[-1], config.num_classes, config.dropout)
+        start_uniform(self)
+
+    def official_keys(self) -> dict[str, str]:
+        return original_keys(list(self.state_dict()), CLASSIFIER_ROWS)
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        """logits_BC of normalised images; H and W are multiples of `size_multiple`."""
+        return self.head(self.backbone(images_B3HW)[-1])
+
+    def decode(self, outputs: Tensor) -> Tensor:
+        """probabilities_BC: softmax of the logits, float32."""
+        return F.softmax(outputs.astype("float32"), axis=-1)

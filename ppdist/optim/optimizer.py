@@ -1,15 +1,57 @@
-"""Optimizers, and their state keyed by the model's own parameter names."""
+"""Learning rates that fall from the prediction towards the image, for fine-tuning.
+
+What a network has learnt of images in general sits in its first layers, and is forgotten when few
+images move all layers alike:
+
+    rate of stage l = rate * decay^(L - l),  l = 0 (the stem) ... L (the head)
+
+Sources: Howard and Ruder 2018, arXiv:1801.06146, section 3.2 (discriminative fine-tuning);
+Bao et al. 2021 (BEiT), arXiv:2106.08254, whose layers are blocks of a transformer where ours are
+the stages of `models/base.py`.
+
+Optimizers, and their state keyed by the model's own parameter names.
+"""
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import paddle
 from paddle import nn
 
+from ppdist.common.errors import CheckpointError
 from ppdist.config.optimizer import OptimizerConfig
-from ppdist.errors import CheckpointError
-from ppdist.optim.layer_decay import layer_factors
-from ppdist.optim.schedule import Rates
+from ppdist.models.base import stages_of
+from ppdist.optim.lr_scheduler import LearningRates
+
+
+def layerwise_lr_factors(keys: Iterable[str], decay: float | None) -> dict[str, float]:
+    """What to multiply the rate of each entry by: state-dict key -> (0, 1]; empty without a decay.
+
+    Args:
+        keys: of a model's state dict, in its order.
+        decay: from a stage to the one before it; None: all alike.
+    """
+    if decay is None:
+        return {}
+    stages = stages_of(keys)
+    last = len(stages) - 1
+    return {
+        key: decay ** (last - depth)
+        for depth, inside in enumerate(stages.values())
+        for key in inside
+    }
+
+
+def layerwise_lr_decay(model: nn.Layer, decay: float | None) -> list[str]:
+    """A line for the log: which stage learns at which multiple of the rate; nothing without."""
+    factors = layerwise_lr_factors(model.state_dict(), decay)
+    if not factors:
+        return []
+    stages = stages_of(factors)
+    of_stages = (f"{name} x {factors[inside[0]]:.3g}" for name, inside in stages.items())
+    return [f"learning rates by stage: {', '.join(of_stages)}"]
+
 
 _FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
 _POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
@@ -48,7 +90,7 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     optimizer = _optimizer_of(groups, config, lr, master_weights)
     # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
-    factors = layer_factors(model.state_dict(), config.layer_decay)
+    factors = layerwise_lr_factors(model.state_dict(), config.layer_decay)
     for key, parameter in model.named_parameters():
         factor = factors.get(key, 1.0)
         parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
@@ -84,7 +126,9 @@ def biases(model: nn.Layer) -> list[paddle.Tensor]:
 
 
 def set_rates(
-    optimizer: paddle.optimizer.Optimizer, bias_parameters: list[paddle.Tensor], rates: Rates
+    optimizer: paddle.optimizer.Optimizer,
+    bias_parameters: list[paddle.Tensor],
+    rates: LearningRates,
 ) -> None:
     """Sets what one step uses; `rates.momentum` means something to the momentum optimizer only.
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppdist.common.errors import ConfigError
+from ppdist.common.logging import RunRecords, read_metrics
 from ppdist.config import load_config
 from ppdist.config.study import StudyConfig, item_of
-from ppdist.errors import ConfigError
-from ppdist.run_records import RunRecords, read_metrics
 
 _LEAST_STEPS = 25  # of a calibration, after its first epoch
 _TENTHS_BELOW = 20  # shorter runs are given to a tenth of an epoch, longer ones to whole ones

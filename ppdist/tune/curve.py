@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppdist.errors import ConfigError
-from ppdist.run_records import Record, RunRecords, read_metrics
+from ppdist.common.errors import ConfigError
+from ppdist.common.logging import Record, RunRecords, read_metrics
 
 
 @dataclass(frozen=True)

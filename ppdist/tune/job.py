@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ppdist.common.files import write_json
 from ppdist.config.study import item_of
-from ppdist.files import write_json
 
 _TAIL_BYTES = 4000
 

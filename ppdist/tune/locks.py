@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ppdist.errors import ConfigError
+from ppdist.common.errors import ConfigError
 
 
 class FileLock:

@@ -9,10 +9,10 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from ppdist.files import make_folder, writing
+from ppdist.common.files import make_folder, writing
+from ppdist.common.writers import VisualDLWriter
 from ppdist.tune.cells import Cell, baseline
 from ppdist.tune.store import Store
-from ppdist.visualdl_file import VisualDLFile
 
 _FEWEST_FOR_IMPORTANCE = 20  # PED-ANOVA looks at the best tenth, and needs two there
 
@@ -76,7 +76,7 @@ def _write_curves(folder: Path, row: dict[str, Any]) -> None:
     draft = folder / f"{name}.draft"  # a killed process must not leave half of it
     with writing(folder / name):
         shutil.rmtree(draft, ignore_errors=True)
-        file = VisualDLFile(draft, f"{name} {cell.label}", None)
+        file = VisualDLWriter(draft, f"{name} {cell.label}", None)
         file.describe(told | {"state": row["state"]}, [tag], {})
         for epoch, value in row["curve"]:
             file.add_scalars(round(epoch), {tag: value})
@@ -105,14 +105,14 @@ def importances(store: Store) -> dict[str, float]:
 
 def draw(store: Store) -> list[Path]:
     """Writes plots/curves.png and, of a search, plots/importance.png; returns what was drawn."""
-    from ppdist.plots import studies
-    from ppdist.plots.style import save
+    from ppdist.viz import plots
+    from ppdist.viz.plots import save
 
     folder = store.folder / "plots"
     make_folder(folder)
     found = rows(store)
     figures = {
-        "curves.png": studies.curves(found),
-        "importance.png": studies.importance(importances(store)),
+        "curves.png": plots.curves(found),
+        "importance.png": plots.importance(importances(store)),
     }
     return [folder / name for name, figure in figures.items() if save(figure, folder / name)]

@@ -11,8 +11,8 @@ from typing import Any
 
 from optuna.trial import TrialState
 
-from ppdist.errors import ConfigError, LaunchError
-from ppdist.files import write_json
+from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.files import write_json
 from ppdist.tune.calibrate import (
     Calibration,
     Timed,

@@ -28,11 +28,11 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ppdist import run_lock
+from ppdist.common import files
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import make_folder, write_json
 from ppdist.config import load_config
 from ppdist.config.study import Dimension, PrunerConfig, StudyConfig
-from ppdist.errors import ConfigError
-from ppdist.files import make_folder, write_json
 from ppdist.tune.cells import Cell, grid
 from ppdist.tune.job import Past
 from ppdist.tune.locks import FileLock, JournalLock
@@ -174,7 +174,7 @@ class Store:
             self.study.tell(trial.number, state=TrialState.FAIL)
             return None
         folder = self.trial_folder(trial.number)
-        if Past.of(folder).end() or run_lock.is_held(folder):  # an orphan that is about to end
+        if Past.of(folder).end() or files.is_held(folder):  # an orphan that is about to end
             lock.close()
             return Waiting()
         self._mine[trial.number] = lock

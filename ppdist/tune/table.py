@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ppdist.errors import ConfigError
-from ppdist.files import writing
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import writing
 
 BEGIN, END = "<!-- ablations -->", "<!-- end of the ablations -->"
 Row = Mapping[str, Any]

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from ppdist import dist
 from ppdist.benchmark.scaling import launch
-from ppdist.errors import EXIT_DIR_VARIABLE, ConfigError, LaunchError
+from ppdist.common.errors import EXIT_DIR_VARIABLE, ConfigError, LaunchError
+from ppdist.distributed import comm
 from ppdist.verify.report import Report, compare, tolerance_of
 from ppdist.verify.trace import Rounding, Trace, train_steps
 
@@ -89,15 +89,15 @@ def verify_ranks(config: "ExperimentConfig", steps: int, command: Sequence[str])
     require_comparable(config)
     with redirect_stdout(sys.stderr):
         ranks = train_steps(config, steps)
-    if dist.on_gpu():
+    if comm.on_gpu():
         paddle.device.cuda.empty_cache()  # the process alone needs the same card
-    digests = dist.all_gather_objects(ranks["digest"].tobytes().hex())
+    digests = comm.all_gather_objects(ranks["digest"].tobytes().hex())
     odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
-    world = dist.world_size()
+    world = comm.world_size()
     behind = [*command, "-o", *alone_overrides(config, world)]
     taken = len(ranks["norm/gradient"])
     job = {"ranks": world, "steps": taken, "steps_asked_for": steps}
-    report = dist.on_main(lambda: _alone(behind, ranks, job))
+    report = comm.run_on_main(lambda: _alone(behind, ranks, job))
     return {**report, "ranks_with_other_weights": odd}
 
 
@@ -126,7 +126,7 @@ def judge(config: "ExperimentConfig", folder: Path) -> None:
 
     Args: config: with `alone_overrides`.
     """
-    dist.init(config.device, config.distributed)
+    comm.init(config.device, config.distributed)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     with np.load(folder / "ranks.npz") as file:
         ranks = dict(file)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from ppdist import dist
-from ppdist.engine.derived import Derived
-from ppdist.engine.experiment import build_training
-from ppdist.engine.step import Clock, TrainStep
-from ppdist.errors import ConfigError
-from ppdist.models.sync_bn import take_gloo_batch_norm
+from ppdist.common.errors import ConfigError
+from ppdist.distributed import comm
+from ppdist.engine.build import build_training
+from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.models.layers import take_gloo_batch_norm
 from ppdist.optim.ema import Decay
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Rounding:
         amp = config.train.amp
         of_weight = ROUNDINGS[amp.dtype if amp.enabled else "float32"]
         of_update = ROUNDINGS[config.distributed.gradient_dtype]
-        another_program = config.train.sync_bn and dist.on_gpu()
+        another_program = config.train.sync_bn and comm.on_gpu()
         return cls(of_weight * (_OF_SYNC_BN if another_program else 1), of_update)
 
     def move(self, weights: dict[str, paddle.Tensor], before: dict[str, np.ndarray], step: int):
@@ -100,7 +100,7 @@ def train_steps(config: "ExperimentConfig", steps: int, rounding: Rounding | Non
         experiment.log.close()
     trainer, derived = experiment.trainer, experiment.trainer.derived
     step = trainer.train_step
-    if rounding is not None and config.train.sync_bn and not dist.on_gpu():
+    if rounding is not None and config.train.sync_bn and not comm.on_gpu():
         # Of the two programs that compute batch norm the other one: what they round differently in
         # every layer becomes more than what a few roundings of the weights become.
         take_gloo_batch_norm(step.model)
@@ -130,7 +130,7 @@ def train_steps(config: "ExperimentConfig", steps: int, rounding: Rounding | Non
     return trace
 
 
-def comparable_steps(derived: Derived, sync_bn: bool) -> int:
+def comparable_steps(derived: ScheduleSetup, sync_bn: bool) -> int:
     """How many steps of a run there are whose batches one rank can have just so: with synchronised
     statistics not the last, smaller step of an epoch, if a micro-step of it has other images on one
     rank, or a rank has none.

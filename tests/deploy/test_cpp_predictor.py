@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.data.images import read_image
-from ppdist.export import export_classifier, export_detector
-from ppdist.export_graph import normalisation_of
-from ppdist.infer_spec import resize_section
-from tests.test_export import tiny_model, tiny_spec
-from tests.test_export_classifier import classifier_spec, tiny_classifier
+from ppdist.data.image import read_image
+from ppdist.export.export import export_classifier, export_detector, normalisation_of
+from ppdist.export.spec import resize_section
+from tests.unit.export.test_export import tiny_model, tiny_spec
+from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "deploy" / "python"))

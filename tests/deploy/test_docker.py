@@ -101,7 +101,8 @@ def test_what_is_copied_exists_and_may_enter(file: Path) -> None:
     [
         ".git/config", ".venv/bin/python", "output/run/checkpoints/best/model.safetensors",
         "data/x.jpg", "weights.pdparams", ".env", "log/workerlog.0", "ppdist/__pycache__/log.pyc",
-        "deploy/docker/shared.txt", "deploy/docker/token", "tests/test_log.py", "id_rsa",
+        "deploy/docker/shared.txt", "deploy/docker/token", "tests/unit/common/test_log.py",
+        "id_rsa",
     ],
 )  # fmt: skip
 def test_what_is_not_meant_for_it_stays_out(path: str) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ppdist.errors import LaunchError
-from ppdist.launch.network import typed_hosts
+from ppdist.common.errors import LaunchError
 from ppdist.launch.options import Options, parse_options
+from ppdist.launch.topology import typed_hosts
 from tools import train
 
 ROOT = Path(__file__).resolve().parents[2]

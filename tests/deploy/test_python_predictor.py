@@ -13,17 +13,23 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.classification import EagerClassifier, prepare_centre
 from ppdist.config.evaluate import NMSConfig
-from ppdist.data.images import read_image
-from ppdist.export import deployment_copy, export_classifier, export_detector
-from ppdist.export_check import unexplained_rows
-from ppdist.infer_spec import resize_section, write_spec
-from ppdist.inference import EagerPredictor, detect, prepare, split_rows
+from ppdist.data.image import read_image
+from ppdist.export.export import deployment_copy, export_classifier, export_detector
+from ppdist.export.predictor import (
+    EagerClassifier,
+    EagerPredictor,
+    detect,
+    prepare,
+    prepare_centre,
+    split_rows,
+)
+from ppdist.export.spec import resize_section, write_spec
+from ppdist.export.verify import unexplained_rows
+from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.postprocess import multiclass_nms
-from tests.test_export import NMS, SIZE, tiny_model, tiny_spec
-from tests.test_export_classifier import classifier_spec, tiny_classifier
+from tests.unit.export.test_export import NMS, SIZE, tiny_model, tiny_spec
+from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "python"

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.deploy.fake_model import BOX, FakeModel, encoded, picture
-from tests.deploy.serving_cases import (
+from tests.deploy.serving_cases import (  # fmt: skip
     JPEG,
     PNG,
     WAIT,
@@ -23,7 +23,7 @@ from tests.deploy.serving_cases import (
     make_app,
     served,
     wait_until,
-)  # fmt: skip
+)
 
 # --- answers ------------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ def test_a_port_that_is_taken_ends_it_with_one_line_and_status_2(port):
 
 @pytest.mark.slow
 def test_an_exported_model_is_served_with_the_boxes_of_the_predictor(tmp_path):
-    from tests.test_export import export_detector, tiny_model, tiny_spec
+    from tests.unit.export.test_export import export_detector, tiny_model, tiny_spec
 
     sys.path.insert(0, str(SERVING.parent / "python"))
     from predictor import Predictor

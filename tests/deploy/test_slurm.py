@@ -17,7 +17,7 @@ import pytest
 from ppdist.launch.options import STALE_VARIABLES, parse_options
 from tests.deploy.slurm_cluster import cluster
 from tests.faults.scenario import FaultScenario, first_difference
-from tests.launch.hosts import FLEETRUN, wait_for
+from tests.unit.launch.hosts import FLEETRUN, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppdist.errors import ConfigError
+from ppdist.common.errors import ConfigError
 
 VARIABLE = "PPDIST_FAULT"
 _FORM = re.compile(r"(?P<kind>[a-z0-9-]+)(=(?P<value>[^@]*))?@rank(?P<rank>\d+):step(?P<step>\d+)")

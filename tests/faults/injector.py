@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist import dist
+from ppdist.common.errors import RESTART_VARIABLE, ConfigError
+from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun
-from ppdist.errors import RESTART_VARIABLE, ConfigError
 from tests.faults import fault as faults
 from tests.faults.fault import Fault
 
@@ -49,20 +49,20 @@ class FaultInjector(Callback):
         self._evaluated_model = run.evaluated_model
         self._output_dir = output_dir = run.output_dir
         for fault in self._planned:
-            if fault.rank >= dist.world_size():
+            if fault.rank >= comm.world_size():
                 raise ConfigError(
-                    f"there is no rank {fault.rank}: ranks are 0 to {dist.world_size() - 1}",
+                    f"there is no rank {fault.rank}: ranks are 0 to {comm.world_size() - 1}",
                     code="fault_invalid",
                     where=f"{faults.VARIABLE}: {fault}",
                 )
-        self._pending = [fault for fault in self._planned if fault.rank == dist.rank()]
+        self._pending = [fault for fault in self._planned if fault.rank == comm.rank()]
         if not self._pending:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         if run.done_steps == 0 and not os.environ.get(RESTART_VARIABLE):
-            faults.struck_file(output_dir, dist.rank()).unlink(missing_ok=True)
+            faults.struck_file(output_dir, comm.rank()).unlink(missing_ok=True)
         # By what they say, and equal ones one by one: PPDIST_FAULT may be another one by now.
-        for struck in faults.struck(output_dir, dist.rank()):
+        for struck in faults.struck(output_dir, comm.rank()):
             same = [fault for fault in self._pending if str(fault) == struck["fault"]]
             if same:
                 self._pending.remove(same[0])
@@ -159,13 +159,13 @@ def _move_clock(injector: FaultInjector, fault: Fault) -> None:
 
 
 def _skip_sum(injector: FaultInjector, fault: Fault) -> None:
-    before = dist.all_reduce_sum
+    before = comm.all_reduce_sum
 
     def skip(tensor: paddle.Tensor) -> paddle.Tensor:
-        vars(dist)["all_reduce_sum"] = before
+        vars(comm)["all_reduce_sum"] = before
         return tensor
 
-    vars(dist)["all_reduce_sum"] = skip
+    vars(comm)["all_reduce_sum"] = skip
 
 
 def _to_a_worker(number: int) -> Callable[[FaultInjector, Fault], None]:

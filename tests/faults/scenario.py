@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from ppdist.data.synthetic import make_shapes
+from ppdist.data.datasets.synthetic import make_shapes
 from tests.faults import fault as faults
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
@@ -216,7 +216,7 @@ class FaultScenario:
             launch, train: further words for fleetrun and for tests/faults/train.py.
         """
         output_dir = self.folder / name
-        command = [sys.executable, "-m", "ppdist.launch.fleetrun", "--nproc_per_node", str(ranks)]
+        command = [sys.executable, "-m", "ppdist.launch.cli", "--nproc_per_node", str(ranks)]
         command += ["--log_dir", str(self.folder / (log or f"{name}-log")), *launch]
         command += [str(SCRIPT), "-c", str(self.config), *train]
         command += ["-o", f"output_dir={output_dir}", *overrides]

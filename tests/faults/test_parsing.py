@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from ppdist.common.errors import ConfigError
 from ppdist.engine.callbacks import TrainingRun
-from ppdist.errors import ConfigError
 from tests.faults import fault as faults
 from tests.faults import injector
 from tests.faults.fault import Fault, parse_faults

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.scenario import FaultScenario, Job, first_difference
-from tests.launch.hosts import wait_for
+from tests.unit.launch.hosts import wait_for
 
 PATIENCE = 600.0  # seconds; a hang is a failed test
 STOPPED = 75

@@ -2,7 +2,8 @@
 
 import os
 
-from ppdist import cli, errors
+from ppdist import cli
+from ppdist.common import errors
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Stores the losses that tests/engine/test_golden.py compares with; a reason is required.
+"""Stores the losses that tests/unit/engine/test_golden.py compares with; a reason is required.
 
     python -m tests.golden.regenerate --reason "why the numbers are allowed to change"
 
@@ -17,9 +17,9 @@ import numpy as np
 import paddle
 
 from ppdist.config import ExperimentConfig
-from ppdist.engine.experiment import derive_run
-from ppdist.engine.step import Clock
-from tests.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
+from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.train_step import Clock
+from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
 
 FOLDER = Path(__file__).parent
 STEPS = 20
@@ -29,7 +29,7 @@ DETECTORS = ("ppyoloe", "yolov5")
 
 
 def golden_config(detector: str, folder: Path) -> ExperimentConfig:
-    """The tiny detector of tests/engine/tiny.py in Paddle's own arithmetic; folder is scratch."""
+    """The tiny detector of tests/unit/engine/tiny.py in Paddle's arithmetic; folder: scratch."""
     steps_per_epoch = DATASET // IMAGES
     overrides = ["schedule.warmup_epochs=2"]
     overrides += [f"train.epochs={STEPS // steps_per_epoch}", "train.cpu_convolutions=plain"]
@@ -48,7 +48,7 @@ def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
     init_cpu()
     config = golden_config(detector, folder)
     train_step, _ = build_step(config, frozen=False)
-    schedule = derive_run(config, DATASET).schedule
+    schedule = build_schedule_setup(config, DATASET).schedule
     losses: dict[str, list[float]] = {}
     for step in range(STEPS):
         batches = iter([fixed_batch(step, 0, IMAGES)])

@@ -10,10 +10,9 @@ from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.losses.classification import ClassificationLoss
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
-from ppdist.models.detector import ImageModel
+from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.yolov5 import YOLOv5
-from ppdist.models.yolov5_cls import YOLOv5Classifier
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 from tests.reference import formulas, layers, ppyoloe, yolov5
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
 from tests.reference.parity.reference import padded_truth, set_weights

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppdist.data.formats.annotations import Strictly, settle
-from ppdist.data.formats.coco import read_coco
-from ppdist.data.sample import DetectionSet
-from ppdist.errors import DataError
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import Strictly, settle
+from ppdist.data.datasets.coco import read_coco
+from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 
 TRUTH = "instances_val2014_100.json"

@@ -13,10 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.errors import ConfigError, ExportError
-from ppdist.export import FORMATS, Format, export_classifier, export_detector
-from ppdist.export_check import (
+from ppdist.export.export import (
+    FORMATS,
+    Format,
+    deployment_copy,
+    export_classifier,
+    export_detector,
+    normalisation_of,
+    precision_on,
+)
+from ppdist.export.predictor import ExportedPredictor, graph_input, open_exported
+from ppdist.export.spec import read_spec
+from ppdist.export.verify import (
     BOX_TOLERANCE,
     SCORE_TOLERANCE,
     Agreement,
@@ -26,11 +36,7 @@ from ppdist.export_check import (
     largest_of,
     raw_differences,
 )
-from ppdist.export_graph import deployment_copy, normalisation_of
-from ppdist.infer_spec import read_spec
-from ppdist.inference import ExportedPredictor, graph_input, open_exported
-from ppdist.models.detector import Detector
-from ppdist.sample_accuracy import precision_on
+from ppdist.models.base import Detector
 from tests.reference.export_subjects import Subject, batches
 
 MAP_LIMIT = 0.001  # 0..1; those of scores and boxes are export_check's

@@ -9,19 +9,25 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.config import load_config
-from ppdist.data.dataset import read_split
-from ppdist.data.images import is_image_name, read_image
-from ppdist.data.synthetic import scene
-from ppdist.engine.experiment import build_model
-from ppdist.errors import ConfigError, DataError
-from ppdist.export_check import eager_outputs
-from ppdist.export_graph import deployment_copy
-from ppdist.infer_spec import InferenceSpec, describe, validation_set
-from ppdist.inference import EagerPredictor, load_all_weights
-from ppdist.models.detector import ImageModel
-from ppdist.sample_accuracy import Sample, take_sample
-from ppdist.samples import Pictures, prepared, readable, spread
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.synthetic import scene
+from ppdist.data.image import is_image_name, read_image
+from ppdist.engine.build import build_model
+from ppdist.export.export import (
+    Pictures,
+    Sample,
+    deployment_copy,
+    prepared,
+    readable,
+    spread,
+    take_sample,
+)
+from ppdist.export.predictor import EagerPredictor, load_all_weights
+from ppdist.export.spec import InferenceSpec, describe, validation_set
+from ppdist.export.verify import eager_outputs
+from ppdist.models.base import ImageModel
 
 IMAGES = 20
 CALIBRATION = 64

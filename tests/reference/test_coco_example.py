@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.errors import DataError
+from ppdist.common.errors import DataError
 from ppdist.metrics.coco import METRICS
 from tests.forked import run_tool
 from tests.reference import coco_example

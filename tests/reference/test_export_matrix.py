@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.model import YOLOv5Config
-from ppdist.errors import ConfigError, DataError
-from ppdist.export_check import eager_outputs
+from ppdist.export.export import prepared
+from ppdist.export.verify import eager_outputs
 from ppdist.models.yolov5 import YOLOv5
-from ppdist.samples import prepared
 from tests.reference import export_matrix as matrix
 from tests.reference.export_subjects import MODELS, Subject, enliven, images_of, threshold_for
-from tests.test_export import NMS, tiny_spec
+from tests.unit.export.test_export import NMS, tiny_spec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

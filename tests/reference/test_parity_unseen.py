@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.errors import DataError
+from ppdist.common.errors import DataError
 from tests.reference.formulas import CLASSES
 from tests.reference.parity import ModelReport, family_of, verify
 from tests.reference.parity.measure import GROUPS, Measurement, off

@@ -15,13 +15,12 @@ import paddle
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig, YOLOv5LossConfig
 from ppdist.losses.classification import ClassificationLoss
+from ppdist.losses.nms import multiclass_nms
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import NOMINAL_BATCH, YOLOv5Loss
-from ppdist.models.detector import ImageModel
+from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.yolov5 import YOLOv5
-from ppdist.models.yolov5_cls import YOLOv5Classifier
-from ppdist.postprocess import multiclass_nms
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 from tests.reference import formulas
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
 from tests.reference.parity import family_of

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ppdist.errors import DataError
-from ppdist.models.detector import ImageModel
+from ppdist.common.errors import DataError
+from ppdist.models.base import ImageModel
 from tests.reference.parity import ppyoloe, yolov5, yolov5_cls
 from tests.reference.parity.measure import Measurement
 from tests.reference.parity.reference import (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
-from ppdist.errors import DataError
+from ppdist.common.errors import DataError
 
 GROUPS = (
     "keys",

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.errors import DataError
+from ppdist.losses.nms import multiclass_nms
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
-from ppdist.postprocess import multiclass_nms
 from tests.reference.parity.measure import (
     Measurement,
     apart,

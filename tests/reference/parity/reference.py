@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
-from ppdist.errors import DataError
-from ppdist.models.detector import ImageModel
+from ppdist.common.errors import DataError
+from ppdist.models.base import ImageModel
 
 FORMULAS = "parity_weights.py"
 NEEDED = ("parity_value", "parity_image", "parity_targets", "EVAL_CASE", "TRAIN_CASE")

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
-from ppdist.errors import DataError
-from ppdist.losses.anchor_match import Matches
-from ppdist.losses.yolov5 import NOMINAL_BATCH, Gains, YOLOv5Loss
+from ppdist.losses.nms import multiclass_nms
+from ppdist.losses.yolov5 import NOMINAL_BATCH, Gains, Matches, YOLOv5Loss
 from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5, YOLOv5Outputs
-from ppdist.postprocess import multiclass_nms
 from tests.reference.parity.measure import (
     Measurement,
     apart,

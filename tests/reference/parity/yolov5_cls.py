@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator
 
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.loss import ClassificationLossConfig
 from ppdist.config.model import YOLOv5ClsConfig
-from ppdist.errors import DataError
 from ppdist.losses.classification import ClassificationLoss
-from ppdist.models.yolov5_cls import YOLOv5Classifier
+from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.reference.parity.measure import (
     Measurement,
     apart,

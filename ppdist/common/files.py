@@ -1,0 +1,205 @@
+"""Files that a user named: a path that cannot be written is the user's error.
+
+Two trainings must not write into one folder: the second is refused while the first lives.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ppdist.common.errors import ConfigError, UserError
+
+_BLOCK_BYTES = 1 << 20
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what the system refuses (no such place, no permission, a full disk) is a UserError
+    that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            code="disk_full" if is_disk_full(error) else "file_unwritable",
+            where=f"{path}",
+        ) from error
+
+
+def is_disk_full(error: OSError) -> bool:
+    """No room is left there, or none that this user may take."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that is to be written to, and those above it, where it is not there.
+
+    Raises: UserError: it cannot be made, or not be written to.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(
+            "cannot be written to: it is a file",
+            code="folder_expected",
+            where=f"{path}",
+            fix="expected a folder",
+        )
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise UserError(
+            "cannot be written to: no permission",
+            code="folder_unwritable",
+            where=f"{path}",
+        )
+
+
+def make_parent(path: Path) -> None:
+    """Makes the folder of a file that is to be written; call it before the work whose result it is.
+
+    Raises: UserError: it cannot be made, or not be written to, or the path is a folder.
+    """
+    make_folder(path.parent)
+    if path.is_dir():
+        raise UserError(
+            "cannot be written: it is a folder",
+            code="file_name_expected",
+            where=f"{path}",
+            fix="expected a file name",
+        )
+
+
+def user_cache() -> Path | None:
+    """Where this user's programs keep what they can make again ($XDG_CACHE_HOME or ~/.cache), the
+    folder for ours; None: the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
+    except RuntimeError:
+        return None
+
+
+def digest_of_file(path: Path) -> str:
+    """A fingerprint of a file's content to compare, 16 characters; or why it cannot be read."""
+    content = hashlib.blake2b(digest_size=8)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                content.update(block)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"  # whoever loads it says more
+    return content.hexdigest()
+
+
+def write_json(path: Path, content: object, indent: int | None = None) -> None:
+    """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
+
+    A file name that is not UTF-8 gets JSON's escapes of the characters Python has for its bytes.
+
+    Raises: UserError: it cannot be written.
+    """
+    make_parent(path)
+    text = json.dumps(content, ensure_ascii=False, indent=indent)
+    with writing(path):
+        if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return
+        target = path.resolve()
+        draft = target.with_name(target.name + ".tmp")
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        draft.replace(target)
+
+
+_FILE = "run.lock"
+_PATIENCE_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
+_held: dict[Path, int] = {}  # folder -> descriptor, open for the life of this process
+
+
+def hold(output_dir: Path) -> list[str]:
+    """Takes `output_dir` for this process until it ends, however it ends; rank 0 alone calls it.
+
+    The lock belongs to the process, not to the file, which stays and means nothing by itself.  It
+    is one of POSIX rather than flock's: that would pass to the loader's workers, which may outlive
+    a killed rank for a moment.  Such a lock ends when its process closes the file anywhere, so it
+    is opened here alone, and once.
+
+    Returns: a warning where the file system has no locks, else nothing.
+    Raises: ConfigError: another process holds it, or nothing can be written there.
+    """
+    folder = output_dir.resolve()
+    if folder in _held:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {output_dir}: {error}",
+            code="folder_unwritable",
+            where="output_dir",
+        ) from error
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(handle)
+                return [
+                    f"output_dir: {output_dir} is on a file system without locks "
+                    f"({error.strerror}): nothing keeps a second training from writing there"
+                ]
+            if time.monotonic() > deadline:
+                holder = _described(os.read(handle, 4096))
+                os.close(handle)
+                raise ConfigError(
+                    f"{output_dir}: another training writes there ({holder})",
+                    code="output_dir_in_use",
+                    where="output_dir",
+                    fix=(
+                        "wait for it or stop it, or give this one a folder of its own: -o "
+                        "output_dir=..."
+                    ),
+                ) from error
+        time.sleep(0.1)
+    _held[folder] = handle
+    about = {"pid": os.getpid(), "host": socket.gethostname()}
+    about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(about).encode(), 0)
+    except OSError:  # a full disk: the lock holds all the same
+        pass
+    return []
+
+
+def is_held(output_dir: Path) -> bool:
+    """Whether a training writes into the folder now, as far as its file system tells."""
+    if output_dir.resolve() in _held:  # by this process, which would lose it by looking
+        return True
+    try:
+        handle = os.open(output_dir / _FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(handle)  # and with it the lock, if it was free
+    return False
+
+
+def _described(content: bytes) -> str:
+    """`process 123 on host a since 2024-01-01 00:00:00`"""
+    try:
+        about = json.loads(content)
+        return f"process {about['pid']} on host {about['host']} since {about['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "it has not yet said which"

@@ -1,0 +1,664 @@
+"""What the pages of VisualDL and TensorBoard show, before it takes either's own form.
+
+What VisualDL and TensorBoard get of a run: the same tags, steps and pictures, or a warning.
+
+A VisualDL record file, written directly and in the calling thread.
+
+VisualDL's own LogWriter is not used, for four reasons seen in release 2.5.3: its writer thread
+prints a write error and loses the points without telling the caller; it cannot drop the points
+that a resumed run will compute again; importing it makes folders in the user's home and takes
+0.3 s; and VisualDL shows only the newest file of a folder, so a second file would hide the first.
+
+A record file is a row of `uint64 little-endian length, protobuf message Record`.  Of VisualDL's
+record.proto only this is needed (tests read the files back with VisualDL itself):
+
+    Record { repeated Value values = 1; }
+    Value  { int64 id = 1 (the step); string tag = 2; int64 timestamp = 3 (ms);
+             oneof { float value = 4; Image image = 5; Histogram histogram = 8;
+                     PRCurve pr_curve = 9; MetaData meta_data = 10; Text text = 12;
+                     HParam hparam = 13; } }
+    Image     { bytes encoded_image_string = 4; }
+    Histogram { repeated double hist = 1, bin_edges = 2; }
+    PRCurve   { repeated int64 TP = 1, FP = 2, TN = 3, FN = 4;
+                repeated double precision = 5, recall = 6; }
+    MetaData  { string display_name = 1; }
+    Text      { string encoded_text_string = 1; }
+    HParam    { repeated Info hparamInfos = 1, metricInfos = 2; string name = 3; }
+    Info      { oneof { int64 int_value = 1; double float_value = 2; string string_value = 3; }
+                string name = 4; }
+
+It files each tag under the kind of its first record, so no two kinds may share a tag.
+
+Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py, reader/record_reader.
+
+TensorBoard event files; what an event holds is made by tensorboardX, an optional package.
+
+Its SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to be written out
+of a queue of ten; when a write fails the thread ends, and the eleventh point waits for ever, so a
+full disk would stop a training.  Here everything is written directly and in the calling thread.
+
+A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32 masked
+crc32c of that`, little-endian.  Where a run is resumed or goes back, later events are taken out of
+its files, and a new file begins with an event that says from which step on earlier points do not
+count: a TensorBoard that has read them already drops them then, all but precision-recall curves.
+
+Source: github.com/tensorflow/tensorboard 2.21, backend/event_processing/event_accumulator.py.
+"""
+
+import errno
+import io
+import itertools
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import cv2
+import numpy as np
+
+from ppdist.common.errors import ConfigError
+
+_BINS = 50
+
+
+class Counts(NamedTuple):
+    """A precision-recall curve at K confidence thresholds."""
+
+    precision_K: np.ndarray
+    recall_K: np.ndarray
+    true_positives_K: np.ndarray  # whole numbers, like the next two
+    false_positives_K: np.ndarray
+    false_negatives_K: np.ndarray
+
+
+@dataclass(frozen=True)
+class PRCurve:
+    """Precision and recall of a class over T confidence thresholds, rising; NaN: not defined."""
+
+    confidence_T: np.ndarray
+    precision_T: np.ndarray
+    recall_T: np.ndarray
+    objects: int
+
+    def at(self, confidence_K: np.ndarray) -> Counts:
+        """Sampled at other thresholds, linearly between those that it has.
+
+        Where nothing is found any more the recall is 0 and the precision, undefined, counts as 1:
+        the end at which curves are drawn to begin.
+        """
+        recall_K = np.interp(confidence_K, self.confidence_T, np.nan_to_num(self.recall_T))
+        precision_T = np.nan_to_num(self.precision_T, nan=1.0)
+        precision_K = np.interp(confidence_K, self.confidence_T, precision_T)
+        found_K = np.rint(recall_K * self.objects)
+        wrong_K = np.rint(found_K * (1 / np.maximum(precision_K, 1e-9) - 1))
+        return Counts(precision_K, recall_K, found_K, wrong_K, self.objects - found_K)
+
+
+class Histogram(NamedTuple):
+    """How often values lie between two edges, and their sums."""
+
+    counts_K: np.ndarray
+    edges_K1: np.ndarray
+    total: float
+    total_of_squares: float
+
+
+class CurveFile(Protocol):
+    """A file that one of the two programs reads.  Each method raises what goes wrong."""
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None: ...
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None: ...
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None: ...
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None: ...
+
+    def go_back(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record of metrics.jsonl, by tag.
+
+    A record with `eval_seconds` is one of an evaluation.  There a value below 0 says that there was
+    nothing to measure, such as no small object.
+    """
+    evaluation = "eval_seconds" in record
+    points = {}
+    for key, value in record.items():
+        if key in ("step", "epoch", "time") or isinstance(value, bool):
+            continue
+        if not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
+            continue
+        tag = _evaluation_tag(key) if evaluation else _training_tag(key)
+        if value >= 0 or not tag.startswith("eval"):
+            points[tag] = float(value)
+    return points
+
+
+def _training_tag(key: str) -> str:
+    """Its part before the slash is the group on the page, which sorts groups by name and unfolds
+    the first."""
+    if "/" in key:
+        return key
+    if key in ("lr", "momentum"):
+        return f"lr/{key}"
+    return _speed_tag(key) or f"train/{key}"
+
+
+def _evaluation_tag(key: str) -> str:
+    group, slash, name = key.partition("/")
+    if slash:
+        return f"eval_per_class/{name}" if group == "AP" else f"eval_per_class_{group}/{name}"
+    if key.startswith("val_"):  # beside train/..., under the same name
+        return f"val/{key.removeprefix('val_')}"
+    return _speed_tag(key) or f"eval/{key}"
+
+
+def _speed_tag(key: str) -> str:
+    speeds = ("_seconds", "_per_second", "_mb", "_gb")
+    return f"speed/{key}" if key.endswith(speeds) else ""
+
+
+def pr_curves(analysis: Mapping[str, Any]) -> dict[str, PRCurve]:
+    """The curves of an evaluation.json by tag; a class without objects has none."""
+    curves = analysis.get("curves")
+    if not curves:  # a classifier has none
+        return {}
+    confidence_T = np.array(curves["confidence_T"], dtype=float)
+    # With very many classes only some have curves, and behind these is the mean of all.
+    classes = curves.get("curve_classes", range(len(analysis["class_names"])))
+    found = {}
+    rows = zip(classes, curves["precision_CT"], curves["recall_CT"])
+    for index, precision_T, recall_T in rows:
+        objects = analysis["per_class"][index]["objects"]
+        if not objects or recall_T is None or precision_T is None:
+            continue
+        found[f"PR/{analysis['class_names'][index]}"] = PRCurve(
+            confidence_T,
+            np.array(precision_T, dtype=float),  # null becomes NaN
+            np.array(recall_T, dtype=float),
+            objects,
+        )
+    return found
+
+
+def histogram(values: np.ndarray) -> Histogram | None:
+    """Of the finite values of an array; None where there are none."""
+    values_N = values.astype(np.float64).ravel()
+    values_N = values_N[np.isfinite(values_N)]
+    if not len(values_N):
+        return None
+    low, high = float(values_N.min()), float(values_N.max())
+    # numpy refuses bins narrower than the digits of a number are apart.
+    high = max(high, low + 1e-6 * abs(low), low + 1e-30)
+    counts_K, edges_K1 = np.histogram(values_N, _BINS, (low, high))
+    squares = float(np.dot(values_N, values_N))
+    return Histogram(counts_K, edges_K1, float(values_N.sum()), squares)
+
+
+class Curves:
+    """Hands everything to each file; what fails with one costs a warning and no exception."""
+
+    def __init__(self, warn: Callable[[str, Exception], None]) -> None:
+        """Args: warn: told which program's file cannot be written and why, each time."""
+        self._warn = warn
+        self._files: dict[str, CurveFile] = {}
+
+    def open(self, program: str, make: Callable[[], CurveFile]) -> None:
+        """Adds a file; the program's name goes into warnings."""
+        try:
+            self._files[program] = make()
+        except Exception as error:  # curves are not worth a run, whatever fails in making them
+            self._warn(program, error)
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """The numbers of one record of metrics.jsonl; see `scalar_points`."""
+        self._each(lambda file: file.add_scalars(int(record["step"]), scalar_points(record)))
+
+    def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
+        """uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
+        self._each(lambda file: file.add_images(step, tag, images_HW3))
+
+    def pr_curves(self, step: int, analysis: Mapping[str, Any]) -> None:
+        """The precision-recall curves of the classes in an evaluation.json."""
+        self._each(lambda file: file.add_pr_curves(step, pr_curves(analysis)))
+
+    def histograms(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """How the values of arrays are spread, by tag; what is not finite is left out."""
+
+        def add(file: CurveFile) -> None:
+            found = {tag: histogram(array) for tag, array in arrays.items()}
+            values = {tag: each for tag, each in found.items() if each is not None}
+            file.add_histograms(step, values)
+
+        self._each(add)
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        """What run this is: a row of the page that compares runs, and its configuration.
+
+        Args:
+            hyper_parameters: numbers and texts.
+            metrics: keys of evaluation records, whose last values stand beside them.
+            texts: settings by section.
+        """
+        probe = dict.fromkeys(metrics, 0.0) | {"eval_seconds": 0.0}
+        tags = [tag for tag in scalar_points(probe) if not tag.startswith("speed/")]
+        tags.append("train/loss")
+        self._each(lambda file: file.describe(hyper_parameters, tags, texts))
+
+    def go_back(self, step: int) -> None:
+        """Drops the points after a step, because they are made again."""
+        self._each(lambda file: file.go_back(step))
+
+    def close(self) -> None:
+        """The second call does nothing."""
+        self._each(lambda file: file.close())
+        self._files = {}
+
+    def _each(self, write: Callable[[CurveFile], None]) -> None:
+        for program, file in self._files.items():
+            try:
+                write(file)
+            except Exception as error:  # curves are not worth a run, whatever fails in making them
+                self._warn(program, error)
+
+
+_VARINT, _FLOAT64, _BYTES, _FLOAT32 = 0, 1, 2, 5  # protobuf wire types
+_LENGTH = struct.Struct("<Q")
+_FILE_NAME = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
+_HYPER_PARAMETERS, _CONFIG = "hparam", "config/"  # the first name is VisualDL's
+# The page writes k/K beside the k-th point of a curve, whatever its thresholds were.
+_THRESHOLDS_K_visualdl_file = np.arange(1, 101) / 100
+
+
+class VisualDLWriter:
+    """Appends to the one record file of a folder; a `CurveFile`.
+
+    Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
+    the file as it was before that call, so it stays readable.
+    """
+
+    def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
+        """Opens the file, and first cuts it back to what a resumed run has not yet to repeat.
+
+        Args:
+            folder: made when it is missing.
+            run_name: what the page calls this run.
+            keep_until_step: points after this step are dropped; None drops every earlier point.
+        Raises: OSError: the folder cannot be made or written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._run_name = folder / _FILE_NAME, run_name
+        self._described: list[bytes] = []
+        self._open(keep_until_step)
+
+    def go_back(self, step: int) -> None:
+        """Drops the points after a step."""
+        self._file.close()
+        self._open(step)
+
+    def _open(self, keep_until_step: int | None) -> None:
+        kept = []
+        if keep_until_step is not None and self._path.exists():
+            kept = [r for r in _records(self._path.read_bytes()) if _stays(r, keep_until_step)]
+        if not kept:
+            kept = [_record(0, "meta_data_tag", _field(10, _field(1, self._run_name.encode())))]
+        kept += self._described
+        draft = self._path.with_suffix(".tmp")
+        draft.write_bytes(b"".join(_framed_visualdl_file(record) for record in kept))
+        draft.replace(self._path)
+        self._file = io.FileIO(self._path, "ab")
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        """Says what run this is, in the place of what was said where it began before a resume.
+
+        Args:
+            hyper_parameters: numbers and texts; a row of the page that compares runs.
+            metrics: tags of curves whose last points stand beside them.
+            texts: settings by section; the page shows each as one paragraph.
+        """
+        infos = [_field(1, _info(name, value)) for name, value in hyper_parameters.items()]
+        infos += [_field(2, _info(tag, 0.0)) for tag in metrics]
+        hparam = b"".join(infos) + _field(3, self._run_name.encode())
+        self._described = [_record(0, _HYPER_PARAMETERS, _field(13, hparam))]
+        self._described += [
+            _record(0, _CONFIG + name, _field(12, _field(1, text.encode())))
+            for name, text in texts.items()
+        ]
+        self._append(self._described)
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
+        self._append(
+            _record(step, tag, _key(4, _FLOAT32) + struct.pack("<f", value))
+            for tag, value in values.items()
+        )
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        self._append(
+            _record(step, f"{tag}/{index}", _field(5, _field(4, jpeg(image_HW3))))
+            for index, image_HW3 in enumerate(images_HW3)
+        )
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        """Adds one row to each tag's picture."""
+        self._append(
+            _record(step, tag, _field(8, _doubles(1, each.counts_K) + _doubles(2, each.edges_K1)))
+            for tag, each in values.items()
+        )
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
+        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
+        self._append(_record(step, tag, _field(9, _curve(each))) for tag, each in curves.items())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, records: Iterable[bytes]) -> None:
+        append_whole(self._file, b"".join(_framed_visualdl_file(record) for record in records))
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Appends all of `data` to an unbuffered file, or, when that fails, nothing.
+
+    Raises: OSError: the disk is full, or the file was removed.
+    """
+    status = os.fstat(file.fileno())
+    if not status.st_nlink:  # the system would take it, and nobody could read it
+        raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
+    size = status.st_size
+    try:
+        while data:  # an unbuffered write may take only a part
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def jpeg(image_HW3: np.ndarray) -> bytes:
+    """Of an uint8 RGB image."""
+    done, encoded = cv2.imencode(".jpg", image_HW3[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+    if not done:
+        raise ValueError(f"an image of shape {image_HW3.shape} cannot be encoded as JPEG")
+    return encoded.tobytes()
+
+
+def _curve(curve: PRCurve) -> bytes:
+    at = curve.at(_THRESHOLDS_K_visualdl_file)
+    counts = (
+        at.true_positives_K,
+        at.false_positives_K,
+        np.zeros(len(_THRESHOLDS_K_visualdl_file)),
+        at.false_negatives_K,
+    )
+    return (
+        b"".join(
+            _field(number, b"".join(_varint(int(each)) for each in counts_K))
+            for number, counts_K in enumerate(counts, start=1)
+        )
+        + _doubles(5, at.precision_K)
+        + _doubles(6, at.recall_K)
+    )
+
+
+def _info(name: str, value: Any) -> bytes:
+    """A hyper-parameter: numbers all as double, so that 1 and 0.5 are of one kind on the page."""
+    if isinstance(value, (int, float)):
+        content = _key(2, _FLOAT64) + struct.pack("<d", value)
+    else:
+        content = _field(3, str(value).encode())
+    return content + _field(4, name.encode())
+
+
+def _doubles(number: int, values: np.ndarray) -> bytes:
+    return _field(number, values.astype("<f8").tobytes())
+
+
+def _record(step: int, tag: str, payload: bytes) -> bytes:
+    milliseconds = round(time.time() * 1000)
+    value = _key(1, _VARINT) + _varint(step) + _field(2, tag.encode())
+    return _field(1, value + _key(3, _VARINT) + _varint(milliseconds) + payload)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _key(number, _BYTES) + _varint(len(content)) + content
+
+
+def _key(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, lowest first; the high bit says that more follow."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = data[position]
+        number |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return number, position
+
+
+def _framed_visualdl_file(record: bytes) -> bytes:
+    return _LENGTH.pack(len(record)) + record
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a file; a last one cut short by a crash is left out."""
+    position = 0
+    while position + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        if position + length > len(data):
+            return
+        yield data[position : position + length]
+        position += length
+
+
+def _stays(record: bytes, step: int) -> bool:
+    """Whether a record that this module wrote is of up to a step, and not of what is said anew."""
+    _, position = _read_varint(record, 1)  # over the length of the one Value
+    # protobuf leaves out a step of zero, we never do
+    own_step, position = _read_varint(record, position + 1)
+    length, position = _read_varint(record, position + 1)
+    tag = record[position : position + length].decode()
+    return own_step <= step and tag != _HYPER_PARAMETERS and not tag.startswith(_CONFIG)
+
+
+_PREFIX, _SUFFIX = "events.out.tfevents.", ".ppdist"
+_OVERHEAD = 16  # bytes of a length and two checksums
+_THRESHOLDS_K = np.linspace(0, 1, 101)  # the page writes k / (K - 1) beside the k-th point
+
+
+def require_tensorboardx() -> None:
+    """Raises: ConfigError: it is not installed."""
+    try:
+        import tensorboardX  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "log.tensorboard: true needs the package tensorboardX, which cannot be imported here "
+            f"({error}): pip install 'ppdist[tensorboard]', or set log.tensorboard: false",
+            code="package_missing",
+        ) from error
+
+
+class TensorBoardWriter:
+    """Appends to event files of a folder; a `CurveFile`.  Needs tensorboardX."""
+
+    def __init__(self, folder: Path, keep_until_step: int | None) -> None:
+        """Begins a file.
+
+        Args:
+            folder: made when it is missing.
+            keep_until_step: points after this step are dropped; None drops every earlier point.
+        Raises: OSError: the folder cannot be made or written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._open(keep_until_step)
+
+    def go_back(self, step: int) -> None:
+        """Drops the points after a step."""
+        self._file.close()
+        self._open(step)
+
+    def _open(self, keep_until_step: int | None) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        for file in self._folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+            if keep_until_step is None:
+                file.unlink()
+            else:
+                _cut(file, keep_until_step)
+        # TensorBoard reads them in the order of their names.
+        for number in itertools.count():
+            path = self._folder / f"{_PREFIX}{time.time():.0f}.{number:04d}{_SUFFIX}"
+            if not path.exists():
+                break
+        self._file = io.FileIO(path, "ab")
+        self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        if keep_until_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            event = Event(wall_time=time.time(), step=keep_until_step + 1, session_log=start)
+            self._write([event])
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        """Says what run this is; see `VisualDLWriter.describe`."""
+        from tensorboardX import summary
+
+        # The third says that the run has ended, which nobody knows here.
+        experiment, session, _ = summary.hparams(
+            dict(hyper_parameters), dict.fromkeys(metrics, 0.0)
+        )
+        # Indented by four a text is taken as it is, else as Markdown.
+        shown = [summary.text(f"config/{name}", f"    {text}") for name, text in texts.items()]
+        self._add(0, [experiment, session, *shown])
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to each tag's curve."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._add(step, [Summary(value=points)])
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        shown = []
+        for index, image_HW3 in enumerate(images_HW3):
+            height, width, channels = image_HW3.shape
+            image = Summary.Image(
+                height=height,
+                width=width,
+                colorspace=channels,
+                encoded_image_string=jpeg(image_HW3),
+            )
+            shown.append(Summary(value=[Summary.Value(tag=f"{tag}/{index}", image=image)]))
+        self._add(step, shown)
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        """Adds one row to each tag's picture."""
+        from tensorboardX import summary
+
+        self._add(
+            step,
+            [
+                summary.histogram_raw(
+                    tag,
+                    min=float(each.edges_K1[0]),
+                    max=float(each.edges_K1[-1]),
+                    num=float(each.counts_K.sum()),
+                    sum=each.total,
+                    sum_squares=each.total_of_squares,
+                    bucket_limits=each.edges_K1[1:].tolist(),
+                    bucket_counts=each.counts_K.tolist(),
+                )
+                for tag, each in values.items()
+            ],
+        )
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
+        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
+        from tensorboardX import summary
+
+        shown = []
+        for tag, curve in curves.items():
+            at = curve.at(_THRESHOLDS_K)
+            shown.append(
+                summary.pr_curve_raw(
+                    tag,
+                    at.true_positives_K,
+                    at.false_positives_K,
+                    np.zeros(len(_THRESHOLDS_K)),
+                    at.false_negatives_K,
+                    at.precision_K,
+                    at.recall_K,
+                    num_thresholds=len(_THRESHOLDS_K),
+                )
+            )
+        self._add(step, shown)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, summaries: list[Any]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        now = time.time()
+        self._write([Event(wall_time=now, step=step, summary=each) for each in summaries])
+
+    def _write(self, events: Iterable[Any]) -> None:
+        append_whole(self._file, b"".join(_framed(each.SerializeToString()) for each in events))
+
+
+def _cut(file: Path, step: int) -> None:
+    """Takes the events after a step out of a file, and whatever a crash has cut short."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, position, kept = file.read_bytes(), 0, []
+    while position + _OVERHEAD <= len(data):
+        (length,) = struct.unpack_from("<Q", data, position)
+        end = position + length + _OVERHEAD
+        if end > len(data):
+            break
+        if Event.FromString(data[position + 12 : end - 4]).step <= step:
+            kept.append(data[position:end])
+        position = end
+    draft = file.with_suffix(".tmp")
+    draft.write_bytes(b"".join(kept))
+    draft.replace(file)
+
+
+def _framed(event: bytes) -> bytes:
+    from tensorboardX.record_writer import masked_crc32c
+
+    length = struct.pack("<Q", len(event))
+    checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]
+    return length + checks[0] + event + checks[1]

@@ -1,0 +1,701 @@
+"""Every kind of defect that data can have: how bad it is, what training does, what a fix does.
+
+What the readers of all formats share: text, safe file names, good boxes, one record.
+
+Class names and lists of images, for the formats whose annotation files do not hold them.
+
+The files below a folder, also where links lead.
+
+The size of an image, from its file's header, and the way a camera says to turn it.
+"""
+
+import logging
+import math
+import os
+import re
+import struct
+import unicodedata
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+import yaml
+from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
+
+from ppdist.common.errors import DataError
+from ppdist.common.files import writing
+from ppdist.data.types import (
+    Box,
+    Complain,
+    DetectionSet,
+    ImageRecord,
+    Issue,
+    RawImage,
+    RawSet,
+    Records,
+)
+
+Severity = Literal["error", "warning", "note"]
+
+
+class Kind(NamedTuple):
+    """severity: error: training stops or loses images; warning: something is put right or left
+    out; note: handled, good to know.  training, fix: what they do about it."""
+
+    severity: Severity
+    meaning: str
+    training: str
+    fix: str
+
+
+_STOPS = "stops with this message"
+_REPLACED = "another image in its place, counted against data.bad_images_limit"
+_BAD_BOX = "left out (data.bad_boxes)"
+_LEFT_OUT = "left out"
+_AS_IT_IS = "as it is"
+
+KINDS: dict[str, Kind] = {
+    # Annotation files.
+    "annotation_missing": Kind("error", "a listed image has no annotation file", _STOPS, _LEFT_OUT),
+    "annotation_unreadable": Kind(
+        "error", "the annotation file of one image is malformed", _STOPS, "the image is left out"
+    ),
+    "annotation_line": Kind("error", "one line or object is malformed", _STOPS, _LEFT_OUT),
+    "encoding": Kind("warning", "text is not UTF-8", "read as GBK", "written as UTF-8"),
+    "line_ends": Kind("note", "lines end as on Windows", "read all the same", "written with \\n"),
+    "class_unknown": Kind("error", "an object of a class that nobody declares", _STOPS, _LEFT_OUT),
+    "class_ids_gap": Kind(
+        "note", "category ids do not simply count up", "mapped to 0, 1, 2, ...", _AS_IT_IS
+    ),
+    "classes_differ": Kind(
+        "error", "training and validation have other classes", _STOPS, "nothing is written"
+    ),
+    "class_unused": Kind("note", "a class without an object", "cannot be learned", _AS_IT_IS),
+    "image_unknown": Kind("error", "an object of an image that is not listed", _STOPS, _LEFT_OUT),
+    "image_id_duplicate": Kind("error", "two images with one id", _STOPS, "the first is kept"),
+    "annotation_id_duplicate": Kind(
+        "warning", "two objects with one id", "both are used", "numbered anew"
+    ),
+    "image_listed_twice": Kind(
+        "warning", "an image listed more than once", "used as often", "once, with all its objects"
+    ),
+    "outline_malformed": Kind(
+        "warning", "an outline that is no list of points", "its box alone is used", "its box alone"
+    ),
+    "area_invalid": Kind("warning", "an area that is no number", "that of the box", _LEFT_OUT),
+    "label_without_image": Kind(
+        "warning", "a label file of no image", "not used, and its objects neither", _LEFT_OUT
+    ),
+    "label_shared": Kind(
+        "warning",
+        "images that differ in their suffix alone have one label file",
+        "both are used with its objects",
+        "each gets its own",
+    ),
+    "size_invalid": Kind("error", "the annotated size is no size", _STOPS, _LEFT_OUT),
+    "path_outside": Kind("error", "a file name leads out of its folder", _STOPS, _LEFT_OUT),
+    # Boxes.
+    "box_not_finite": Kind("warning", "a box with NaN or infinity", _BAD_BOX, _LEFT_OUT),
+    "box_no_area": Kind("warning", "a box of no width or height", _BAD_BOX, _LEFT_OUT),
+    "box_swapped": Kind(
+        "warning", "corners the wrong way round", "put in order (data.bad_boxes)", "put in order"
+    ),
+    "box_outside": Kind("warning", "a box quite outside its image", _BAD_BOX, _LEFT_OUT),
+    "box_sticking_out": Kind(
+        "warning", "a box leaves its image by over a pixel", "cut (data.bad_boxes)", "cut"
+    ),
+    "box_duplicate": Kind("warning", "the same object twice", "both are used", "the first is kept"),
+    # Images.
+    "image_missing": Kind("error", "a listed image does not exist", _STOPS, _LEFT_OUT),
+    "image_empty": Kind("error", "a file of no bytes", _REPLACED, _LEFT_OUT),
+    "image_unreadable": Kind("error", "not an image, or damaged", _REPLACED, _LEFT_OUT),
+    "image_truncated": Kind("error", "the end of the file is missing", _REPLACED, _LEFT_OUT),
+    "image_crashes_decoder": Kind("error", "decoding it kills the process", _REPLACED, _LEFT_OUT),
+    "image_hangs_decoder": Kind("error", "decoding it does not end", _REPLACED, _LEFT_OUT),
+    "size_mismatch": Kind("error", "not as large as its annotation says", _REPLACED, _LEFT_OUT),
+    "wrong_extension": Kind(
+        "note", "a file named as another format", "read as what it is", _AS_IT_IS
+    ),
+    "exif_orientation": Kind(
+        "note",
+        "a camera's note says to turn it",
+        "turned, unless its annotation has the size of the image not turned",
+        _AS_IT_IS,
+    ),
+    "grey": Kind("note", "an image without colour", "three equal channels", _AS_IT_IS),
+    "alpha": Kind("note", "an image with transparency", "transparency ignored", _AS_IT_IS),
+    "sixteen_bit": Kind("note", "16 bits a channel", "the upper 8 bits", _AS_IT_IS),
+    "cmyk": Kind("note", "an image for print (CMYK)", "turned into RGB", _AS_IT_IS),
+    "image_duplicate": Kind(
+        "warning", "two files of one split have the same content", "both are used", "once"
+    ),
+    "image_no_boxes": Kind("note", "an image without an object", "background", _AS_IT_IS),
+    "image_unlisted": Kind("note", "an image on disk that no split lists", "not used", _LEFT_OUT),
+    "leakage": Kind(
+        "warning",
+        "the same content in training and validation",
+        "used in both: scores are too good",
+        "left out of training",
+    ),
+}
+
+_LOGGER = logging.getLogger("ppdist.data")
+_ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count
+_LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
+_SAID = {  # of a bad box: to who asked to stop there, and where they are counted
+    "box_not_finite": ("is not finite", "not finite"),
+    "box_swapped": ("has its corners the wrong way round", "corners swapped"),
+    "box_no_area": ("has no area", "without area"),
+    "box_outside": ("lies outside the {}x{} image", "outside the image"),
+    "box_sticking_out": ("sticks out of the {}x{} image", "sticking out"),
+}
+_XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
+
+
+class Strictly:
+    """Training's `Complain`: an error stops it, warnings become one line for each kind."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, finding: Issue) -> None:
+        """Raises: DataError: the finding is an error."""
+        severity = KINDS[finding.code].severity
+        if severity == "error":
+            raise DataError(finding.what, code=finding.code, where=finding.where)
+        if severity == "warning":
+            self._first.setdefault(finding.code, finding.text)
+            self._counts[finding.code] += 1
+
+    def report(self) -> tuple[str, ...]:
+        """Logs the lines and returns them; nothing where nothing was found."""
+        lines = []
+        for kind, text in self._first.items():
+            more = self._counts[kind] - 1
+            lines.append(f"{text} (and {more} more: {KINDS[kind].meaning})" if more else text)
+            _LOGGER.warning(lines[-1])
+        return tuple(lines)
+
+
+def settle(
+    raw: RawSet, bad_boxes: str, *, masks: bool = False, notes: tuple[str, ...] = ()
+) -> DetectionSet:
+    """What training uses of what the files say: good boxes in float32.
+
+    Args:
+        bad_boxes: see BoxPolicy.
+        masks: keep the outlines of objects, float32 as they are, also where a box was cut.
+        notes: what reading the files put right.
+    Raises: DataError: a bad box where the policy is `error`.
+    """
+    policy = BoxPolicy(bad_boxes, raw.source)
+    records = Records.of(_records(raw.images, policy, masks))
+    return DetectionSet(
+        records, raw.class_names, raw.category_ids, raw.source, (*notes, *policy.report())
+    )
+
+
+def _records(images: Sequence[RawImage], policy: "BoxPolicy", masks: bool) -> Iterator[ImageRecord]:
+    for image in images:
+        boxes, labels, crowd, areas, polygons = [], [], [], [], []
+        for thing in image.objects:
+            box = policy.apply(thing.box, image.width, image.height, thing.where)
+            if box is None:
+                continue
+            boxes.append(box)
+            labels.append(thing.label)
+            crowd.append(thing.crowd)
+            # Files that leave the area open write none, 0, or what their swapped corners gave.
+            known = thing.area is not None and 0 < thing.area < math.inf
+            areas.append(thing.area if known else (box[2] - box[0]) * (box[3] - box[1]))
+            if masks:
+                polygons.append(tuple(part_K2.astype(np.float32) for part_K2 in thing.polygons))
+        yield ImageRecord(
+            path=os.path.abspath(image.path),
+            image_id=image.image_id,
+            width=image.width,
+            height=image.height,
+            boxes_M4=np.array(boxes, np.float32).reshape(-1, 4),
+            labels_M=np.array(labels, np.int64),
+            crowd_M=np.array(crowd, bool),
+            area_M=np.array(areas, np.float32),
+            polygons_M=tuple(polygons),
+        )
+
+
+def box_problem(box: Box, width: int, height: int) -> str | None:
+    """The kind (see findings.KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
+
+    Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
+    area if it still has one as float32, which is what training makes of it.
+    """
+    if not all(map(math.isfinite, box)):
+        return "box_not_finite"
+    x1, y1, x2, y2 = box
+    if x2 < x1 or y2 < y1:
+        return "box_swapped"
+    if not _has_area(box):
+        return "box_no_area"
+    cut = cut_box(box, width, height)
+    if not _has_area(cut):
+        return "box_outside"
+    if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
+        return "box_sticking_out"
+    return None
+
+
+def _has_area(box: Box) -> bool:
+    x1, y1, x2, y2 = array("f", box)
+    return x2 > x1 and y2 > y1
+
+
+def cut_box(box: Box, width: int, height: int) -> Box:
+    """The part of a box that is inside its image."""
+    return (
+        min(max(box[0], 0.0), width),
+        min(max(box[1], 0.0), height),
+        min(max(box[2], 0.0), width),
+        min(max(box[3], 0.0), height),
+    )
+
+
+def box_in_order(box: Box) -> Box:
+    """The same corners with x1 <= x2 and y1 <= y2."""
+    x1, y1, x2, y2 = box
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+class BoxPolicy:
+    """Applies `data.bad_boxes` to every box of a split and says once what it did.
+
+    `clip` puts swapped corners in order, cuts at the border and drops what has no area then;
+    `drop` drops every bad box; `error` stops at the first.  What sticks out by less than a pixel
+    is cut off silently.  What is bad: see box_problem.
+    """
+
+    def __init__(self, policy: str, source: str) -> None:
+        self._policy = policy
+        self._source = source
+        self._boxes = 0
+        self._counts: Counter[str] = Counter()
+
+    def apply(self, box: Box, width: int, height: int, where: str) -> Box | None:
+        """The box (x1, y1, x2, y2) to use, in pixels inside the image, or None to drop it.
+
+        Args:
+            where: names the annotation in an error.
+        Raises: DataError: the box is bad and the policy is `error`.
+        """
+        self._boxes += 1
+        problem = box_problem(box, width, height)
+        if problem is not None and self._policy == "error":
+            x1, y1, x2, y2 = box
+            raise DataError(
+                f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g}) "
+                f"{_SAID[problem][0].format(width, height)}",
+                code=problem,
+                where=where,
+                fix="fix the file, or set data.bad_boxes: clip",
+            )
+        clips = self._policy == "clip"
+        if clips and problem == "box_swapped":
+            self._count("put in order", problem)
+            box = box_in_order(box)
+            problem = box_problem(box, width, height)
+        if clips and problem == "box_sticking_out":
+            self._count("clipped", problem)
+        elif problem is not None:
+            self._count("dropped", problem)
+            return None
+        return cut_box(box, width, height)
+
+    def _count(self, done: str, problem: str) -> None:
+        self._counts[f"{done} ({_SAID[problem][1]})"] += 1
+
+    def report(self) -> tuple[str, ...]:
+        """Logs one line for the whole split and returns it; nothing where all boxes were good."""
+        if not self._counts:
+            return ()
+        done = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
+        line = f"{self._source}: {done} of {self._boxes} boxes (data.bad_boxes: {self._policy})"
+        _LOGGER.warning(line)
+        return (line,)
+
+
+def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
+    """[[x1, y1, x2, y2, ...], ...] as float64 [K, 2] each; None: it is something else."""
+    if not isinstance(value, list):
+        return None
+    try:
+        parts = [np.array(outline, np.float64).reshape(-1, 2) for outline in value]
+    except (ValueError, TypeError, OverflowError):
+        return None
+    good = all(np.isfinite(part_K2).all() for part_K2 in parts)
+    return tuple(part_K2 for part_K2 in parts if len(part_K2)) if good else None
+
+
+def area_in(value: Any) -> float | None:
+    """An area as files have it; None: it is no finite number."""
+    good = isinstance(value, int | float) and abs(value) < _LARGEST_AREA
+    return float(value) if good else None
+
+
+def find_repeats(images: Sequence[RawImage], complain: Complain) -> None:
+    """Complains of every image that is listed a second time."""
+    seen: set[Path] = set()
+    for image in images:
+        if image.path in seen:
+            what = f"{image.path.name} is listed a second time"
+            complain(Issue("image_listed_twice", what, str(image.path), image.where))
+        seen.add(image.path)
+
+
+def inside_folder(folder: Path, name: str, where: str) -> Path:
+    """folder / name.
+
+    Symbolic links in the folder are followed: they are the user's, the names are the file's.
+
+    Raises: DataError: the name leads out of the folder, or no file can be called so.
+    """
+    try:
+        usable = "\0" not in name and bool(os.fsencode(name))
+    except UnicodeEncodeError:  # half a surrogate pair, from a damaged JSON file
+        usable = False
+    if not usable:
+        raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
+    path = os.path.normpath(os.path.join(folder, name))
+    if not path.startswith(os.path.join(os.path.normpath(folder), "")):
+        raise DataError(
+            f"file name {name!r} leads out of {folder}", code="path_outside", where=where
+        )
+    return Path(path)
+
+
+def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
+    """The image that an annotation file calls `name`; None, and a finding, if it is outside.
+
+    Where there is no such file, it may be there in other bytes: names that came out of an archive
+    made on a Chinese Windows are GBK on disk, macOS takes letters and accents apart, and Windows
+    separates folders by a backslash.
+    """
+    try:
+        path = inside_folder(folder, name, where)
+        if (name.isascii() and "\\" not in name) or os.path.isfile(path):
+            return path
+        for other in _other_spellings(name):
+            elsewhere = inside_folder(folder, other, where)
+            if os.path.isfile(elsewhere):
+                return elsewhere
+    except DataError as error:
+        complain(Issue("path_outside", error.what, where=error.where))
+        return None
+    return path
+
+
+def _other_spellings(name: str) -> Iterator[str]:
+    for spelt in dict.fromkeys((name, name.replace("\\", "/"))):
+        for form in ("NFC", "NFD"):
+            yield unicodedata.normalize(form, spelt)
+        try:
+            yield os.fsdecode(spelt.encode("gb18030"))
+        except UnicodeEncodeError:  # the bytes of the disk already
+            continue
+
+
+def read_text(path: Path, complain: Complain | None = None) -> str:
+    """The text of an annotation file: UTF-8 with or without a mark, else GBK (and its finding).
+
+    Args:
+        complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
+    Raises: DataError: absent, unreadable, or in another encoding.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error), code="file_unreadable", where=str(path)
+        ) from error
+    if complain is not None and b"\r\n" in content:
+        complain(Issue("line_ends", "lines end as on Windows", where=str(path)))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if complain is None:
+            raise DataError(f"not UTF-8 text: {error}", code="not_utf8", where=str(path)) from error
+        problem = error
+    declared = _XML_ENCODING.match(content)
+    for encoding in ([declared[1].decode()] if declared else []) + ["gb18030"]:
+        try:
+            text = content.decode(encoding)
+        except (UnicodeDecodeError, LookupError):
+            continue
+        shown = "GBK" if encoding == "gb18030" else encoding
+        complain(Issue("encoding", f"not UTF-8 text: read as {shown}", where=str(path)))
+        return text
+    raise DataError(
+        f"neither UTF-8 nor GBK text: {problem}",
+        code="not_utf8",
+        where=str(path),
+        fix="save it as UTF-8",
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a new UTF-8 file, and the folders above it.
+
+    Half a surrogate pair, which UTF-8 cannot hold, becomes \\udNNN: in JSON that is the same.
+
+    Raises: UserError: it cannot be written, or is there already.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            file.write(text)
+
+
+NAME_FILES = ("label_list.txt", "classes.txt")
+
+
+class _Plain(yaml.SafeLoader):
+    """Plain data without aliases: ten lines of those can stand for more than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def class_names(
+    root: Path, configured: tuple[str, ...], complain: Complain | None = None
+) -> tuple[str, ...]:
+    """Names in the order of their numbers, or () when nobody gives them.
+
+    From data.class_names, else label_list.txt or classes.txt in root (a name a line), else the
+    `names` of the one YAML file in root that has them (ultralytics' data file).
+
+    Raises: DataError: a name is listed twice, or a file is malformed.
+    """
+    names, source = configured, "data.class_names"
+    for file in (root / name for name in NAME_FILES):
+        if not names and file.is_file():
+            names, source = tuple(read_list(file, complain)), str(file)
+    if not names:
+        named = {file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml"))}
+        named = {file: found for file, found in named.items() if found}
+        if len(set(named.values())) > 1:
+            files = ", ".join(map(str, named))
+            raise DataError(
+                "give different class names",
+                code="class_names_ambiguous",
+                where=files,
+                fix="set data.class_names",
+            )
+        for file, found in named.items():
+            names, source = found, str(file)
+    return _distinct(names, source)
+
+
+def read_names(file: Path) -> tuple[str, ...]:
+    """Class names of a file that has one a line.
+
+    Raises: DataError: absent, not UTF-8 text, or a name is listed twice.
+    """
+    return _distinct(tuple(read_list(file)), str(file))
+
+
+def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"class {twice[0]!r} is listed twice", code="class_name_duplicate", where=source
+        )
+    return names
+
+
+def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
+    try:
+        content = yaml.load(read_text(file, complain), Loader=_Plain)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        return ()  # some other file that happens to lie here
+    names = content.get("names") if isinstance(content, dict) else None
+    if isinstance(names, dict):
+        if set(names) != set(range(len(names))):
+            raise DataError(
+                f"expected the numbers 0 to {len(names) - 1} as keys",
+                code="bad_class_numbers",
+                where=f"{file}: names",
+            )
+        names = [names[number] for number in range(len(names))]
+    if not isinstance(names, list) or any(isinstance(name, list | dict) for name in names):
+        return ()
+    return tuple(map(str, names))
+
+
+def read_list(path: Path, complain: Complain | None = None) -> list[str]:
+    """The lines that are not empty, without surrounding blanks."""
+    text = read_text(path, complain)
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Absolute paths, in an order that does not depend on the file system.
+
+    Hidden files and folders, and what macOS adds to archives (`__MACOSX`), are left out.  Links to
+    files and folders are followed, without end in no case: a linked folder counts once, and only if
+    it lies outside `folder` (inside, it is met by its own name) and not above it.
+    """
+    start, top = os.path.abspath(folder), os.path.realpath(folder)
+    seen: set[str] = set()
+    for place, below, files in os.walk(start, followlinks=True):
+        real = os.path.realpath(place)
+        own_name = os.path.join(top, os.path.relpath(place, start))
+        if real in seen or _inside(top, real) or (_inside(real, top) and real != own_name):
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not is_no_data(name))
+        for file in sorted(files):
+            if not is_no_data(file):
+                yield f"{place}{os.sep}{file}"
+
+
+def is_no_data(name: str) -> bool:
+    """Whether a file or folder is none of the user's data by its name."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path.startswith(os.path.join(folder, "")) and path != folder
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+# Opened directly: Image.open refuses images of more than 180 million pixels.
+_READERS: tuple[tuple[bytes, Any], ...] = (
+    (b"\xff\xd8", JpegImagePlugin.JpegImageFile),
+    (b"RIFF", WebPImagePlugin.WebPImageFile),
+    (b"BM", BmpImagePlugin.BmpImageFile),
+    (b"II", TiffImagePlugin.TiffImageFile),
+    (b"MM", TiffImagePlugin.TiffImageFile),
+)
+
+
+class Frame(NamedTuple):
+    """width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF."""
+
+    width: int
+    height: int
+    orientation: int
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """(width, height) before it is turned."""
+        return self.width, self.height
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """(width, height) once turned, as `read_image` gives it."""
+        return self.stored if self.orientation < 5 else (self.height, self.width)
+
+
+def read_frame(path: str | Path) -> Frame | None:
+    """What the header says, as OpenCV understands it; None: absent, or no image we can read.
+
+    No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
+    count, as it does not when the image is read.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = _png(file) if file.read(8) == _PNG else _other(file)
+    except Exception:  # Pillow's readers raise nearly anything for damaged files
+        return None
+    return found if found.width > 0 and found.height > 0 else None
+
+
+def image_size(path: str | Path) -> tuple[int, int] | None:
+    """(width, height) upright; None: absent, or no image we can read."""
+    frame = read_frame(path)
+    return None if frame is None else frame.upright
+
+
+def _png(file: BinaryIO) -> Frame:
+    """From its chunks, of which eXIf may come last; Pillow would decode the pixels to find it."""
+    length, kind, width, height = struct.unpack(">I4sII", file.read(16))
+    if kind != b"IHDR":
+        raise ValueError("no PNG header")
+    orientation = 1
+    while kind not in (b"IEND", b"eXIf"):
+        file.seek(length - 8 if kind == b"IHDR" else length, os.SEEK_CUR)
+        head = file.read(12)[4:]  # behind the checksum
+        if len(head) < 8:
+            break
+        length, kind = struct.unpack(">I4s", head)
+    if kind == b"eXIf":
+        orientation = _orientation(file.read(length))
+    return Frame(width, height, orientation)
+
+
+def _other(file: BinaryIO) -> Frame:
+    file.seek(0)
+    start = file.read(4)
+    file.seek(0)
+    reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
+    with reader(file) as image:
+        if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` may be turned already
+            tags: Mapping[int, Any] = image.tag_v2
+            turned = _valid(tags.get(ExifTags.Base.Orientation, 1))
+            sides = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
+            return Frame(int(sides[0]), int(sides[1]), turned)
+        width, height = image.size
+        return Frame(width, height, _orientation(image.info.get("exif", b"")))
+
+
+def _orientation(content: bytes) -> int:
+    if not content:
+        return 1
+    exif = Image.Exif()
+    exif.load(content)
+    return _valid(exif.get(ExifTags.Base.Orientation, 1))
+
+
+def _valid(orientation: Any) -> int:
+    return orientation if orientation in range(1, 9) else 1
+
+
+def turned_upright(image: RawImage, frame: Frame) -> RawImage:
+    """An image annotated as its pixels are stored, with everything turned as the pixels will be."""
+    objects = []
+    for thing in image.objects:
+        x1, y1, x2, y2 = thing.box
+        (left, right), (top, bottom) = map(sorted, zip(_turn(x1, y1, frame), _turn(x2, y2, frame)))
+        box: Box = (left, top, right, bottom)
+        if x2 < x1 or y2 < y1:  # the wrong way round it stays
+            box = (right, bottom, left, top)
+        parts = [part_K2.copy() for part_K2 in thing.polygons]
+        for part_K2 in parts:
+            x_K, y_K = part_K2.T.copy()
+            part_K2[:, 0], part_K2[:, 1] = _turn(x_K, y_K, frame)
+        objects.append(replace(thing, box=box, polygons=tuple(parts)))
+    width, height = frame.upright
+    return replace(image, width=width, height=height, objects=objects)
+
+
+def _turn(x: Any, y: Any, frame: Frame) -> tuple[Any, Any]:
+    """Where a point of the stored pixels comes to lie (EXIF 2.32, tag 274; edges, not centres)."""
+    width, height = frame.stored
+    return {
+        1: (x, y),
+        2: (width - x, y),
+        3: (width - x, height - y),
+        4: (x, height - y),
+        5: (y, x),
+        6: (height - y, x),
+        7: (height - y, width - x),
+        8: (y, width - x),
+    }[frame.orientation]

@@ -1,0 +1,355 @@
+"""A few images of a split instead of all: the same ones in every run and on every rank.
+
+What must hold of the splits before training starts: images on disk, classes that agree.
+
+The `data:` section, and one entrance to every annotation format.
+"""
+
+import os
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import Strictly, settle
+from ppdist.data.datasets.coco import read_coco
+from ppdist.data.datasets.folder import read_csv, read_folder
+from ppdist.data.datasets.voc import read_voc
+from ppdist.data.datasets.yolo import read_yolo
+from ppdist.data.types import (
+    Complain,
+    DetectionSet,
+    RawImage,
+    RawObject,
+    RawSet,
+    Records,
+    keyed_generator,
+)
+
+_SEED = 0  # not the run's: runs with other seeds are compared on the same images
+
+
+def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
+    """The first `limit` images of an order that depends on the annotations alone; see `draw_order`.
+
+    The images keep their order in the files, and the set its classes, also those without an object.
+    Of a set of as many images or fewer all are taken.  Whoever reads the set for a user says its
+    `limited`, which tells what was done.
+
+    Args:
+        limit: images; None: all.
+        key: of the configuration, for that line.
+    """
+    count = len(dataset.records)
+    if limit is None:
+        return dataset
+    if limit >= count:
+        note = f"{key}: {limit}, and there are {count} images: all of them are used"
+        return replace(dataset, limited=note)
+    records = Records.of(dataset.records)
+    chosen = sorted(draw_order(records, len(dataset.class_names))[:limit].tolist())
+    few = Records(records[index] for index in chosen)
+    before, after = (set(each.labels_O[~each.crowd_O].tolist()) for each in (records, few))
+    note = f"{key}: {limit} of {count} images"
+    absent = [dataset.class_names[label] for label in sorted(before - after)]
+    if absent:
+        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        note += f", without any object of {', '.join(absent[:5])}{more}"
+    return replace(dataset, records=few, limited=note)
+
+
+def limits(*sets: DetectionSet | None) -> list[str]:
+    """What there is to say about the limits of some sets."""
+    return [dataset.limited for dataset in sets if dataset is not None and dataset.limited]
+
+
+def draw_order(records: Records, num_classes: int) -> np.ndarray:
+    """An order of the images in which few suffice to see every class.
+
+    A random order drawn from a fixed seed, in which those images come first that show every class:
+    again and again the one with the most classes not seen so far (the earliest of equals).  That
+    greedy choice needs at most 1 + ln C times the fewest possible (Johnson 1974, Approximation
+    algorithms for combinatorial problems, theorem 4).  A smaller limit takes images of a larger
+    one, so curves over the number of images add images and take none away.
+
+    Returns: [N] positions in records.
+    """
+    count = len(records)
+    order_N = keyed_generator(_SEED, count).permutation(count)
+    rank_N = np.empty(count, np.int64)
+    rank_N[order_N] = np.arange(count)
+    image_O = np.repeat(np.arange(count), records.counts_N)
+    counted_O = ~records.crowd_O
+    # Pairs (image, class), each once; images by their place in the drawn order, so that the first
+    # of several that show as many new classes is the earliest.
+    pairs = np.unique(rank_N[image_O[counted_O]] * num_classes + records.labels_O[counted_O])
+    places, labels = np.divmod(pairs, max(1, num_classes))
+    first: list[int] = []
+    while len(places):
+        best = int(np.bincount(places).argmax())
+        first.append(best)
+        seen = np.isin(labels, labels[places == best])
+        places, labels = places[~seen], labels[~seen]
+    rest = np.setdiff1d(np.arange(count), np.array(first, np.int64))
+    return order_N[np.concatenate([np.array(first, np.int64), rest])]
+
+
+def check_files(dataset: DetectionSet) -> None:
+    """Every image is there: one listing per folder, and a look-up only of each that is a link.
+
+    Raises: DataError: no image is listed, listed ones do not exist, or a folder cannot be listed.
+    """
+    if not dataset.records:
+        raise DataError("lists no image", code="no_images", where=dataset.source)
+    wanted: defaultdict[str, list[str]] = defaultdict(list)
+    for record in dataset.records:
+        folder, name = os.path.split(record.path)
+        wanted[folder].append(name)
+    absent: set[str] = set()
+    for folder, names in wanted.items():
+        is_link = _listing(folder, dataset.source)
+        for name in names:
+            path = os.path.join(folder, name)
+            if name not in is_link or (is_link[name] and _leads_nowhere(path)):
+                absent.add(path)
+    if absent:
+        first = [record.path for record in dataset.records if record.path in absent][:3]
+        raise DataError(
+            f"{len(absent)} of {len(dataset.records)} images do not exist, first "
+            f"{', '.join(first)}",
+            code="image_missing",
+            where=dataset.source,
+            fix="check data.root and the images folder",
+        )
+
+
+def _listing(folder: str, source: str) -> dict[str, bool]:
+    """Name -> whether it is a link; nothing where there is no such folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.is_symlink() for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise DataError(
+            f"the folder of images that {source} lists cannot be listed: {error.strerror or error}",
+            code="folder_unreadable",
+            where=folder,
+            fix="give this user the right to read it",
+        ) from error
+
+
+def _leads_nowhere(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # there is something: who reads it will say what is wrong
+        return False
+    return False
+
+
+def check_classes(dataset: DetectionSet, num_classes: int) -> None:
+    """The data have as many classes as the model.  Raises: DataError."""
+    found = len(dataset.class_names)
+    if found != num_classes:
+        fix = f"set model.num_classes: {found}"
+        if dataset.class_names[:1] == ("0",) and all(0 not in r.labels_M for r in dataset.records):
+            fix += "; nothing there is of class 0, and numbers of classes start at 0"
+        raise DataError(
+            f"model.num_classes is {num_classes} but {dataset.source} has {found} categories "
+            f"({_listed(dataset.class_names)})",
+            code="num_classes_differ",
+            fix=fix,
+        )
+
+
+def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:
+    """data.class_names, where given, says what a file that names its classes says.
+
+    Raises: DataError: it does not.
+    """
+    if configured and configured != dataset.class_names:
+        raise DataError(
+            f"data.class_names is {_listed(configured)} but the categories of {dataset.source} "
+            f"are {_listed(dataset.class_names)}",
+            code="class_names_differ",
+            fix="its names count: leave data.class_names out",
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+
+
+def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet) -> None:
+    """Both splits mean the same by each class number.
+
+    A class that only one split knows, or another order, would go unnoticed as a low score.
+
+    Raises: DataError: names or category ids differ.
+    """
+    ours = [*zip(train.category_ids, train.class_names)]
+    theirs = [*zip(val.category_ids, val.class_names)]
+    if ours != theirs:
+        differing = [pair for pair in ours if pair not in theirs][:5]
+        differing += [pair for pair in theirs if pair not in ours][:5]
+        shown = ", ".join(f"{number} {name}" for number, name in differing)
+        raise DataError(
+            f"{train.source} and {val.source} have different categories ({shown})",
+            code="classes_differ",
+            fix="give both files the same list of ids and names",
+        )
+
+
+_ANNOTATIONS = {"coco": "JSON file", "voc": "list of images", "csv": "CSV file"}
+
+
+def read_split(
+    config: DataConfig,
+    split: Literal["train", "val"],
+    num_classes: int | None = None,
+    *,
+    masks: bool = False,
+    whole: bool = False,
+) -> DetectionSet:
+    """Reads one split; every rank reads the same files and gets the same set.
+
+    Args:
+        num_classes: what the model has; the data must have as many.  None: any.
+        masks: keep the outlines of objects.
+        whole: all images, whatever the split's `limit`.
+    Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
+    """
+    _check_folder(config, split)
+    limit = None if whole else (config.train if split == "train" else config.val).limit
+    dataset = limited(_settled(config, split, masks), limit, f"data.{split}.limit")
+    check_files(dataset)
+    if num_classes is not None:
+        check_classes(dataset, num_classes)
+    return dataset
+
+
+def read_annotations(
+    config: DataConfig, split: Literal["train", "val"], num_classes: int
+) -> DetectionSet:
+    """As `read_split`, for who wants to know the classes: the images need not be there."""
+    dataset = _settled(config, split, masks=False)
+    check_classes(dataset, num_classes)
+    return dataset
+
+
+def read_raw(config: DataConfig, split: Literal["train", "val"], complain: Complain) -> RawSet:
+    """A split as its files say it, with everything that conversion keeps.
+
+    Of classified images every object is one without a place: box and size are 0, not known.
+
+    Args:
+        complain: gets what is wrong with parts of the files; if it returns, they are left out.
+    Raises: DataError: a file is missing or as a whole not of the format.
+    """
+    _check_folder(config, split)
+    if config.classifies:
+        return _raw_of(_classified(config, split))
+    return _raw(config, split, complain, everything=True)
+
+
+def _check_folder(config: DataConfig, split: Literal["train", "val"]) -> None:
+    _, images = _places(config, split)
+    if not images.is_dir():
+        raise DataError(
+            f"{images} is not a folder", code="image_folder_missing", where=f"data.{split}.images"
+        )
+
+
+def _places(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, Path]:
+    """data.root, and the folder of a split's images."""
+    root = Path(config.root)
+    if not root.is_dir():
+        raise DataError(
+            f"{root} is not a folder",
+            code="data_root_missing",
+            where="data.root",
+            fix="set -o data.root=PATH",
+        )
+    return root, root / (config.train if split == "train" else config.val).images
+
+
+def _settled(config: DataConfig, split: Literal["train", "val"], masks: bool) -> DetectionSet:
+    if config.classifies:
+        return _classified(config, split)
+    strictly = Strictly()
+    raw = _raw(config, split, strictly, everything=masks)
+    dataset = settle(raw, config.bad_boxes, masks=masks, notes=strictly.report())
+    if config.format == "coco":
+        check_names(dataset, config.class_names)
+    return dataset
+
+
+def _raw(
+    config: DataConfig, split: Literal["train", "val"], complain: Complain, *, everything: bool
+) -> RawSet:
+    root, images = _places(config, split)
+    naming, annotations = _annotation_files(config, split)
+    names = config.class_names
+    if config.format == "coco":
+        return read_coco(images, annotations, complain, everything=everything)
+    if config.format == "yolo":
+        return read_yolo(root, images, annotations, names, complain)
+    return read_voc(
+        root, images, annotations, names, complain, naming_list=naming, everything=everything
+    )
+
+
+def _classified(config: DataConfig, split: Literal["train", "val"]) -> DetectionSet:
+    root, images = _places(config, split)
+    if config.format == "folder":
+        naming = root / config.train.images
+        return read_folder(root, images, config.class_names, naming_folder=naming)
+    naming, table = _annotation_files(config, split)
+    return read_csv(root, images, table, config.class_names, naming_table=naming)
+
+
+def _annotation_files(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, Path]:
+    """Those of the training split, which may name the classes, and those of this split."""
+    root = Path(config.root)
+    for key, part in (("train", config.train), ("val", config.val)):
+        if not part.annotations:
+            raise DataError(
+                f"data.{key}.annotations is missing: format {config.format} needs it",
+                code="missing_key",
+            )
+    naming = root / config.train.annotations
+    annotations = naming if split == "train" else root / config.val.annotations
+    if not annotations.exists():
+        raise DataError(
+            f"{annotations} does not exist",
+            code="annotation_file_missing",
+            where=f"data.{split}.annotations",
+        )
+    if annotations.is_dir() and config.format != "yolo":
+        raise DataError(
+            f"{annotations} is a folder; expected a {_ANNOTATIONS[config.format]}",
+            code="annotation_file_expected",
+            where=f"data.{split}.annotations",
+        )
+    return naming, annotations
+
+
+def _raw_of(dataset: DetectionSet) -> RawSet:
+    images = [
+        RawImage(
+            path=Path(record.path),
+            image_id=record.image_id,
+            width=0,
+            height=0,
+            objects=[RawObject((0.0, 0.0, 0.0, 0.0), int(record.labels_M[0]), record.path)],
+            where=record.path,
+        )
+        for record in dataset.records
+    ]
+    return RawSet(images, dataset.class_names, dataset.category_ids, dataset.source)

@@ -1,0 +1,378 @@
+"""COCO detection JSON (cocodataset.org/#format-data)."""
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import (
+    area_in,
+    find_image,
+    find_repeats,
+    outlines_in,
+    read_text,
+    write_text,
+)
+from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+
+_NEEDED = {
+    "images": ("id", "file_name", "width", "height"),
+    "annotations": ("image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+_OBJECT_KEYS = {"image_id", "category_id", "bbox", "area", "iscrowd", "segmentation"}
+_NOTHING: Mapping[str, Any] = {}
+
+
+def read_coco(
+    images: Path, annotations: Path, complain: Complain, *, everything: bool = True
+) -> RawSet:
+    """The images of a COCO file in its order; class numbers follow category ids.
+
+    `extra` of an object holds its id, masks that are no polygons (RLE), and keys COCO has not; that
+    of the set, info and licenses; that of a class, its supercategory and the like.
+
+    Args:
+        images: folder that `file_name` is relative to.
+        annotations: the JSON file.
+        everything: also outlines and `extra`, which training without masks has no use for.
+    Raises: DataError: the file as a whole is not COCO.
+    """
+    content = _load(annotations, complain)
+    categories = _categories(content["categories"], annotations, complain)
+    label_of = {category: label for label, category in enumerate(categories)}
+    image_of = _images(content["images"], images, annotations, complain)
+    seen: set[int] = set()
+    for number, entry in enumerate(content["annotations"]):
+        try:
+            image, thing = _object(entry, number, annotations, image_of, categories, label_of)
+        except _Wrong as wrong:
+            complain(wrong.finding)
+            continue
+        identity = _whole(entry.get("id"))
+        if identity is not None and identity in seen:
+            what, path = "an annotation before it has the same id", str(image.path) if image else ""
+            complain(Issue("annotation_id_duplicate", what, path, thing.where))
+        elif identity is not None:
+            seen.add(identity)
+        if image is not None:
+            _add_area(thing, entry, image, complain)
+            if everything:
+                _add_everything(thing, entry, image, complain)
+            image.objects.append(thing)
+    kept = [image for image in image_of.values() if image is not None]
+    find_repeats(kept, complain)
+    raw = RawSet(kept, tuple(categories.values()), tuple(categories), str(annotations))
+    if everything:
+        raw.extra = _further(content, _NEEDED)
+        raw.class_extras = _class_extras(content["categories"])
+    return raw
+
+
+class _Wrong(Exception):
+    """What is wrong with one entry; it never leaves this file."""
+
+    def __init__(self, code: str, what: str, image: str = "", where: str = "") -> None:
+        self.finding = Issue(code, what, image, where)
+        super().__init__(self.finding.text)
+
+
+def _load(path: Path, complain: Complain) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(path, complain))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"not JSON: {error}", code="not_json", where=str(path)) from error
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise DataError(
+            f"not COCO detection JSON: expected an object, found a {kind}",
+            code="not_coco",
+            where=str(path),
+        )
+    for part in _NEEDED:
+        if not isinstance(content.get(part), list):
+            found = ", ".join(list(content)[:8]) or "nothing"
+            raise DataError(
+                f"not COCO detection JSON: it has no list {part!r} (it has: {found})",
+                code="not_coco",
+                where=str(path),
+            )
+    return content
+
+
+def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
+    missing = [key for key in _NEEDED[part] if not isinstance(entry, dict) or key not in entry]
+    if missing:
+        raise _Wrong(
+            "annotation_line",
+            f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {str(entry)[:120]}",
+            where=str(file),
+        )
+
+
+def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[int, str]:
+    """Names by id, in the order of ids."""
+    found: dict[int, str] = {}
+    for number, entry in enumerate(entries):
+        try:
+            _check_keys("categories", number, entry, file)
+        except _Wrong as wrong:
+            raise DataError(wrong.finding.what, code="not_coco", where=str(file)) from wrong
+        identity = _whole(entry["id"])
+        if identity is None:
+            raise DataError(
+                f"id {entry['id']!r}: expected a whole number",
+                code="bad_category_id",
+                where=f"{file}: categories[{number}]",
+            )
+        if identity in found:
+            raise DataError(
+                "two entries of 'categories' have the same id",
+                code="category_id_duplicate",
+                where=str(file),
+            )
+        found[identity] = str(entry["name"])
+    ordered = dict(sorted(found.items()))
+    ids = list(ordered)
+    if ids not in ([*range(len(ids))], [*range(1, len(ids) + 1)]):
+        shown = ", ".join(f"{i} {n} -> {k}" for k, (i, n) in enumerate([*ordered.items()][:10]))
+        more = ", ..." if len(ids) > 10 else ""
+        what = f"category ids are not 1 to {len(ids)}: used as classes {shown}{more}"
+        complain(Issue("class_ids_gap", what, where=str(file)))
+    return ordered
+
+
+def _images(
+    entries: Sequence[Any], folder: Path, file: Path, complain: Complain
+) -> dict[int, RawImage | None]:
+    """By id; None for what is left out, so that its objects are left out without a word."""
+    found: dict[int, RawImage | None] = {}
+    number_of: dict[int, int] = {}
+    for number, entry in enumerate(entries):
+        where = f"{file}: images[{number}]"
+        identity = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        try:
+            _check_keys("images", number, entry, file)
+            if identity is None:
+                what = f"id {entry['id']!r}: expected a whole number"
+                raise _Wrong("annotation_line", what, where=where)
+            if identity in number_of:
+                first = number_of[identity]
+                what = f"images[{number}] has the same id as images[{first}]: {identity}"
+                raise _Wrong("image_id_duplicate", what, where=str(file))
+            number_of[identity], found[identity] = number, None
+            found[identity] = _image(entry, identity, folder, file, where, complain)
+        except _Wrong as wrong:
+            complain(wrong.finding)
+    return found
+
+
+def _image(
+    entry: dict[str, Any], identity: int, folder: Path, file: Path, where: str, complain: Complain
+) -> RawImage | None:
+    name = entry["file_name"]
+    if not isinstance(name, str):
+        raise _Wrong("annotation_line", f"file_name {name!r}: expected a name", where=where)
+    path = find_image(folder, name, str(file), complain)
+    if path is None:
+        return None
+    width, height = _whole(entry["width"]), _whole(entry["height"])
+    if width is None or height is None or not (0 < width < 2**31 and 0 < height < 2**31):
+        raise _Wrong(
+            "size_invalid",
+            f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels",
+            str(path),
+            where,
+        )
+    extra = _further(entry, _NEEDED["images"])
+    return RawImage(path, identity, width, height, [], where, extra)
+
+
+def _object(
+    entry: Any,
+    number: int,
+    file: Path,
+    image_of: Mapping[int, RawImage | None],
+    categories: Mapping[int, str],
+    label_of: Mapping[int, int],
+) -> tuple[RawImage | None, RawObject]:
+    """An annotation and its image, None if that is left out."""
+    _check_keys("annotations", number, entry, file)
+    where = f"{file}: annotation {entry.get('id', f'number {number}')}"
+    identity, category = _whole(entry["image_id"]), _whole(entry["category_id"])
+    if identity is None or identity not in image_of:
+        what = f"image_id {entry['image_id']} is not among the file's images"
+        raise _Wrong("image_unknown", what, where=where)
+    image = image_of[identity]
+    path = str(image.path) if image is not None else ""
+    if category is None or category not in label_of:
+        known = ", ".join(f"{i} {name}" for i, name in [*categories.items()][:10])
+        more = ", ..." if len(categories) > 10 else ""
+        raise _Wrong(
+            "class_unknown",
+            f"category_id {entry['category_id']} is not among the file's categories "
+            f"({known}{more})",
+            path,
+            where,
+        )
+    if image is not None:
+        where = f"{where} of image {image.path.name!r}"
+    x, y, width, height = _numbers(entry["bbox"], where, path)
+    return image, RawObject(
+        box=(x, y, x + width, y + height),
+        label=label_of[category],
+        where=where,
+        crowd=_is_crowd(entry.get("iscrowd")),
+        extra=_NOTHING,
+    )
+
+
+def _is_crowd(value: Any) -> bool:
+    if isinstance(value, str):  # some tools write numbers as text
+        return value.strip().lower() not in ("", "0", "0.0", "false")
+    return bool(value)
+
+
+def _add_area(thing: RawObject, entry: dict[str, Any], image: RawImage, complain: Complain) -> None:
+    given = entry.get("area")
+    thing.area = area_in(given)
+    if given is not None and thing.area is None:
+        what = f"area {given!r:.80}: expected a number"
+        complain(Issue("area_invalid", what, str(image.path), thing.where))
+
+
+def _add_everything(
+    thing: RawObject, entry: dict[str, Any], image: RawImage, complain: Complain
+) -> None:
+    """Outlines and what else an annotation has."""
+    thing.extra = _further(entry, _OBJECT_KEYS)
+    given = entry.get("segmentation")
+    if isinstance(given, dict):
+        thing.extra["segmentation"] = given
+        return
+    outlines = outlines_in([] if given is None else given)
+    if outlines is None:
+        what = "segmentation: expected lists of x1, y1, x2, y2, ..."
+        complain(Issue("outline_malformed", what, str(image.path), thing.where))
+    thing.polygons = outlines or ()
+
+
+def _further(entry: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in known}
+
+
+def _class_extras(entries: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """In the order of ids; none where no class has any."""
+    ordered = sorted(entries, key=lambda entry: _whole(entry["id"]) or 0)
+    extras = tuple(_further(entry, _NEEDED["categories"]) for entry in ordered)
+    return extras if any(extras) else ()
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number that 64 bits can hold, also where it is written as 3.0; else None."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def _numbers(bbox: Any, where: str, image: str) -> list[float]:
+    if not isinstance(bbox, list) or len(bbox) != 4:
+        what = f"bbox {bbox!r}: expected [x, y, width, height]"
+        raise _Wrong("annotation_line", what, image, where)
+    try:
+        return [float(value) for value in bbox]
+    except (TypeError, ValueError, OverflowError) as error:
+        what = f"bbox {bbox!r}: expected four numbers"
+        raise _Wrong("annotation_line", what, image, where) from error
+
+
+def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:
+    """Writes a COCO file that `read_coco` reads as the same set.
+
+    Args:
+        names: of the images, relative to their folder.
+    Returns: what COCO could not hold, a line for each kind.
+    Raises: UserError: the file cannot be written, or is there already.
+    """
+    used = {
+        identity
+        for image in raw.images
+        for thing in image.objects
+        if (identity := _whole(thing.extra.get("id"))) is not None
+    }
+    free = max(used, default=0) + 1
+    renumbered = 0
+    annotations = []
+    for image in raw.images:
+        for thing in image.objects:
+            identity = _whole(thing.extra.get("id"))
+            if identity in used:
+                used.discard(identity)
+            else:  # none, or that of an object before
+                renumbered += "id" in thing.extra
+                identity, free = free, free + 1
+            annotations.append(_entry(thing, identity, image.image_id, raw.category_ids))
+    class_extras = raw.class_extras or [_NOTHING] * len(raw.class_names)
+    content = {
+        **raw.extra,
+        "images": [
+            {
+                **image.extra,
+                "id": image.image_id,
+                "file_name": name,
+                "width": image.width,
+                "height": image.height,
+            }
+            for image, name in zip(raw.images, names)
+        ],
+        "annotations": annotations,
+        "categories": [
+            {**extra, "id": identity, "name": name}
+            for extra, identity, name in zip(class_extras, raw.category_ids, raw.class_names)
+        ],
+    }
+    write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
+    return [f"{renumbered} objects: another has their id, numbered anew"] if renumbered else []
+
+
+def _entry(
+    thing: RawObject, identity: int | None, image_id: int, category_ids: Sequence[int]
+) -> dict[str, Any]:
+    bbox = _bbox(thing.box)
+    entry: dict[str, Any] = {
+        **thing.extra,
+        "id": identity,
+        "image_id": image_id,
+        "category_id": category_ids[thing.label],
+        "bbox": bbox,
+        "iscrowd": int(thing.crowd),
+        # pycocotools needs an area; read back, 0 would count as none as well.
+        "area": bbox[2] * bbox[3] if thing.area is None else _short(thing.area),
+    }
+    if thing.polygons:
+        outlines = [part_K2.reshape(-1).tolist() for part_K2 in thing.polygons]
+        entry["segmentation"] = [[_short(value) for value in outline] for outline in outlines]
+    return entry
+
+
+def _bbox(box: Box) -> list[float]:
+    """[x, y, w, h] so short that x + w is still exactly the right edge."""
+    x1, y1, x2, y2 = box
+    return [_short(value) for value in (x1, y1, _side(x1, x2), _side(y1, y2))]
+
+
+def _side(low: float, high: float) -> float:
+    """What gives `high` when added to `low`; of several such numbers the one of fewest digits."""
+    side = high - low
+    candidates = [round(side, digits) for digits in range(17)]
+    candidates += [math.nextafter(side, math.inf), math.nextafter(side, -math.inf)]
+    return next((short for short in candidates if low + short == high), side)
+
+
+def _short(value: float) -> float:
+    """A whole number without a decimal point."""
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,675 @@
+"""A split written anew in another format, or in its own.
+
+    OUT/images/SPLIT/...                    copies of the images, or links to them
+    coco  OUT/annotations/instances_SPLIT.json
+    voc   OUT/ImageSets/Main/SPLIT.txt      OUT/Annotations/SPLIT/....xml   OUT/label_list.txt
+    yolo  OUT/SPLIT.txt                     OUT/labels/SPLIT/....txt        OUT/data.yaml
+
+Nothing that is there is ever overwritten.
+
+Divides one split into several, so that each has its share of every class.
+
+    images -> groups of one content -> parts (`divide`) -> files of the set's own format (`write`)
+
+An annotation file is divided by its entries, which stay as they are; no image moves.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from ppdist.common.errors import ConfigError, DataError, UserError
+from ppdist.common.files import make_folder, make_parent, writing
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import (
+    class_names,
+    read_frame,
+    read_list,
+    read_text,
+    turned_upright,
+    write_text,
+)
+from ppdist.data.datasets.coco import write_coco
+from ppdist.data.datasets.voc import write_voc
+from ppdist.data.datasets.yolo import write_yolo
+from ppdist.data.types import DetectionSet, Issue, RawImage, RawSet, keyed_generator
+
+Format = Literal["coco", "voc", "yolo"]
+Images = Literal["copy", "link", "none"]
+_DEEPEST = 50  # lists and mappings in one another
+# Ends of lines to Python, or nothing that XML may contain.
+_NO_NAME = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
+
+
+def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str) -> list[str]:
+    """Writes a split so that reading it back gives the same images and objects.
+
+    Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
+    areas, outlines, crowds and further properties do where the format can hold them.  Images of one
+    name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
+    out, and images of which nobody knows the size.  YOLO's fractions are of the image as its file
+    has it: annotations of another frame are turned with it, or left out with their image.
+
+    Args:
+        out: a folder, made if need be; several splits may share it.
+        images: copy: into out; link: symbolic links there; none: they stay where they are (not
+            for YOLO, which finds labels by the place of the image).
+        split: what it is called there.
+    Returns: what was lost or changed, a line for each kind.
+    Raises: DataError: there are no boxes, classes that the format cannot tell apart, or a split of
+        this name is there already.  UserError: something cannot be written.
+    """
+    _check(raw, form, out, images, split)
+    lines: list[str] = []
+    folder = _common_folder(raw)
+    raw = _finite(_sized(raw, lines), lines)
+    if form != "coco":
+        raw = _once(raw, lines)
+    if form == "yolo":
+        raw = _as_files_are(raw, lines)
+    names = _new_names(raw, folder, form, lines)
+    make_folder(out)
+    if form != "coco":
+        _write_classes(raw, form, out)
+        _say_what_is_lost(raw, form, lines)
+    if images == "none":
+        own = [os.path.relpath(os.path.abspath(image.path), folder) for image in raw.images]
+        _check_names_stay(form, own)
+    else:
+        _place_images(raw, names, out / "images" / split, images, lines)
+    if form == "coco":
+        written = own if images == "none" else names
+        lines += write_coco(out / "annotations" / f"instances_{split}.json", raw, written)
+    elif form == "voc":
+        written = own if images == "none" else [f"{split}/{name}" for name in names]
+        place = _place_of_xml(out, split, folder) if images == "none" else split
+        stems = [f"{place}/{os.path.splitext(name)[0]}" for name in names]
+        list_file = out / "ImageSets" / "Main" / f"{split}.txt"
+        lines += write_voc(list_file, out / "Annotations", raw, written, stems)
+    else:
+        listed = [f"./images/{split}/{name}" for name in names]
+        lines += write_yolo(out / f"{split}.txt", out / "labels" / split, raw, names, listed)
+    return lines
+
+
+def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Images) -> str:
+    """The `data:` section of a config that reads what `convert` wrote, as YAML.
+
+    Args:
+        raws: what was converted, by the name of the split.
+    """
+    data: dict[str, object] = {"format": form, "root": os.path.abspath(out)}
+    for split, raw in raws.items():
+        annotations = {
+            "coco": f"annotations/instances_{split}.json",
+            "voc": f"ImageSets/Main/{split}.txt",
+            "yolo": f"{split}.txt",
+        }[form]
+        folder = "images" if form == "voc" else f"images/{split}"
+        if images == "none":
+            folder = _common_folder(raw)
+        data[split] = {"images": folder, "annotations": annotations}
+    return yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)
+
+
+def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> None:
+    if any(image.width <= 0 or image.height <= 0 for image in raw.images):
+        raise DataError(
+            "images of unknown size (classified, without boxes)",
+            code="size_unknown",
+            where=raw.source,
+        )
+    if form == "yolo" and images == "none":
+        raise DataError(
+            "YOLO labels lie beside the images",
+            code="images_needed",
+            fix="choose to copy the images or to link them",
+        )
+    targets = {
+        "coco": [f"annotations/instances_{split}.json"],
+        "voc": [f"ImageSets/Main/{split}.txt", f"Annotations/{split}"],
+        "yolo": [f"{split}.txt", f"labels/{split}"],
+    }[form]
+    targets += [f"images/{split}"] if images != "none" else []
+    for target in targets:
+        if os.path.lexists(out / target):
+            raise DataError(
+                "is there already",
+                code="file_exists",
+                where=str(out / target),
+                fix="choose a new folder",
+            )
+    if form == "coco":
+        return
+    twice = [name for name, count in Counter(raw.class_names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"two classes are called {twice[0]!r}; only COCO tells them apart",
+            code="class_name_duplicate",
+            where=raw.source,
+        )
+    strange = [name for name in raw.class_names if name != name.strip() or _NO_NAME.search(name)]
+    if strange or "" in raw.class_names:
+        first = strange[0] if strange else ""
+        raise DataError(
+            f"class {first!r}: {form} files cannot hold this name",
+            code="class_name_unwritable",
+            where=raw.source,
+        )
+
+
+def _sized(raw: RawSet, lines: list[str]) -> RawSet:
+    unknown = [image.path for image in raw.images if not image.size_known]
+    if unknown:
+        lines.append(
+            f"{len(unknown)} images: absent or unreadable, so that nobody knows where their boxes "
+            f"are, left out, first {unknown[0]}"
+        )
+    return replace(raw, images=[image for image in raw.images if image.size_known])
+
+
+def _finite(raw: RawSet, lines: list[str]) -> RawSet:
+    lost: Counter[str] = Counter()
+    kept = []
+    for image in raw.images:
+        objects = [t for t in image.objects if math.isfinite(sum(t.box))]
+        lost["objects: box is not finite, left out"] += len(image.objects) - len(objects)
+        objects = [replace(t, extra=_finite_only(t.extra, lost)) if t.extra else t for t in objects]
+        kept.append(replace(image, objects=objects, extra=_finite_only(image.extra, lost)))
+    extra = _finite_only(raw.extra, lost)
+    class_extras = tuple(_finite_only(extra, lost) for extra in raw.class_extras)
+    lines += [f"{count} {what}" for what, count in lost.items() if count]
+    return replace(raw, images=kept, extra=extra, class_extras=class_extras)
+
+
+def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
+    """NaN and infinity, which JSON has not, become null, and so does what nobody can nest."""
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        lost["further properties: nested too deeply, become null"] += 1
+        return None
+    if isinstance(value, dict):
+        return {key: _finite_only(one, lost, depth + 1) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite_only(one, lost, depth + 1) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        lost["further properties: not finite, become null"] += 1
+        return None
+    return value
+
+
+def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
+    """Each image as large as its file says, so that fractions of it mean the same pixels."""
+    kept, turned, strange = [], 0, []
+    for image in raw.images:
+        frame, size = read_frame(image.path), (image.width, image.height)
+        if frame is None or size == frame.upright:
+            kept.append(image)
+        elif size == frame.stored:
+            turned += 1
+            kept.append(turned_upright(image, frame))
+        else:
+            strange.append(image.path)
+    if turned:
+        lines.append(f"{turned} images: annotated as they are stored, turned as EXIF says")
+    if strange:
+        lines.append(
+            f"{len(strange)} images: not as large as annotated, left out, first {strange[0]}"
+        )
+    return replace(raw, images=kept)
+
+
+def _once(raw: RawSet, lines: list[str]) -> RawSet:
+    """An image that is listed several times has one annotation file: all of its objects."""
+    first: dict[Path, RawImage] = {}
+    for image in raw.images:
+        before = first.setdefault(image.path, image)
+        if before is not image:
+            first[image.path] = replace(before, objects=before.objects + image.objects)
+    if len(first) < len(raw.images):
+        repeats = len(raw.images) - len(first)
+        lines.append(f"{repeats} images: listed before, their objects put together")
+    return replace(raw, images=list(first.values()))
+
+
+def _common_folder(raw: RawSet) -> str:
+    folders = {os.path.dirname(os.path.abspath(image.path)) for image in raw.images}
+    return os.path.commonpath(folders) if folders else os.path.abspath("images")
+
+
+def _new_names(raw: RawSet, folder: str, form: Format, lines: list[str]) -> list[str]:
+    """Of each image relative to its folder: one name for one path, another for another."""
+    name_of: dict[Path, str] = {}
+    taken: set[str] = set()
+    changed = []
+    for image in raw.images:
+        if image.path in name_of:
+            continue
+        old = os.path.relpath(os.path.abspath(image.path), folder)
+        stem, suffix = os.path.splitext(_clean(old))
+        name, number = f"{stem}{suffix}", 1
+        while (key := name if form == "coco" else os.path.splitext(name)[0]) in taken:
+            number += 1
+            name = f"{stem}_{number}{suffix}"
+        taken.add(key)
+        name_of[image.path] = name
+        if name != old:
+            changed.append(f"{old!r} -> {name!r}")
+    if changed:
+        lines.append(f"{len(changed)} images: renamed, first {', '.join(changed[:3])}")
+    return [name_of[image.path] for image in raw.images]
+
+
+def _clean(name: str) -> str:
+    """A name that UTF-8, XML and lists can hold, and whose labels YOLO finds."""
+    content = os.fsencode(name)
+    for encoding in ("utf-8", "gb18030"):
+        try:
+            name = content.decode(encoding)
+            break
+        except UnicodeDecodeError:
+            continue
+    *folders, file = _NO_NAME.sub("_", name).split(os.sep)
+    stem, suffix = os.path.splitext(file)
+    folders = ["images_" if part == "images" else _named(part) for part in folders]
+    return "/".join([*folders, f"{_named(stem)}{suffix.rstrip()}"])
+
+
+def _named(part: str) -> str:
+    """Without blanks around it; what they kept from meaning another folder does not mean it now."""
+    bare = part.strip()
+    return "_" if bare in ("", ".", "..") else bare
+
+
+def _check_names_stay(form: Format, names: Sequence[str]) -> None:
+    strange = [name for name in names if _NO_NAME.search(name) or name != name.strip()]
+    if form == "voc" and strange:
+        raise DataError(
+            f"XML cannot hold the file name {strange[0]!r}",
+            code="file_name_unwritable",
+            fix="choose to copy the images",
+        )
+
+
+def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
+    known = class_names(out, ())
+    if known and known != raw.class_names:
+        raise DataError(
+            f"there are files of other classes ({', '.join(known[:5])}) than those of "
+            f"{raw.source} ({', '.join(raw.class_names[:5])})",
+            code="folder_of_other_classes",
+            where=str(out),
+            fix="choose a new folder",
+        )
+    if known:
+        return
+    if form == "voc":
+        write_text(out / "label_list.txt", "".join(f"{name}\n" for name in raw.class_names))
+        return
+    content = {"path": ".", "train": "train.txt", "val": "val.txt", "names": [*raw.class_names]}
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    write_text(out / "data.yaml", text)
+
+
+def _place_of_xml(out: Path, split: str, folder: str) -> str:
+    """Below Annotations; a reader would take images in a folder of this name for those meant."""
+    place = split
+    while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
+        place += "_"
+    return place
+
+
+def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
+    if raw.extra:
+        lines.append(f"{', '.join(map(str, raw.extra))}: said of the whole set, left out")
+    of_classes = dict.fromkeys(str(key) for extra in raw.class_extras for key in extra)
+    if of_classes:
+        lines.append(f"{', '.join(of_classes)}: said of classes, left out")
+    if raw.category_ids != tuple(range(1, len(raw.category_ids) + 1)):
+        lines.append(f"category ids: become 1 to {len(raw.category_ids)}")
+    ids = [image.image_id for image in raw.images]
+    if form == "yolo" and ids != list(range(1, len(ids) + 1)):
+        lines.append(f"image ids: become 1 to {len(ids)}")
+
+
+def _place_images(
+    raw: RawSet, names: Sequence[str], folder: Path, images: Images, lines: list[str]
+) -> None:
+    absent = []
+    make_folder(folder)
+    for path, name in dict(zip((image.path for image in raw.images), names)).items():
+        source, target = os.path.abspath(path), folder / name
+        if not os.path.isfile(source) or not os.access(source, os.R_OK):
+            absent.append(source)
+            continue
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if images == "link":
+                target.symlink_to(source)
+            else:
+                shutil.copyfile(source, target)
+    if absent:
+        lines.append(
+            f"{len(absent)} images: do not exist or cannot be read, first {absent[0]}; only their "
+            f"annotations were written"
+        )
+
+
+_NAME = re.compile(r"[\w-]+")
+_STREAM = 7  # of random numbers, beside those of training
+
+
+def shares_of(texts: Sequence[str]) -> dict[str, float]:
+    """Parts and their shares, from texts like `train=0.8`.
+
+    Raises: ConfigError: not so, or fewer than two parts, or the shares do not make 1.
+    """
+    shares: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            shares[name] = float(number)
+        except ValueError:
+            shares[name] = 0.0
+        if not _NAME.fullmatch(name) or not 0 < shares[name] < 1:
+            raise ConfigError(
+                "expected a name (letters, digits, - and _) and a share between 0 and 1, such as "
+                "train=0.8",
+                code="bad_parts",
+                where=f"--parts {text}",
+            )
+    if len(shares) < max(2, len(texts)) or abs(sum(shares.values()) - 1) > 1e-6:
+        raise ConfigError(
+            "expected two parts or more, of different names, whose shares make 1, such as "
+            "train=0.8 val=0.2",
+            code="bad_parts",
+            where=f"--parts {' '.join(texts)}",
+        )
+    return shares
+
+
+def folds_of(count: int) -> dict[str, Collection[int]]:
+    """For cross-validation: `fold1_train` and `fold1_val`, ... -> parts, see `write_parts`."""
+    folds: dict[str, Collection[int]] = {}
+    for fold in range(count):
+        folds[f"fold{fold + 1}_train"] = {part for part in range(count) if part != fold}
+        folds[f"fold{fold + 1}_val"] = {fold}
+    return folds
+
+
+def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
+    """int64 [N]: images get the same number where their files hold the same bytes.
+
+    Only files of the same length are read, so a set without copies costs one look at each entry.
+    An image that is not there stands alone.
+    """
+    same_length: defaultdict[int, list[int]] = defaultdict(list)
+    group_N = np.arange(len(paths))
+    for index, path in enumerate(paths):
+        if os.path.isfile(path):
+            same_length[os.path.getsize(path)].append(index)
+    for indices in same_length.values():
+        first: dict[bytes, int] = {}
+        for index in indices if len(indices) > 1 else ():
+            digest = hashlib.blake2b(Path(paths[index]).read_bytes(), digest_size=16).digest()
+            group_N[index] = first.setdefault(digest, index)
+    return group_N
+
+
+def divide(
+    classes: Sequence[np.ndarray], group_N: np.ndarray, shares: Sequence[float], seed: int
+) -> np.ndarray:
+    """int64 [N]: the part each image goes to, a function of the arguments alone.
+
+    The rarest class is dealt out first, then the rarest of what is left: each of its images to the
+    part that lacks most of it, among equals the one that lacks most images.  As long as a class has
+    no more images left than there are parts without any, they go to those; so the rarest class is
+    in every part if it has an image for each.  Images of one group stay together.
+
+    Args:
+        classes: of each image, the classes it shows.
+        group_N: see `groups_of_one_content`.
+        shares: of the parts, each above 0, together 1.
+    Source: Sechidis et al. 2011, "On the stratification of multi-label data", ECML PKDD,
+        algorithm 1; ours are the groups, and that no part goes without a rare class.
+    """
+    share_P = np.asarray(shares, np.float64)
+    groups, of_group_N = np.unique(group_N, return_inverse=True)
+    weight_G = np.bincount(of_group_N, minlength=len(groups))
+    shown = _classes_of_groups(classes, of_group_N, len(groups))
+    count = 1 + max((int(labels[-1]) for labels in shown if len(labels)), default=-1)
+    order_G = keyed_generator(seed, _STREAM).permutation(len(groups))
+    showing: list[list[int]] = [[] for _ in range(count)]
+    total_C, left_C = np.zeros(count), np.zeros(count, np.int64)
+    for group in order_G.tolist():
+        for label in shown[group].tolist():
+            showing[label].append(group)
+        total_C[shown[group]] += weight_G[group]
+        left_C[shown[group]] += 1
+    lacking_PC, lacking_P = share_P[:, None] * total_C, share_P * len(classes)
+    without_PC = np.ones(lacking_PC.shape, bool)
+    part_G = np.full(len(groups), -1, np.int64)
+
+    def put(group: int, part: int) -> None:
+        part_G[group] = part
+        lacking_P[part] -= weight_G[group]
+        lacking_PC[part, shown[group]] -= weight_G[group]
+        without_PC[part, shown[group]] = False
+        left_C[shown[group]] -= 1
+
+    while left_C.any():
+        rarest = int(np.where(left_C, left_C, len(groups) + 1).argmin())
+        for group in showing[rarest]:
+            if part_G[group] >= 0:
+                continue
+            lacking_P_of_class = lacking_PC[:, rarest]
+            if left_C[rarest] <= without_PC[:, rarest].sum():
+                lacking_P_of_class = np.where(without_PC[:, rarest], lacking_P_of_class, -np.inf)
+            most_P = lacking_P_of_class >= lacking_P_of_class.max() - 1e-9
+            put(group, int(np.where(most_P, lacking_P, -np.inf).argmax()))
+    for group in order_G[part_G[order_G] < 0].tolist():
+        put(group, int(lacking_P.argmax()))
+    return part_G[of_group_N]
+
+
+def _classes_of_groups(
+    classes: Sequence[np.ndarray], of_group_N: np.ndarray, groups: int
+) -> list[np.ndarray]:
+    """The classes that any image of each group shows, each once, sorted."""
+    found: list[set[int]] = [set() for _ in range(groups)]
+    for group, labels in zip(of_group_N.tolist(), classes):
+        found[group].update(labels.tolist())
+    return [np.array(sorted(labels), np.int64) for labels in found]
+
+
+def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
+    """Rows of a table: all images, then those that show each class; in all, then in each part."""
+    shown_CP = _shown(dataset, part_N, parts)
+    sizes_P = np.bincount(part_N, minlength=parts)
+    rows = [["any", *map(str, (len(part_N), *sizes_P))]]
+    for name, count_P in zip(dataset.class_names, shown_CP):
+        rows.append([name, *map(str, (count_P.sum(), *count_P))])
+    return rows
+
+
+def absent_classes(dataset: DetectionSet, part_N: np.ndarray, names: Sequence[str]) -> list[str]:
+    """`CLASS in PART` where a part shows nothing of a class that another part shows."""
+    return [
+        f"{kind} in {part}"
+        for kind, count_P in zip(dataset.class_names, _shown(dataset, part_N, len(names)))
+        for part, count in zip(names, count_P)
+        if count_P.any() and not count
+    ]
+
+
+def _shown(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> np.ndarray:
+    """int64 [C, parts]: images that show each class; crowds do not count."""
+    shown_CP = np.zeros((len(dataset.class_names), parts), np.int64)
+    for record, part in zip(dataset.records, part_N):
+        shown_CP[np.unique(record.labels_M[~record.crowd_M]), part] += 1
+    return shown_CP
+
+
+def write_parts(
+    config: DataConfig,
+    dataset: DetectionSet,
+    part_N: np.ndarray,
+    wanted: Mapping[str, Collection[int]],
+    out: Path | None,
+) -> list[Path]:
+    """Writes files of one part or several; entries and lines are those of the file that is divided.
+
+    COCO: a JSON file with the same categories and everything else that stands beside them; VOC and
+    YOLO: a list of images; CSV: the lines, with the header; a folder of classes becomes CSV files.
+
+    Args:
+        config: its `train` is what is divided.
+        dataset: what was read from there.
+        part_N: of each record, the number of its part.
+        wanted: name -> numbers of the parts that its file holds, in their common order; a file is
+            called like the one divided, `_` and the name.
+        out: the folder; None: that of the file divided (of a folder: data.root).
+    Raises: DataError: a file would be empty, the file has other images than the set, or a list
+        could not name its labels; UserError: a file is there already, or cannot be written.
+    """
+    empty = [name for name, parts in wanted.items() if not np.isin(part_N, [*parts]).any()]
+    if empty:
+        raise DataError(
+            f"{len(part_N)} images, copies of one another together, leave none for "
+            f"{', '.join(empty)}: expected one for each part",
+            code="empty_part",
+            where=dataset.source,
+            fix="give it a larger share, or make fewer parts",
+        )
+    root, source = Path(config.root), Path(config.root) / config.train.annotations
+    if config.format == "folder" or source.is_dir():
+        origin = Path(config.root) / config.train.images if config.format == "folder" else source
+        folder, stem = out or root, origin.name
+    else:
+        folder, stem = out or source.parent, source.stem
+    suffix = {"coco": ".json", "folder": ".csv", "csv": ".csv"}.get(config.format, ".txt")
+    files = [folder / f"{stem}_{name}{suffix}" for name in wanted]
+    there = [str(file) for file in files if file.exists()]
+    if there:
+        raise UserError(
+            "is there already",
+            code="file_exists",
+            where=", ".join(there),
+            fix="remove it, or choose --out",
+        )
+    texts = _texts(config, dataset, part_N, [*wanted.values()])
+    for file, text in zip(files, texts):
+        make_parent(file)
+        with writing(file):
+            file.write_text(text, encoding="utf-8")
+    return files
+
+
+def _texts(
+    config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, wanted: list[Collection[int]]
+) -> list[str]:
+    root, source = Path(config.root), Path(config.root) / config.train.annotations
+    if config.format == "coco":
+        part_of = {record.image_id: int(part) for record, part in zip(dataset.records, part_N)}
+        content = json.loads(read_text(source, _quietly))
+        return [_coco(content, part_of, parts) for parts in wanted]
+    if config.format == "folder":
+        images = Path(os.path.abspath(root / config.train.images))
+        names = [dataset.class_names[int(record.labels_M[0])] for record in dataset.records]
+        rows = [[os.path.relpath(r.path, images), name] for r, name in zip(dataset.records, names)]
+        header, lines = "path,label\n", [_csv_line(row) for row in rows]
+    elif config.format == "csv":
+        header, lines = _csv_lines(source, len(dataset.records))
+    elif source.is_dir():
+        _require_labels_beside_images(config)
+        header = ""
+        lines = [os.path.relpath(record.path, os.path.abspath(root)) for record in dataset.records]
+    else:
+        header, lines = "", read_list(source, _quietly)
+    if len(lines) != len(dataset.records):
+        raise DataError(
+            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
+            f"line",
+            code="list_not_divisible",
+            where=str(source),
+            fix="`tools/data.py check` says what is wrong with it",
+        )
+    texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
+    return [header + "\n".join(text) + "\n" for text in texts]
+
+
+def _quietly(finding: Issue) -> None:
+    """What is odd about the text was said when the set was read."""
+
+
+def _coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
+    chosen = {image["id"] for image in content["images"] if part_of.get(image["id"]) in parts}
+    images = [image for image in content["images"] if image["id"] in chosen]
+    annotations = [entry for entry in content["annotations"] if entry.get("image_id") in chosen]
+    changed = content | {"images": images, "annotations": annotations}
+    return json.dumps(changed, ensure_ascii=False)
+
+
+def _csv_line(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()
+
+
+def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
+    """(header, lines); a table has a header where it has one row more than images."""
+    rows = [
+        row
+        for row in csv.reader(read_text(table, _quietly).splitlines())
+        if any(map(str.strip, row))
+    ]
+    header = f"{_csv_line(rows.pop(0))}\n" if len(rows) == count + 1 else ""
+    return header, [_csv_line(row) for row in rows]
+
+
+def _require_labels_beside_images(config: DataConfig) -> None:
+    """A list finds the labels of `images/a.jpg` in `labels/`, wherever the folder says they are."""
+    *above, last = Path(config.train.images).parts
+    expected = Path(*above, "labels") if last == "images" else None
+    if Path(config.train.annotations) != expected:
+        raise DataError(
+            "a list of images finds their labels only in `labels` beside `images`",
+            code="labels_not_beside_images",
+            where=str(Path(config.root) / config.train.annotations),
+            fix=f"rename the folders {config.train.images} and {config.train.annotations} so",
+        )
+
+
+def settings(
+    config: DataConfig, dataset: DetectionSet, files: Sequence[Path], names: Sequence[str]
+) -> str:
+    """The lines of a configuration that use the first file to train and the second to evaluate.
+
+    The names of the classes are written down where each part would else find its own.
+    """
+    root = os.path.abspath(config.root)
+    data: dict[str, Any] = {"format": "csv" if config.format == "folder" else config.format}
+    data["root"] = root
+    if config.format != "coco":
+        data["class_names"] = list(dataset.class_names)
+    for key, file in zip(("train", "val"), files):
+        place = os.path.abspath(file)
+        inside = place.startswith(os.path.join(root, ""))
+        annotations = os.path.relpath(place, root) if inside else place
+        data[key] = {"images": config.train.images, "annotations": annotations}
+    text = yaml.safe_dump(
+        {"data": data}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000
+    )
+    return text + "".join(f"# {name}: {file}\n" for name, file in zip(names[2:], files[2:]))

@@ -1,0 +1,239 @@
+"""Classified images: a folder for each class, or a CSV file of paths and labels.
+
+A classified image is an image with one object, all of it, so the contract is that of detection:
+`labels_M` holds its one class.  No image is opened here (ImageNet has 1.28 million): width, height
+and the box are 0, "not known", and everything that images of a class have in common is one object.
+"""
+
+import csv
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import (
+    class_names,
+    files_below,
+    inside_folder,
+    is_no_data,
+    read_text,
+)
+from ppdist.data.image import is_image_name
+from ppdist.data.types import DetectionSet, ImageRecord, Records
+
+_HEADER = ("path", "label")
+_SHOWN = 5
+_MOST_NUMBERED = 100_000
+_SEPARATORS = ((";", "semicolon"), ("\t", "tab"))
+
+
+def read_folder(
+    root: Path, images: Path, names: tuple[str, ...], *, naming_folder: Path | None = None
+) -> DetectionSet:
+    """Records of all images in the folders of a folder; the folder an image is in is its class.
+
+    Classes and images are in the order of their names.  Files that are no images by their suffix
+    are left out, and a note counts them; hidden ones, and what macOS adds to archives
+    (`__MACOSX`), are left out without a word.  Links to folders are followed.
+
+    Args:
+        root: searched for files of class names, see names.class_names.
+        images: holds one folder per class, in which images may lie at any depth.
+        names: of the classes, by number; none: see names.class_names, else the folders in
+            `naming_folder` (the training split; by default `images`).
+    Raises: DataError: there is no folder of a class, or one that no class is called.
+    """
+    folders = _class_folders(images)
+    known = class_names(root, names)
+    if not known:
+        naming = naming_folder or images
+        known = tuple(folders if naming == images else _class_folders(naming))
+    strange = [name for name in folders if name not in set(known)]
+    if strange:
+        raise DataError(
+            f"{len(strange)} folders are no class, first {_listed(strange)}; the {len(known)} "
+            f"classes are {_listed(known)}",
+            code="class_unknown",
+            where=str(images),
+        )
+    label_of = {name: label for label, name in enumerate(known)}
+    others: Counter[str] = Counter()
+    found: list[tuple[str, int]] = []
+    for name in folders:
+        files = _images_below(images / name, others)
+        found += [(file, label_of[name]) for file in files]
+    notes: tuple[str, ...] = ()
+    if others:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_SHOWN))
+        notes = (f"{images}: {others.total()} files are no images and left out ({kinds})",)
+    return _set_of(found, known, images, notes)
+
+
+def _class_folders(images: Path) -> list[str]:
+    if not images.is_dir():
+        raise DataError(
+            f"{images} is not a folder",
+            code="image_folder_missing",
+            fix="it should hold one folder of images per class",
+        )
+    with os.scandir(images) as entries:
+        folders = sorted(e.name for e in entries if e.is_dir() and not is_no_data(e.name))
+    if not folders:
+        raise DataError(
+            f"there are no folders in it; expected one per class, such as "
+            f"{images / 'cat' / '1.jpg'}",
+            code="class_folders_missing",
+            where=str(images),
+        )
+    return folders
+
+
+def _images_below(folder: Path, others: Counter[str]) -> Iterator[str]:
+    """The images among `files_below`; the others are counted by their suffix."""
+    for file in files_below(folder):
+        if is_image_name(os.path.basename(file)):
+            yield file
+        else:
+            others[os.path.splitext(file)[1].lower() or "without suffix"] += 1
+
+
+def read_csv(
+    root: Path,
+    images: Path,
+    table: Path,
+    names: tuple[str, ...],
+    *,
+    naming_table: Path | None = None,
+) -> DetectionSet:
+    """Records of the lines `path,label` of a table, in its order.
+
+    A first line that has the words `path` and `label` is a header, and other columns may stand
+    beside them; without one, lines have exactly these two.  A label is the name of a class or,
+    where no class is called so, its number.
+
+    Args:
+        root: searched for files of class names, see names.class_names.
+        images: the folder that paths are relative to.
+        table: the CSV file, UTF-8, commas, quotes where needed.
+        names: of the classes, by number; none: see names.class_names, else those of
+            `naming_table` (the training split; by default `table`): its sorted labels, or where
+            all are numbers, 0 to the largest.
+    Raises: DataError: a line is not of this form, or its label is no class.
+    """
+    rows = _rows(table)
+    known = class_names(root, names)
+    if not known:
+        naming = naming_table or table
+        naming_rows = rows if naming == table else _rows(naming)
+        known = _names_in([label for _, _, label in naming_rows], naming)
+    label_of = {name: label for label, name in enumerate(known)}
+    found = []
+    for line, name, text in rows:
+        where = f"{table}:{line}"
+        label = label_of.get(text, int(text) if text.isdecimal() else -1)
+        if not 0 <= label < len(known):
+            hint = " (numbers start at 0)" if text.isdecimal() else ""
+            raise DataError(
+                f"label {text!r} is no class; expected a name ({_listed(known)}) or a number from "
+                f"0 to {len(known) - 1}{hint}",
+                code="class_unknown",
+                where=where,
+            )
+        found.append((str(inside_folder(images, name, where)), label))
+    return _set_of(found, known, table)
+
+
+def _rows(table: Path) -> list[tuple[int, str, str]]:
+    """(line, path, label) of every line that is not empty; the header is none of them."""
+    lines = _cells(table)
+    path_column, label_column, columns = 0, 1, 2
+    lowered = [cell.lower() for cell in lines[0][1]] if lines else []
+    if set(_HEADER) <= set(lowered):
+        path_column, label_column = map(lowered.index, _HEADER)
+        columns = len(lowered)
+        lines = lines[1:]
+    elif _is_strange_header(lines):
+        number, cells = lines[0]
+        raise DataError(
+            f"{','.join(cells)[:80]!r}: a header that names other columns than `path` and `label`",
+            code="bad_csv_header",
+            where=f"{table}:{number}",
+            fix="rename these two, or remove the line",
+        )
+    for number, cells in lines:
+        if len(cells) != columns or not cells[path_column] or not cells[label_column]:
+            expected = "`path,label`" if columns == 2 else f"{columns} columns, as the header has"
+            found = next((name for mark, name in _SEPARATORS if mark in cells[0]), None)
+            if found and len(cells) == 1:
+                expected += f" with a comma between, found a {found}"
+            raise DataError(
+                f"{','.join(cells)[:80]!r}: expected {expected}",
+                code="bad_csv_line",
+                where=f"{table}:{number}",
+            )
+    return [(number, cells[path_column], cells[label_column]) for number, cells in lines]
+
+
+def _is_strange_header(lines: Sequence[tuple[int, list[str]]]) -> bool:
+    """Whether the first line alone names no image."""
+    found = [any(is_image_name(os.path.basename(cell)) for cell in cells) for _, cells in lines[:2]]
+    return found == [False, True] and len(lines[0][1]) > 1
+
+
+def _cells(table: Path) -> list[tuple[int, list[str]]]:
+    reader = csv.reader(read_text(table).splitlines(), skipinitialspace=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    except csv.Error as error:
+        raise DataError(
+            f"not a CSV file: {error}", code="not_csv", where=f"{table}:{reader.line_num}"
+        ) from error
+    return [(number, cells) for number, cells in lines if any(cells)]
+
+
+def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
+    used = set(labels)
+    if not used or not all(label.isdecimal() for label in used):
+        return tuple(sorted(used))
+    largest = max(map(int, used))
+    if largest >= _MOST_NUMBERED:
+        raise DataError(
+            f"label {largest} is too large for the number of a class (numbers start at 0)",
+            code="class_number_too_large",
+            where=str(table),
+            fix="where labels are names that consist of digits, list them in data.class_names",
+        )
+    return tuple(map(str, range(largest + 1)))
+
+
+def _set_of(
+    found: Sequence[tuple[str, int]],
+    names: tuple[str, ...],
+    source: Path,
+    notes: tuple[str, ...] = (),
+) -> DetectionSet:
+    """Args: found: (absolute path, label) of each image."""
+    box_14, area_1 = np.zeros((1, 4), np.float32), np.zeros(1, np.float32)
+    crowd_1 = np.zeros(1, bool)
+    label_1 = [np.array([label], np.int64) for label in range(len(names))]
+    records = Records.of(
+        ImageRecord(
+            path=os.path.abspath(path),
+            image_id=position,
+            width=0,
+            height=0,
+            boxes_M4=box_14,
+            labels_M=label_1[label],
+            crowd_M=crowd_1,
+            area_M=area_1,
+        )
+        for position, (path, label) in enumerate(found, start=1)
+    )
+    return DetectionSet(records, names, tuple(range(len(names))), str(source), notes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

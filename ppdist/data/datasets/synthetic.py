@@ -1,0 +1,190 @@
+"""A made-up detection set: textured shapes with known boxes, as JPEG files and COCO JSON.
+
+For the demo and for tests that need a set which a small detector learns in minutes.  The same
+arguments give the same annotations on every machine, and the same pixels with the same OpenCV.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.data.types import keyed_generator
+
+CLASS_NAMES = ("circle", "square", "triangle")
+_SPLITS = ("train", "val")
+_MOST_SHAPES = 6
+_SIDE_RANGE = (0.12, 0.40)  # of the image's side
+_MOST_OVERLAP = 0.1  # IoU of two boxes
+_PLACING_TRIES = 20
+_JPEG_QUALITY = 92
+
+
+def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int = 0) -> None:
+    """Writes `images/{train,val}/NNNNN.jpg` and `annotations/instances_{train,val}.json`.
+
+    Args:
+        root: made if need be; of these two folders it may hold what these arguments make, as an
+            earlier call left it, and nothing else.
+        train, val: number of images.
+        size: side of the square images in pixels, 64 at least.
+        seed: of everything.
+    Raises: DataError: root holds other files there, all of which stay as they are, or cannot be
+        written.
+    """
+
+    def files() -> Iterator[tuple[str, bytes]]:
+        for split, (name, count) in enumerate(zip(_SPLITS, (train, val))):
+            yield from _split(name, [partial(scene, size, seed, split, n) for n in range(count)])
+
+    try:
+        there = {
+            path.relative_to(root).as_posix()
+            for folder in ("annotations", "images")
+            for path in (root / folder).rglob("*")
+            if not path.is_dir()
+        }
+        wanted: Iterable[tuple[str, bytes]] = files()
+        if there:
+            found = list(wanted)
+            same = {name for name, content in found if _holds(root / name, content)}
+            _refuse(root, sorted(there - same))
+            wanted = [(name, content) for name, content in found if name not in same]
+        for name, content in wanted:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
+    except OSError as error:
+        raise DataError(
+            f"cannot be written: {error.strerror or error}",
+            code="folder_unwritable",
+            where=str(root),
+        ) from error
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _refuse(root: Path, others: Sequence[str]) -> None:
+    if others:
+        raise DataError(
+            f"holds {len(others)} files that these arguments do not make, such as {others[0]}; "
+            f"expected no `annotations` and `images` in it, or those of an earlier call with the "
+            f"same arguments",
+            code="folder_not_empty",
+            where=str(root),
+            fix="remove both folders, or choose another --out",
+        )
+
+
+def _split(
+    name: str, scenes: Sequence[Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]]
+) -> Iterator[tuple[str, bytes]]:
+    """The files of a split, (name below the root, content): images, then their annotations."""
+    images: list[dict[str, object]] = []
+    annotations: list[dict[str, object]] = []
+    for index, make in enumerate(scenes):
+        image_HW3, boxes_M4, labels_M = make()
+        file = f"{name}/{index:05d}.jpg"
+        bgr_HW3 = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+        _, content = cv2.imencode(".jpg", bgr_HW3, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+        yield f"images/{file}", content.tobytes()
+        height, width = image_HW3.shape[:2]
+        images.append({"id": index + 1, "file_name": file, "width": width, "height": height})
+        for (x1, y1, x2, y2), label in zip(boxes_M4.tolist(), labels_M.tolist()):
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": index + 1,
+                    "category_id": label + 1,
+                    "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    "area": (x2 - x1) * (y2 - y1),
+                    "iscrowd": 0,
+                }
+            )
+    description = {
+        "info": {"description": f"generated shapes, {name}"},
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": n, "name": text} for n, text in enumerate(CLASS_NAMES, 1)],
+    }
+    yield f"annotations/instances_{name}.json", json.dumps(description).encode()
+
+
+def scene(
+    size: int, seed: int, split: int, index: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One image: uint8 RGB [size, size, 3], boxes_M4 float64 xyxy in pixels, labels_M; M >= 1."""
+    rng = keyed_generator(seed, split, index)
+    image_HW3 = _textured(size, _colour(rng), rng)
+    boxes: list[np.ndarray] = []
+    labels = []
+    for _ in range(rng.integers(1, _MOST_SHAPES + 1)):
+        box = _free_place(size, boxes, rng)
+        if box is None:
+            continue
+        label = int(rng.integers(len(CLASS_NAMES)))
+        outline = _outline(label, box, rng)
+        mask_HW = np.zeros((size, size), np.uint8)
+        cv2.fillPoly(mask_HW, [np.rint(outline).astype(np.int32)], 255)
+        background = image_HW3[mask_HW > 0].mean(0)
+        shape_HW3 = _textured(size, _colour(rng, background), rng)
+        image_HW3[mask_HW > 0] = shape_HW3[mask_HW > 0]
+        ys, xs = np.nonzero(mask_HW)
+        boxes.append(np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], np.float64))
+        labels.append(label)
+    return image_HW3, np.stack(boxes), np.array(labels, np.int64)
+
+
+def _colour(rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
+    """RGB 0..255; told apart from `other` by 80 at least."""
+    while True:
+        colour = rng.uniform(20, 235, 3)
+        if other is None or np.linalg.norm(colour - other) > 80:
+            return colour
+
+
+def _textured(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A noisy plane of a colour: coarse clouds, stripes and fine grain."""
+    clouds = cv2.resize(rng.normal(0, 14, (8, 8, 3)), (size, size), interpolation=cv2.INTER_CUBIC)
+    angle, period = rng.uniform(0, np.pi), rng.uniform(5, 20)
+    y_HW, x_HW = np.mgrid[:size, :size]
+    stripes_HW = np.sin((np.cos(angle) * x_HW + np.sin(angle) * y_HW) * 2 * np.pi / period)
+    grain = rng.normal(0, 6, (size, size, 1))
+    plane = colour + clouds + rng.uniform(0, 18) * stripes_HW[..., None] + grain
+    return plane.clip(0, 255).astype(np.uint8)
+
+
+def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) -> np.ndarray | None:
+    """A square region [4] xyxy that hardly overlaps the others; None if none was found."""
+    for _ in range(_PLACING_TRIES):
+        side = rng.uniform(*_SIDE_RANGE) * size
+        corner = rng.uniform(0, size - 1 - side, 2)
+        box = np.concatenate([corner, corner + side])
+        if all(_iou(box, other) <= _MOST_OVERLAP for other in boxes):
+            return box
+    return None
+
+
+def _iou(a: np.ndarray, b: np.ndarray) -> float:
+    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
+    inter = float(sides.clip(0).prod())
+    return inter / float((a[2:] - a[:2]).prod() + (b[2:] - b[:2]).prod() - inter)
+
+
+def _outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Corners [K, 2] of a shape in a square region, turned at random, a little squeezed."""
+    corners, turn = {
+        0: (40, 0.0),
+        1: (4, rng.uniform(-0.25, 0.25)),
+        2: (3, rng.uniform(-0.4, 0.4)),
+    }[label]
+    start = np.pi / 4 if label == 1 else -np.pi / 2
+    angle_K = start + turn + np.arange(corners) * 2 * np.pi / corners
+    centre, radius = (box[:2] + box[2:]) / 2, (box[2] - box[0]) / 2
+    squeeze = np.array([1.0, rng.uniform(0.75, 1.0)])
+    return centre + radius * squeeze * np.stack([np.cos(angle_K), np.sin(angle_K)], 1)

@@ -1,0 +1,349 @@
+"""Pascal VOC: one XML file an image (Everingham et al., VOC2012 development kit)."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import (
+    area_in,
+    class_names,
+    find_image,
+    find_repeats,
+    outlines_in,
+    read_list,
+    read_text,
+    write_text,
+)
+from ppdist.data.image import IMAGE_SUFFIXES
+from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+_OBJECT_TAGS = {"name", "bndbox", "difficult"}
+_IMAGE_TAGS = {"filename", "size", "object"}
+_TAG = re.compile(r"[^\W\d][\w.-]*\Z")
+_NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # \r would become \n
+
+
+def read_voc(
+    root: Path,
+    images: Path,
+    image_list: Path,
+    names: tuple[str, ...],
+    complain: Complain,
+    *,
+    naming_list: Path | None = None,
+    everything: bool = True,
+) -> RawSet:
+    """The images a list names; their XML files are in root/Annotations.
+
+    A line of the list is an image's name without suffix, or `IMAGE XML`, both relative to root.
+    Corners are used as they stand: xmax is an edge, not the last pixel.  Objects marked difficult
+    are treated like COCO's crowds: not learned, ignored in evaluation.  All other tags are in
+    `extra`; what `write_voc` added for sets of other formats becomes again what it was.
+
+    Args:
+        images: the folder of the images.
+        names: of the classes, by number; none: see names.class_names, else the sorted names that
+            the images of `naming_list` (the training split; by default `image_list`) use.
+        everything: also outlines and `extra`, which training without masks has no use for.
+    Raises: DataError: the list cannot be read, class names contradict each other.
+    """
+    found = _read(root, images, image_list, complain, everything)
+    known = class_names(root, names, complain)
+    if not known:
+        naming = found
+        if naming_list is not None and naming_list != image_list:
+            naming = _read(root, images, naming_list, lambda finding: None, False)
+        known = tuple(sorted({name for _, labels in naming for name in labels}))
+    label_of = {name: label for label, name in enumerate(known)}
+    for image, labels in found:
+        for thing, name in zip(image.objects, labels):
+            thing.label = label_of.get(name, -1)
+            if name not in label_of:
+                what = f"class {name!r} is not among {', '.join(known)}"
+                complain(Issue("class_unknown", what, str(image.path), thing.where))
+        image.objects = [thing for thing in image.objects if thing.label >= 0]
+    kept = [image for image, _ in found]
+    _take_ids(kept)
+    find_repeats(kept, complain)
+    return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(image_list))
+
+
+def _take_ids(images: Sequence[RawImage]) -> None:
+    """Ids that `write_voc` kept count where all images have one; else positions do."""
+    ids = [image.extra.get("image_id") for image in images]
+    if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
+        for image in images:
+            image.image_id = image.extra["image_id"]
+            image.extra = {key: value for key, value in image.extra.items() if key != "image_id"}
+
+
+class _Wrong(Exception):
+    """What is wrong with one file; it never leaves this one."""
+
+    def __init__(self, code: str, what: str, where: str) -> None:
+        super().__init__(f"{where}: {what}")
+        self.code, self.what, self.where = code, what, where
+
+
+def _read(
+    root: Path, images: Path, image_list: Path, complain: Complain, everything: bool
+) -> list[tuple[RawImage, list[str]]]:
+    """Each image with the names of its objects' classes; the objects have no label yet."""
+    result: list[tuple[RawImage, list[str]]] = []
+    for position, line in enumerate(read_list(image_list, complain), start=1):
+        path: Path | None = None
+        words = line.rsplit(maxsplit=1)
+        paired = line.lower().endswith(".xml") and len(words) == 2
+        if paired:
+            path = find_image(root, words[0], str(image_list), complain)
+            file = find_image(root, words[1], str(image_list), complain)
+        else:
+            stem = _stem(root, line)
+            file = find_image(root / "Annotations", f"{stem}.xml", str(image_list), complain)
+        if file is None or (paired and path is None):
+            continue
+        try:
+            tree = _parse(file, complain)
+            if path is None:
+                path = _named(tree, images, stem, file, complain)
+            if path is not None:
+                image = _image(tree, file, path, position, everything)
+                result.append((image, _add_objects(image, tree, complain, everything)))
+        except _Wrong as wrong:
+            complain(Issue(wrong.code, wrong.what, str(path or ""), wrong.where))
+    return result
+
+
+def _stem(root: Path, line: str) -> str:
+    """The image's name without suffix; in VOC's lists of one class 1, 0 or -1 follows it."""
+    first, *rest = line.rsplit(maxsplit=1)
+    if rest and rest[0] in ("1", "0", "-1"):
+        whole = os.path.join(root, "Annotations", f"{line}.xml")
+        return line if os.path.isfile(whole) else first
+    return line
+
+
+def _parse(file: Path, complain: Complain) -> ElementTree.Element:
+    if not os.path.isfile(file):
+        what = "does not exist, but its image is listed"
+        raise _Wrong("annotation_missing", what, str(file))
+    try:
+        text = read_text(file, complain)
+        if "<!ENTITY" in text:  # a few of them can stand for gigabytes, and no annotation has any
+            raise ValueError("it defines XML entities")
+        return ElementTree.fromstring(text)
+    except DataError as error:
+        what = f"{error.what}; {error.fix}" if error.fix else error.what
+        raise _Wrong("annotation_unreadable", what, error.where) from error
+    except (ElementTree.ParseError, ValueError) as error:
+        what = f"not a Pascal VOC annotation: {error}"
+        raise _Wrong("annotation_unreadable", what, str(file)) from error
+
+
+def _named(
+    tree: ElementTree.Element, images: Path, stem: str, file: Path, complain: Complain
+) -> Path | None:
+    """The image of a file; <filename> is often stale, so the list decides if there is a choice."""
+    name = (tree.findtext("filename") or "").strip() or f"{file.stem}.jpg"
+    problems: list[Issue] = []
+    named = find_image(images, name, str(file), problems.append)
+    suffixes = [Path(name).suffix, *IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES)]
+    for position, suffix in enumerate(suffixes):
+        beside = find_image(images, f"{stem}{suffix}", str(file), lambda finding: None)
+        if beside is not None and os.path.isfile(beside):
+            return beside
+        if position == 0 and named is not None and os.path.isfile(named):
+            return named
+    for problem in problems:
+        complain(problem)
+    return named
+
+
+def _image(
+    tree: ElementTree.Element, file: Path, path: Path, position: int, everything: bool
+) -> RawImage:
+    size = tree.find("size")
+    if size is None:
+        what = "has no <size>; expected the image's width and height"
+        raise _Wrong("size_invalid", what, str(file))
+    sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
+    try:
+        width, height = (int(float(side)) for side in sides)
+    except (ValueError, OverflowError):
+        width, height = 0, 0
+    if not (0 < width < 2**31 and 0 < height < 2**31):
+        shown = "x".join(side[:20] for side in sides)
+        what = f"<size> is {shown}; expected the image's size in pixels"
+        raise _Wrong("size_invalid", what, str(file))
+    extra: dict[str, Any] = {}
+    if everything:
+        extra = _unreadable_as(file, lambda: _children(tree, _IMAGE_TAGS))
+        further = _unreadable_as(file, lambda: _children(size, {"width", "height"}))
+        extra |= {"size": further} if further else {}
+    return RawImage(path, position, width, height, [], str(file), extra)
+
+
+def _unreadable_as(file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read()
+    except (ValueError, RecursionError) as error:
+        what = f"not a Pascal VOC annotation: {error}"
+        raise _Wrong("annotation_unreadable", what, str(file)) from error
+
+
+def _add_objects(
+    image: RawImage, tree: ElementTree.Element, complain: Complain, everything: bool
+) -> list[str]:
+    """Returns: the name of each object's class."""
+    names = []
+    for number, entry in enumerate(tree.iter("object"), start=1):
+        where = f"{image.where}: object {number}"
+        try:
+            name = (entry.findtext("name") or "").strip()
+            if not name:
+                raise _Wrong("annotation_line", "has no <name>", where)
+            box = _box(entry, where)
+            difficult = (entry.findtext("difficult") or "").strip() == "1"
+            thing = RawObject(box, -1, where, crowd=difficult)
+            if everything:
+                thing.extra = _unreadable_as(
+                    Path(image.where),
+                    lambda: _children(entry, _OBJECT_TAGS),  # noqa: B023
+                )
+                _take_foreign(thing, image, complain)
+        except _Wrong as wrong:
+            complain(Issue("annotation_line", wrong.what, str(image.path), wrong.where))
+            continue
+        image.objects.append(thing)
+        names.append(name)
+    return names
+
+
+def _box(entry: ElementTree.Element, where: str) -> Box:
+    texts = [entry.findtext(f"bndbox/{side}") for side in _SIDES]
+    try:
+        x1, y1, x2, y2 = (float(text or "") for text in texts)
+    except ValueError as error:
+        shown = ", ".join(f"{side} {text!r}" for side, text in zip(_SIDES, texts))
+        what = f"<bndbox> has {shown}: expected four numbers"
+        raise _Wrong("annotation_line", what, where) from error
+    return x1, y1, x2, y2
+
+
+def _take_foreign(thing: RawObject, image: RawImage, complain: Complain) -> None:
+    """What VOC has no place for, and `write_voc` wrote as JSON."""
+    extra = dict(thing.extra)
+    thing.area = area_in(extra.get("area"))
+    if thing.area is not None:
+        del extra["area"]
+    if isinstance(extra.get("segmentation"), list):
+        outlines = outlines_in(extra.pop("segmentation"))
+        if outlines is None:
+            what = "<segmentation>: expected lists of x1, y1, x2, y2, ..."
+            complain(Issue("outline_malformed", what, str(image.path), thing.where))
+        thing.polygons = outlines or ()
+    thing.extra = extra
+
+
+def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
+    """Text, mappings, and lists of these where a tag comes more than once, by tag.
+
+    Raises: ValueError: not JSON where that is said to be written.
+    """
+    found: dict[str, list[Any]] = {}
+    for child in element:
+        if child.tag in known:
+            continue
+        value: Any = child.text or ""
+        if child.get("type") == "json":
+            value = json.loads(value)
+        elif len(child):
+            value = _children(child, set())
+        found.setdefault(child.tag, []).append(value)
+    return {tag: values[0] if len(values) == 1 else values for tag, values in found.items()}
+
+
+def write_voc(
+    image_list: Path, annotations: Path, raw: RawSet, names: Sequence[str], stems: Sequence[str]
+) -> list[str]:
+    """Writes a list and XML files that `read_voc` reads as the same set.
+
+    What VOC has no tag for (ids, areas, outlines) gets one of its own, which others ignore; values
+    that are not text are JSON there.
+
+    Args:
+        annotations: the folder of the XML files.
+        names: of the images, relative to their folder.
+        stems: what the list and the XML files call them.
+    Returns: what XML could not hold, a line for each kind.
+    Raises: UserError: a file cannot be written, or is there already.
+    """
+    lost: set[str] = set()
+    for image, name, stem in zip(raw.images, names, stems):
+        tree = ElementTree.Element("annotation")
+        ElementTree.SubElement(tree, "filename").text = name
+        size = ElementTree.SubElement(tree, "size")
+        for side, value in (("width", image.width), ("height", image.height)):
+            ElementTree.SubElement(size, side).text = str(value)
+        extra = dict(image.extra)
+        if isinstance(extra.get("size"), dict):
+            lost |= _append(size, extra.pop("size"))
+        lost |= _append(tree, {"image_id": image.image_id, **extra}, _IMAGE_TAGS)
+        for thing in image.objects:
+            entry = ElementTree.SubElement(tree, "object")
+            lost |= _append_object(entry, thing, raw.class_names[thing.label])
+        ElementTree.indent(tree, "\t")
+        text = ElementTree.tostring(tree, encoding="unicode")
+        write_text(annotations / f"{stem}.xml", f"{text}\n")
+    write_text(image_list, "".join(f"{stem}\n" for stem in stems))
+    return [f"{', '.join(sorted(lost)[:5])}: no names of XML tags, left out"] if lost else []
+
+
+def _append_object(entry: ElementTree.Element, thing: RawObject, name: str) -> set[str]:
+    ElementTree.SubElement(entry, "name").text = name
+    ElementTree.SubElement(entry, "difficult").text = str(int(thing.crowd))
+    box = ElementTree.SubElement(entry, "bndbox")
+    for side, value in zip(_SIDES, thing.box):
+        text = str(int(value)) if value.is_integer() else repr(value)
+        ElementTree.SubElement(box, side).text = text
+    extra = dict(thing.extra)
+    if thing.area is not None:
+        extra["area"] = thing.area
+    if thing.polygons:
+        extra["segmentation"] = [part_K2.reshape(-1).tolist() for part_K2 in thing.polygons]
+    return _append(entry, extra, _OBJECT_TAGS)
+
+
+def _append(
+    parent: ElementTree.Element, extra: Mapping[str, Any], taken: Set[str] = frozenset()
+) -> set[str]:
+    """Inverse of `_children`.  Returns: the keys that no tag can be called."""
+    lost = set()
+    for key, value in extra.items():
+        if not _TAG.match(key) or key in taken:
+            lost.add(key)
+            continue
+        several = isinstance(value, list) and len(value) > 1 and all(map(_is_xml, value))
+        for one in value if several else [value]:
+            child = ElementTree.SubElement(parent, key)
+            if not _is_xml(one):
+                child.set("type", "json")
+                child.text = json.dumps(one)
+            elif isinstance(one, str):
+                child.text = one
+            else:
+                _append(child, one)
+    return lost
+
+
+def _is_xml(value: Any) -> bool:
+    """Whether a value is one that `_children` gives for plain tags."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_TAG.match, value))
+    return isinstance(value, str) and not _NO_XML.search(value)

@@ -1,0 +1,251 @@
+"""YOLO text files: a line `class cx cy w h` an object, in fractions of the image.
+
+Files for segmentation have outlines, `class x1 y1 x2 y2 x3 y3 ...`; the box is then what the
+outline fills.  An outline has three points at least, so the two cannot be taken for each other.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import (
+    NAME_FILES,
+    class_names,
+    files_below,
+    find_image,
+    find_repeats,
+    image_size,
+    read_list,
+    read_text,
+    write_text,
+)
+from ppdist.data.image import is_image_name
+from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+
+_FEWEST_OUTLINE = 7  # numbers: the class and three points
+_OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from its box
+
+
+def read_yolo(
+    root: Path, images: Path, annotations: Path, names: tuple[str, ...], complain: Complain
+) -> RawSet:
+    """The images of a list (paths relative to root), or of a folder of label files.
+
+    With a folder, the label of images/a/b.jpg is annotations/a/b.txt; with a list, that of
+    .../images/a/b.jpg is .../labels/a/b.txt.  An image without a label file shows no object.
+
+    Args:
+        images: the folder of the images; with a list, of no concern.
+        annotations: the folder or the list.
+        names: of the classes, by number; none: see names.class_names.
+    Raises: DataError: no names of classes, no label file at all.
+    """
+    known = class_names(root, names, complain)
+    if not known:
+        raise DataError(
+            "YOLO labels do not name their classes",
+            code="class_names_missing",
+            where=str(root),
+            fix=f"set data.class_names: [...] or write them, one a line, to {root / 'classes.txt'}",
+        )
+    if annotations.is_dir():
+        start = len(os.path.join(os.path.abspath(images), ""))
+        names_below = (Path(file[start:]) for file in files_below(images))
+        below = sorted(name for name in names_below if is_image_name(name.name))
+        paths = [images / name for name in below]
+        labels = [annotations / name.with_suffix(".txt") for name in below]
+        _find_unused(annotations, labels, images, complain)
+    else:
+        lines = read_list(annotations, complain)
+        found = [find_image(root, line, str(annotations), complain) for line in lines]
+        paths = [path for path in found if path is not None]
+        labels = [_label_file(path, root) for path in paths]
+    if labels and not any(map(os.path.isfile, labels)):
+        raise DataError(
+            f"none of {len(labels)} images has a label file; expected the first at {labels[0]}",
+            code="label_files_missing",
+            where=str(annotations),
+        )
+    kept = [
+        _image(path, label, position, known, complain)
+        for position, (path, label) in enumerate(zip(paths, labels), start=1)
+    ]
+    find_repeats(kept, complain)
+    _find_shared(kept, complain)
+    return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(annotations))
+
+
+def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: Complain) -> None:
+    known = {os.path.abspath(label) for label in labels}
+    for file in files_below(folder):
+        if file.endswith(".txt") and file not in known and os.path.basename(file) not in NAME_FILES:
+            what = f"there is no image of this name in {images}"
+            complain(Issue("label_without_image", what, where=file))
+
+
+def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
+    first_of: dict[str, RawImage] = {}
+    for image in images:
+        first = first_of.setdefault(image.where, image)
+        if first.path != image.path and image.objects:
+            what = f"the label file of both {first.path.name} and {image.path.name}"
+            complain(Issue("label_shared", what, str(image.path), image.where))
+
+
+def _label_file(image: Path, root: Path) -> Path:
+    """The last folder `images` below root becomes `labels`."""
+    folders = [*image.relative_to(root).parent.parts]
+    if "images" in folders:
+        last = len(folders) - 1 - folders[::-1].index("images")
+        folders[last] = "labels"
+    return root.joinpath(*folders, f"{image.stem}.txt")
+
+
+def _image(
+    path: Path, label_file: Path, image_id: int, names: tuple[str, ...], complain: Complain
+) -> RawImage:
+    size = image_size(path)
+    # The check of the whole split names all absent images at once, and `data.bad_images` decides
+    # about the others: no image of another size than 1x1 can be taken for one.
+    width, height = size or (1, 1)
+    image = RawImage(
+        path, image_id, width, height, [], str(label_file), size_known=size is not None
+    )
+    try:
+        text = read_text(label_file, complain) if os.path.isfile(label_file) else ""
+    except DataError as error:
+        what = f"{error.what}; {error.fix}" if error.fix else error.what
+        complain(Issue("annotation_unreadable", what, str(path), error.where))
+        return image
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            thing = _object(line, f"{label_file}:{number}", image, names, complain)
+            if thing is not None:
+                image.objects.append(thing)
+    return image
+
+
+def _object(
+    line: str, where: str, image: RawImage, names: tuple[str, ...], complain: Complain
+) -> RawObject | None:
+    words = line.split()
+    try:
+        label, *numbers = (float(word) for word in words)
+    except ValueError:
+        what = f"{line[:80]!r}: expected five numbers: class cx cy w h"
+        complain(Issue("annotation_line", what, str(image.path), where))
+        return None
+    outlined = len(words) >= _FEWEST_OUTLINE and len(words) % 2 == 1
+    if len(words) != 5 and not outlined:
+        what = (
+            f"{line[:80]!r} has {len(words)} numbers; expected five: class cx cy w h, or an "
+            f"outline: class x1 y1 x2 y2 x3 y3 ..."
+        )
+        complain(Issue("annotation_line", what, str(image.path), where))
+        return None
+    if not 0 <= label < len(names) or label != int(label):
+        what = f"class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
+        complain(Issue("class_unknown", what, str(image.path), where))
+        return None
+    if outlined:
+        part_K2 = np.array(numbers).reshape(-1, 2) * (image.width, image.height)
+        (x1, y1), (x2, y2) = part_K2.min(0).tolist(), part_K2.max(0).tolist()
+        return RawObject((x1, y1, x2, y2), int(label), where, polygons=(part_K2,))
+    cx, cy, w, h = numbers
+    (x1, x2), (y1, y2) = _edges(cx, w, image.width), _edges(cy, h, image.height)
+    return RawObject((x1, y1, x2, y2), int(label), where)
+
+
+def _edges(centre: float, side: float, pixels: int) -> tuple[float, float]:
+    return (centre - side / 2) * pixels, (centre + side / 2) * pixels
+
+
+def write_yolo(
+    image_list: Path, labels: Path, raw: RawSet, names: Sequence[str], listed: Sequence[str]
+) -> list[str]:
+    """Writes a list and label files that `read_yolo` reads as the same boxes, outlines and classes.
+
+    An object has a box or one outline here, so an outline is written where it is the only one and
+    fills its box.  Crowds are left out: they would be learned as single objects.
+
+    Args:
+        labels: the folder of the label files.
+        names: of the images, relative to their folder, no two alike without their suffix.
+        listed: what the list calls each image.
+    Returns: what YOLO could not hold, a line for each kind.
+    Raises: UserError: a file cannot be written, or is there already.
+    """
+    lost = dict.fromkeys(("crowd", "outline", "extent", "area", "extra"), 0)
+    for image, name in zip(raw.images, names):
+        lines = []
+        lost["extra"] += bool(image.extra)
+        for thing in image.objects:
+            if thing.crowd:
+                lost["crowd"] += 1
+                continue
+            outline = _outline(thing, image.width, image.height)
+            lost["outline"] += bool(thing.polygons) and outline is None
+            lost["extent"] += outline is not None and outline[1] != thing.box
+            lost["area"] += thing.area is not None
+            lost["extra"] += bool(thing.extra)
+            numbers = _box_numbers(thing.box, image) if outline is None else outline[0]
+            lines.append(" ".join([str(thing.label), *map(_decimal, numbers)]))
+        text = "".join(f"{line}\n" for line in lines)
+        write_text(labels / f"{os.path.splitext(name)[0]}.txt", text)
+    write_text(image_list, "".join(f"{one}\n" for one in listed))
+    said = {
+        "crowd": "crowds (difficult objects): left out",
+        "outline": "objects: outlines of several parts, or that do not fill the box: box only",
+        "extent": "objects: the box becomes the extent of the outline (within a pixel)",
+        "area": "objects: area",
+        "extra": "images and objects: ids or other properties",
+    }
+    return [f"{count} {said[kind]}" for kind, count in lost.items() if count]
+
+
+def _outline(thing: RawObject, width: int, height: int) -> tuple[list[float], Box] | None:
+    """The numbers of an object's outline, and the box that is read from them."""
+    if len(thing.polygons) != 1 or len(thing.polygons[0]) < 3:
+        return None
+    numbers = [
+        _fraction(value, side)
+        for point in thing.polygons[0].tolist()
+        for value, side in zip(point, (width, height))
+    ]
+    part_K2 = np.array(numbers).reshape(-1, 2) * (width, height)
+    (x1, y1), (x2, y2) = part_K2.min(0).tolist(), part_K2.max(0).tolist()
+    box = (x1, y1, x2, y2)
+    fills = all(abs(a - b) <= _OUTLINE_TOLERANCE for a, b in zip(box, thing.box))
+    return (numbers, box) if fills else None
+
+
+def _fraction(value: float, pixels: int) -> float:
+    """The shortest fraction that is read as exactly this many pixels."""
+    exact = value / pixels
+    candidates = (round(exact, digits) for digits in range(6, 17))
+    return next((short for short in candidates if short * pixels == value), exact)
+
+
+def _box_numbers(box: Box, image: RawImage) -> list[float]:
+    x1, y1, x2, y2 = box
+    (cx, w), (cy, h) = _centred(x1, x2, image.width), _centred(y1, y2, image.height)
+    return [cx, cy, w, h]
+
+
+def _centred(low: float, high: float, pixels: int) -> tuple[float, float]:
+    """(centre, side) as the shortest fractions from which `_edges` gives exactly these edges.
+
+    Often no fractions of 64 bits do; the nearest are then off by 1e-12 pixels.
+    """
+    centre, side = (low + high) / 2 / pixels, (high - low) / pixels
+    candidates = ((round(centre, digits), round(side, digits)) for digits in range(6, 17))
+    exact = (short for short in candidates if _edges(*short, pixels) == (low, high))
+    return next(exact, (centre, side))
+
+
+def _decimal(value: float) -> str:
+    """Exact, and without an exponent: some readers of such files do not know them."""
+    return np.format_float_positional(value, trim="0")

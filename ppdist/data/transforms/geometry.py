@@ -1,0 +1,703 @@
+"""Where an image goes in the input, settled or at random, and its colours.
+
+    random window (expand, crop) -> Placement -> one resize of one part -> colours -> mirror
+
+Where an image ends up in the input is settled on its boxes, before any pixel is touched, so that
+expanding and cropping cost one resize together.  Randomness comes from the generator handed in,
+keyed by (seed, epoch, index): a sample looks the same whichever rank or worker makes it.
+
+Sources: the augmentation of SSD (Liu et al. 2016, arXiv:1512.02325, section 2.2 and its code) in
+the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.  Letterbox and
+the change in HSV are those of YOLOv5.
+
+Images turned, zoomed, slanted, shifted and tilted as one matrix says, and their boxes with them.
+
+    original pixels --(where the image lies)--> canvas --(the view)--> input
+
+All matrices are 3x3 on columns (x, y, 1) and count edges: the first pixel is 0..1, as in boxes.
+They are multiplied before any pixel is touched, so an image is resampled once, straight into its
+part of the input, and a canvas is never painted.
+
+One image as augmentation begins with it: read, turned by quarters, and what is one object.
+
+An input in the making: images drawn into it, and the objects they bring.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from ppdist.config.augment import AffineConfig, AugmentConfig
+from ppdist.config.data import Resize
+from ppdist.data.types import ImageRecord, Sample
+
+FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
+GREY = (114, 114, 114)  # what lies beside a letterboxed one, and between the images of a mosaic
+_INTERPOLATIONS = (
+    cv2.INTER_NEAREST,
+    cv2.INTER_LINEAR,
+    cv2.INTER_CUBIC,
+    cv2.INTER_AREA,
+    cv2.INTER_LANCZOS4,
+)
+_CROP_OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # None: no crop
+_CROP_TRIES = 50
+_STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
+_SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
+
+
+class ResizeParams(NamedTuple):
+    """Which part of the original fills which part of the input, both in whole pixels x1 y1 x2 y2.
+
+    What the part does not fill is `fill` (RGB).  mirror_x, mirror_y: the input is mirrored at last.
+    """
+
+    source: tuple[int, int, int, int]
+    target: tuple[int, int, int, int]
+    height: int
+    width: int
+    mirror_x: bool = False
+    mirror_y: bool = False
+    fill: tuple[int, int, int] = FILL
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """(y, x): pixels of the input for one of the original."""
+        x1, y1, x2, y2 = self.source
+        left, top, right, bottom = self.target
+        return (bottom - top) / (y2 - y1), (right - left) / (x2 - x1)
+
+
+def whole(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
+    """The whole image stretched to the input `size` (height, width), as PP-YOLOE evaluates."""
+    return ResizeParams((0, 0, width, height), (0, 0, size[1], size[0]), *size)
+
+
+def letterbox(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
+    """The whole image in the middle of the input `size` (height, width), its shape kept.
+
+    scale = min(input height / height, input width / width)
+    side  = floor(side of the image * scale + 1/2), 1 at least
+    start = (side of the input - side) // 2
+    """
+    scale = min(size[0] / height, size[1] / width)
+    tall = max(1, min(size[0], math.floor(height * scale + 0.5)))
+    wide = max(1, min(size[1], math.floor(width * scale + 0.5)))
+    top, left = (size[0] - tall) // 2, (size[1] - wide) // 2
+    target = (left, top, left + wide, top + tall)
+    return ResizeParams((0, 0, width, height), target, *size, fill=GREY)
+
+
+def fitted(width: int, height: int, size: tuple[int, int], resize: Resize) -> ResizeParams:
+    """The whole image in the input `size` (height, width), as evaluation sees it."""
+    return (letterbox if resize == "letterbox" else whole)(width, height, size)
+
+
+def random_placement(
+    boxes_M4: np.ndarray,
+    width: int,
+    height: int,
+    size: tuple[int, int],
+    config: AugmentConfig,
+    rng: np.random.Generator,
+    resize: Resize = "stretch",
+    reduced: int = 1,
+) -> ResizeParams:
+    """Expand, crop and mirror: where a training image goes in the input `size` (height, width).
+
+    Args:
+        reduced: a part of the image begins and ends at multiples of so many of its pixels.
+    """
+    window = everything = np.array([0.0, 0.0, width, height])
+    if rng.random() < config.expand:
+        window = expanded(window, config.expand_most, rng)
+    if rng.random() < config.crop and len(boxes_M4):
+        window = cropped(window, boxes_M4, config.crop_least, rng)
+    if resize == "stretch":
+        placement = place(window, width, height, size, reduced)
+    elif np.array_equal(window, everything):
+        placement = letterbox(width, height, size)  # in the very pixels of evaluation
+    else:
+        around = grown(window, size)
+        placement = place(around, width, height, size, reduced)._replace(fill=GREY)
+    mirror_x, mirror_y = rng.random() < config.flip, rng.random() < config.flip_vertical
+    return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+
+
+def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The smallest window (x1, y1, x2, y2) around the given one that is shaped like the input."""
+    sides = window[2:] - window[:2]
+    shape = np.array([size[1], size[0]], np.float64)
+    room = shape * (sides / shape).max() - sides
+    return np.concatenate([window[:2] - room / 2, window[2:] + room / 2])
+
+
+def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.ndarray:
+    """A window (x1, y1, x2, y2) of 1 to `most` times each side that holds the given one."""
+    sides = window[2:] - window[:2]
+    room = sides * (rng.uniform(1.0, most) - 1.0)
+    corner = window[:2] - rng.random(2) * room
+    return np.concatenate([corner, corner + sides + room])
+
+
+def cropped(
+    window: np.ndarray, boxes_M4: np.ndarray, least: float, rng: np.random.Generator
+) -> np.ndarray:
+    """A part of a window whose IoU with some box reaches a random threshold.
+
+    Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
+    holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
+    """
+    sides = window[2:] - window[:2]
+    centres_M2 = (boxes_M4[:, :2] + boxes_M4[:, 2:]) / 2
+    for choice in rng.permutation(len(_CROP_OVERLAPS)):
+        overlap = _CROP_OVERLAPS[choice]
+        if overlap is None:
+            return window
+        scale_T = rng.uniform(least, 1.0, _CROP_TRIES)
+        aspect_T = rng.uniform(np.maximum(0.5, scale_T**2), np.minimum(2.0, scale_T**-2))
+        part_T2 = np.stack([scale_T * np.sqrt(aspect_T), scale_T / np.sqrt(aspect_T)], 1) * sides
+        corner_T2 = window[:2] + rng.random((_CROP_TRIES, 2)) * (sides - part_T2)
+        parts_T4 = np.concatenate([corner_T2, corner_T2 + part_T2], 1)
+        inside_TM = (
+            (centres_M2 > parts_T4[:, None, :2]) & (centres_M2 < parts_T4[:, None, 2:])
+        ).all(2)
+        good_T = inside_TM.any(1) & (_iou(parts_T4, boxes_M4).max(1) >= overlap)
+        if good_T.any():
+            return parts_T4[good_T.argmax()]
+    return window
+
+
+def _iou(a_T4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
+    low_TM2 = np.maximum(a_T4[:, None, :2], b_M4[:, :2])
+    high_TM2 = np.minimum(a_T4[:, None, 2:], b_M4[:, 2:])
+    inter_TM = (high_TM2 - low_TM2).clip(0).prod(2)
+    area_T = (a_T4[:, 2:] - a_T4[:, :2]).prod(1)
+    area_M = (b_M4[:, 2:] - b_M4[:, :2]).prod(1)
+    return inter_TM / (area_T[:, None] + area_M - inter_TM)
+
+
+def place(
+    window: np.ndarray, width: int, height: int, size: tuple[int, int], reduced: int = 1
+) -> ResizeParams:
+    """Rounds a window (x1, y1, x2, y2; original pixels, may reach beyond the image) to pixels.
+
+    Boxes mapped by the result lie exactly where `render` puts their pixels.
+
+    Args:
+        reduced: of the image to be rendered: the window is rounded to its pixels.
+    """
+    limit = np.array([width, height])
+    low, high = np.floor(window[:2] / reduced), np.ceil(window[2:] / reduced)
+    low, high = (low * reduced).clip(0, limit - 1), (high * reduced).clip(1, limit)
+    high = np.maximum(high, low + 1)
+    scale = np.array([size[1], size[0]]) / (window[2:] - window[:2])
+    target_low = np.rint((low - window[:2]) * scale).clip(0, [size[1] - 1, size[0] - 1])
+    target_high = np.rint((high - window[:2]) * scale).clip(target_low + 1, [size[1], size[0]])
+    x1, y1, x2, y2 = (int(value) for value in (*low, *high))
+    left, top, right, bottom = (int(value) for value in (*target_low, *target_high))
+    return ResizeParams((x1, y1, x2, y2), (left, top, right, bottom), *size)
+
+
+def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes in input pixels, cut to what is seen, and keep_M: which are still objects.
+
+    An object stays when its centre is seen and both sides have a pixel at least.
+    """
+    source, target = np.array(placement.source, np.float64), np.array(placement.target, np.float64)
+    scale = (target[2:] - target[:2]) / (source[2:] - source[:2])
+    mapped_M22 = (boxes_M4.reshape(-1, 2, 2) - source[:2]) * scale + target[:2]
+    centre_M2 = mapped_M22.mean(1)
+    cut_M22 = mapped_M22.clip(target[:2], target[2:])
+    seen_M = ((centre_M2 > target[:2]) & (centre_M2 < target[2:])).all(1)
+    keep_M = seen_M & (cut_M22[:, 1] - cut_M22[:, 0] >= _SMALLEST_SIDE).all(1)
+    if placement.mirror_x:
+        cut_M22[:, :, 0] = placement.width - cut_M22[:, ::-1, 0]
+    if placement.mirror_y:
+        cut_M22[:, :, 1] = placement.height - cut_M22[:, ::-1, 1]
+    return cut_M22.reshape(-1, 4).astype(np.float32), keep_M
+
+
+def render(
+    image_HW3: np.ndarray,
+    placement: ResizeParams,
+    interpolation: int,
+    colours_34: np.ndarray | None = None,
+    reduced: int = 1,
+) -> np.ndarray:
+    """The input image, uint8 RGB [placement.height, placement.width, 3].
+
+    Args:
+        image_HW3: the image, or with `reduced` a reduction of it (see `read_image`).
+        interpolation: one of OpenCV's.
+        colours_34: what `random_colours` gave; applied to the image, not to what lies beside it.
+    """
+    x1, y1, x2, y2 = placement.source
+    left, top, right, bottom = placement.target
+    part = image_HW3[y1 // reduced : -(-y2 // reduced), x1 // reduced : -(-x2 // reduced)]
+    if part.shape[:2] != (bottom - top, right - left):
+        part = cv2.resize(part, (right - left, bottom - top), interpolation=interpolation)
+    if colours_34 is not None:
+        part = cv2.transform(part, colours_34)
+    if part.shape[:2] != (placement.height, placement.width):
+        below, beside = placement.height - bottom, placement.width - right
+        part = cv2.copyMakeBorder(
+            part, top, below, left, beside, cv2.BORDER_CONSTANT, value=placement.fill
+        )
+    if placement.mirror_x or placement.mirror_y:
+        both = placement.mirror_x and placement.mirror_y
+        part = cv2.flip(part, -1 if both else int(placement.mirror_x))
+    return part
+
+
+def random_interpolation(rng: np.random.Generator) -> int:
+    return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))]
+
+
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
+
+
+def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
+    """Brightness, contrast, saturation and hue as one matrix [3, 4] on (R, G, B, 1); None: none.
+
+    Saturation scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one
+    rounding suffices; they commute with the resize and run on the smaller image.
+    """
+    brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
+    shift = rng.uniform(-32, 32) * brightness_on
+    gain = 1 + rng.uniform(-0.5, 0.5) * contrast_on
+    saturation = 1 + rng.uniform(-0.5, 0.5) * saturation_on
+    angle = np.deg2rad(rng.uniform(-18, 18) * hue_on)
+    if not (brightness_on or contrast_on or saturation_on or hue_on):
+        return None
+    turn = np.eye(3)
+    turn[1:, 1:] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turn[1:, 1:] *= saturation
+    rgb_33 = gain * np.linalg.inv(_YIQ) @ turn @ _YIQ
+    return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
+
+
+def random_hsv(
+    gains: tuple[float, float, float], rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Turn of the hue (share of the circle), change of saturation and of value (shares of them).
+
+    Each is uniform, up to its gain either way.
+    """
+    turn, saturation, value = (rng.uniform(-1, 1, 3) * gains).tolist()
+    return turn, saturation, value
+
+
+def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
+    """The RGB image with what `random_hsv` gave applied to it; the turn within +-0.4.
+
+    A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What it adds to a
+    hue must not lead below 0, so a turn back is one forth with red and blue exchanged, which turns
+    the circle over.
+    """
+    turn, saturation, value = change
+    to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
+    if turn < 0:
+        to_hsv, to_rgb = cv2.COLOR_BGR2HSV, cv2.COLOR_HSV2BGR
+    hue = 180 * abs(turn)  # OpenCV's circle; up to 255 its way back goes on past the full one
+    map_34 = np.array([[1, 0, 0, hue], [0, 1 + saturation, 0, 0], [0, 0, 1 + value, 0]])
+    recoloured_HW3 = np.empty_like(image_HW3)
+    for top in range(0, len(image_HW3), _STRIP):
+        hsv_SW3 = cv2.cvtColor(image_HW3[top : top + _STRIP], to_hsv)
+        cv2.transform(hsv_SW3, map_34, dst=hsv_SW3)
+        cv2.cvtColor(hsv_SW3, to_rgb, dst=recoloured_HW3[top : top + _STRIP])
+    return recoloured_HW3
+
+
+def resize_for_evaluation(
+    image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch"
+) -> np.ndarray:
+    """What evaluation and inference see: the whole image in the input `size` (height, width).
+
+    Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
+    """
+    height, width = image_HW3.shape[:2]
+    interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
+    return render(image_HW3, fitted(width, height, size, resize), interpolation)
+
+
+_LEAST_SIDE = 2.0  # input pixels; less is no object to learn, nor what one of these bounds says
+_LEAST_SEEN = 0.1  # of a box's area
+_MOST_ASPECT = 100.0
+_MOST_ROUNDED = 2.0  # zoom of `paste` up to which half a pixel of the image is one of the input
+_SUBPIXELS = 4  # bits
+
+
+class AffineParams(NamedTuple):
+    """What of a canvas the input shows: its pixels -> the input's; gain: how much larger."""
+
+    matrix_33: np.ndarray
+    gain: float
+
+
+def random_view(
+    canvas: tuple[int, int],
+    size: tuple[int, int],
+    config: AffineConfig,
+    mirrored: tuple[bool, bool],
+    rng: np.random.Generator,
+) -> AffineParams:
+    """The middle of a `canvas` (height, width), moved at random, in the middle of the input `size`.
+
+    Args:
+        mirrored: the input at last, (left to right, top to bottom).
+    """
+    angle = np.deg2rad(rng.uniform(-config.rotate, config.rotate))
+    gain = rng.uniform(1 - config.scale, 1 + config.scale)
+    slant_x, slant_y = np.tan(np.deg2rad(rng.uniform(-config.shear, config.shear, 2)))
+    shift = rng.uniform(-config.translate, config.translate, 2) * [size[1], size[0]]
+    middle, target = np.array([canvas[1], canvas[0]]) / 2, np.array([size[1], size[0]]) / 2
+    turn_33 = np.eye(3)
+    turn_33[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    turn_33[:2, :2] *= gain
+    slant_33 = np.array([[1, slant_x, 0], [slant_y, 1, 0], [0, 0, 1]])
+    mirror = np.where(mirrored, -1.0, 1.0)
+    matrix_33 = (
+        moved(scale=mirror, to=target)
+        @ moved(to=shift)
+        @ slant_33
+        @ turn_33
+        @ moved(to=-middle)
+    )  # fmt: skip
+    if config.perspective:
+        tilt_33 = np.eye(3)  # of points of the canvas about its middle, in halves of the input
+        tilt_33[2, :2] = rng.uniform(-config.perspective, config.perspective, 2) / target
+        matrix_33 = matrix_33 @ moved(to=middle) @ tilt_33 @ moved(to=-middle)
+    return AffineParams(matrix_33, float(gain))
+
+
+def moved(
+    *, scale: Sequence[float] | np.ndarray = (1, 1), to: Sequence[float] | np.ndarray = (0, 0)
+) -> np.ndarray:
+    """The matrix that scales by (x, y), then moves the origin to (x, y)."""
+    return np.array([[scale[0], 0, to[0]], [0, scale[1], to[1]], [0, 0, 1]], np.float64)
+
+
+def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
+    """The matrix that takes one upright box (x1, y1, x2, y2) to another."""
+    low, high = np.array(source[:2], np.float64), np.array(source[2:], np.float64)
+    start = np.array(target[:2], np.float64)
+    scale = (np.array(target[2:]) - start) / (high - low)
+    return moved(scale=scale, to=start - scale * low)
+
+
+def paste(
+    input_HW3: np.ndarray,
+    image_HW3: np.ndarray,
+    source: Sequence[float],
+    matrix_33: np.ndarray,
+) -> np.ndarray:
+    """Draws part of an image into the input, linear, in place; the rest of the input stays.
+
+    Args:
+        source: the part (x1, y1, x2, y2), pixels of the image.
+        matrix_33: pixels of the image -> pixels of the input.
+    Returns: the same, as it was drawn: enlarged twice at most and upright, whole pixels are resized
+        to whole pixels, which takes a third of the time of a warp.  Where two pixels of the image
+        are seen at least, that moves nothing by more than a pixel and a half.
+    """
+    left, top, right, bottom = covered(source, matrix_33, input_HW3.shape[:2])
+    if left >= right or top >= bottom:
+        return matrix_33
+    target_HW3 = input_HW3[top:bottom, left:right]
+    upright = _keeps_upright(matrix_33)
+    if upright and np.abs(matrix_33.diagonal()[:2]).max() <= _MOST_ROUNDED:
+        return _resize(image_HW3, matrix_33, target_HW3, left, top)
+    # OpenCV counts the middles of pixels, half a pixel from their edges.
+    to_middles_33 = moved(to=(-left - 0.5, -top - 0.5)) @ matrix_33 @ moved(to=(0.5, 0.5))
+    if upright:  # the middles of these very pixels lie inside
+        _warp(image_HW3, to_middles_33, target_HW3)
+        return matrix_33
+    part_HW3 = np.empty_like(target_HW3)
+    _warp(image_HW3, to_middles_33, part_HW3)
+    inside_HW = np.zeros(part_HW3.shape[:2], np.uint8)
+    outline_42 = (corners(source, matrix_33) - [left + 0.5, top + 0.5]) * 2**_SUBPIXELS
+    cv2.fillConvexPoly(inside_HW, np.rint(outline_42).astype(np.int32), 1, shift=_SUBPIXELS)
+    cv2.copyTo(part_HW3, inside_HW, target_HW3)
+    return matrix_33
+
+
+def _resize(
+    image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray, left: int, top: int
+) -> np.ndarray:
+    """Fills all of `out_HW3`, which begins at (left, top) of the input; returns as `paste` does."""
+    scale, shift = matrix_33.diagonal()[:2], matrix_33[:2, 2]
+    limit = np.array([image_HW3.shape[1], image_HW3.shape[0]])
+    size = out_HW3.shape[1], out_HW3.shape[0]
+    right, bottom = left + size[0], top + size[1]
+    ends_22 = (np.array([[left, top], [right, bottom]]) - shift) / scale
+    low = np.rint(ends_22.min(0)).clip(0, limit - 1)
+    high = np.rint(ends_22.max(0)).clip(low + 1, limit)
+    (x1, y1), (x2, y2) = low.astype(int).tolist(), high.astype(int).tolist()
+    mirror_x, mirror_y = (scale < 0).tolist()
+    if mirror_x or mirror_y:
+        part_HW3 = cv2.resize(image_HW3[y1:y2, x1:x2], size, interpolation=cv2.INTER_LINEAR)
+        cv2.flip(part_HW3, -1 if mirror_x and mirror_y else int(mirror_x), dst=out_HW3)
+    else:
+        cv2.resize(image_HW3[y1:y2, x1:x2], size, dst=out_HW3, interpolation=cv2.INTER_LINEAR)
+    target_x = (right, left) if mirror_x else (left, right)
+    target_y = (bottom, top) if mirror_y else (top, bottom)
+    return between((x1, y1, x2, y2), (target_x[0], target_y[0], target_x[1], target_y[1]))
+
+
+def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
+    """Fills all of `out_HW3`; what lies beside the image goes on as its edge."""
+    size = out_HW3.shape[1], out_HW3.shape[0]
+    if _is_affine(matrix_33):
+        cv2.warpAffine(
+            image_HW3,
+            matrix_33[:2],
+            size,
+            dst=out_HW3,
+            flags=cv2.INTER_LINEAR,
+            borderMode=cv2.BORDER_REPLICATE,
+        )
+    else:
+        cv2.warpPerspective(
+            image_HW3,
+            matrix_33,
+            size,
+            dst=out_HW3,
+            flags=cv2.INTER_LINEAR,
+            borderMode=cv2.BORDER_REPLICATE,
+        )
+
+
+def covered(
+    source: Sequence[float], matrix_33: np.ndarray, size: tuple[int, ...]
+) -> tuple[int, int, int, int]:
+    """The pixels left, top, right, bottom of the input `size` (height, width) around a part.
+
+    Args: as of `paste`.
+    Returns: left >= right or top >= bottom where nothing of it is seen.
+    """
+    corners_42 = corners(source, matrix_33)
+    low, high = corners_42.min(0), corners_42.max(0)
+    if _keeps_upright(matrix_33):
+        low, high = np.rint(low), np.rint(high)  # parts that touch neither overlap nor leave a gap
+    else:
+        low, high = np.floor(low), np.ceil(high)
+    limits = size[1], size[0], size[1], size[0]
+    left, top, right, bottom = (
+        min(max(int(value), 0), limit)
+        for value, limit in zip((*low.tolist(), *high.tolist()), limits)
+    )
+    return left, top, right, bottom
+
+
+def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
+    """Where the corners of a box (x1, y1, x2, y2) are mapped, float64 [4, 2], x y, in turn."""
+    x1, y1, x2, y2 = source
+    return map_points(np.array([[x1, y1], [x2, y1], [x2, y2], [x1, y2]], np.float64), matrix_33)
+
+
+def _keeps_upright(matrix_33: np.ndarray) -> bool:
+    return matrix_33[0, 1] == 0 and matrix_33[1, 0] == 0 and _is_affine(matrix_33)
+
+
+def _is_affine(matrix_33: np.ndarray) -> bool:
+    return matrix_33[2, 0] == 0 and matrix_33[2, 1] == 0
+
+
+def map_by_matrix(
+    boxes_M4: np.ndarray, matrix_33: np.ndarray, size: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes around what the input `size` (height, width) shows of the mapped ones, and keep_M.
+
+    A turned box becomes a quadrilateral; where that reaches beyond the input, it is cut first.
+
+    keep_M: which are still objects: both sides above 2 pixels, more than a tenth of the area seen,
+    and no side 100 times the other, as YOLOv5 decides.
+    """
+    corners_M42 = boxes_M4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]].astype(np.float64)
+    mapped_M42 = map_points(corners_M42, matrix_33)
+    low_M2, high_M2 = mapped_M42.min(1), mapped_M42.max(1)
+    limit = np.array([size[1], size[0]])
+    cut_M4 = np.concatenate([low_M2.clip(0, limit), high_M2.clip(0, limit)], 1)
+    sides_M2 = cut_M4[:, 2:] - cut_M4[:, :2]
+    seen_M = sides_M2.prod(1) > _LEAST_SEEN * (high_M2 - low_M2).prod(1)
+    if not _keeps_upright(matrix_33):
+        beyond_M = ((low_M2 < 0) | (high_M2 > limit)).any(1)
+        for number in np.flatnonzero(beyond_M & (sides_M2 > _LEAST_SIDE).all(1)).tolist():
+            whole = mapped_M42[number].tolist()
+            seen = _cut_polygon(whole, size)
+            seen_M[number] = _area(seen) > _LEAST_SEEN * _area(whole)
+            if seen:
+                x, y = zip(*seen)
+                cut_M4[number] = min(x), min(y), max(x), max(y)
+        sides_M2 = cut_M4[:, 2:] - cut_M4[:, :2]
+    large_M = (sides_M2 > _LEAST_SIDE).all(1)
+    compact_M = sides_M2.max(1) < _MOST_ASPECT * sides_M2.min(1)
+    return cut_M4.astype(np.float32), large_M & seen_M & compact_M
+
+
+def _cut_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[float]]:
+    """What the input `size` (height, width) shows of a convex polygon: its corners [x, y], in turn.
+
+    Plain numbers: a few corners at a time, of the few boxes at the border of the input.
+    Source: Sutherland and Hodgman 1974, "Reentrant polygon clipping", CACM 17(1).
+    """
+    for axis, limit in ((0, size[1]), (1, size[0])):
+        for bound, inwards in ((0.0, 1.0), (float(limit), -1.0)):
+            depths = [(point[axis] - bound) * inwards for point in points]
+            if not points or min(depths) >= 0:
+                continue
+            kept = []
+            for at in range(len(points)):  # the edge from the corner before to this one
+                depth, before = depths[at], depths[at - 1]
+                if (depth < 0) != (before < 0):
+                    share = before / (before - depth)
+                    (x0, y0), (x1, y1) = points[at - 1], points[at]
+                    crossing = [x0 + share * (x1 - x0), y0 + share * (y1 - y0)]
+                    crossing[axis] = bound
+                    kept.append(crossing)
+                if depth >= 0:
+                    kept.append(points[at])
+            points = kept
+    return points
+
+
+def _area(points: list[list[float]]) -> float:
+    """Of a polygon, in square pixels."""
+    turned = zip(points, points[-1:] + points[:-1])
+    return abs(sum(x0 * y1 - x1 * y0 for (x1, y1), (x0, y0) in turned)) / 2
+
+
+def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
+    """Points (x, y), any shape that ends in 2, as a matrix maps them; none lies behind the view."""
+    mapped_2 = points_2 @ matrix_33[:2, :2].T + matrix_33[:2, 2]
+    if _is_affine(matrix_33):
+        return mapped_2
+    return mapped_2 / (points_2 @ matrix_33[2, :2] + matrix_33[2, 2])[..., None]
+
+
+_TURNS = {1: cv2.ROTATE_90_CLOCKWISE, 2: cv2.ROTATE_180, 3: cv2.ROTATE_90_COUNTERCLOCKWISE}
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """An image and its objects, without crowds, in its pixels.
+
+    index: in DetectionSet.records.  image_HW3: uint8 RGB, each pixel `reduced` ones of the original
+    a side; width, height, boxes_M4 (xyxy, float32) and outlines_M (x y, as ImageRecord.polygons_M)
+    are those of the original.
+    """
+
+    index: int
+    image_HW3: np.ndarray
+    reduced: int
+    width: int
+    height: int
+    boxes_M4: np.ndarray
+    labels_M: np.ndarray
+    outlines_M: tuple[tuple[np.ndarray, ...], ...] = ()
+
+
+def random_turn(chance: float, rng: np.random.Generator) -> int:
+    """Quarter turns clockwise, 0 to 3; nothing is drawn where there is no chance."""
+    return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
+
+
+def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
+    """(width, height) after so many quarter turns."""
+    return (record.height, record.width) if turn % 2 else (record.width, record.height)
+
+
+def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
+    """The image after so many quarter turns clockwise."""
+    return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
+
+
+def original_of(
+    index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
+) -> Original:
+    """Args: image_HW3: of `record`, reduced, not yet turned."""
+    width, height = turned_sides(record, turn)
+    alone_M = ~record.crowd_M
+    boxes_M4, outlines_M = record.boxes_M4[alone_M], record.polygons_M
+    if outlines_M:
+        outlines_M = tuple(outlines_M[number] for number in np.flatnonzero(alone_M))
+    if turn:
+        image_HW3, matrix_33 = turned_pixels(image_HW3, turn), _matrix_of(turn, record)
+        boxes_M4 = _turned_boxes(boxes_M4, matrix_33)
+        outlines_M = tuple(
+            tuple(map_points(outline_K2, matrix_33) for outline_K2 in outlines)
+            for outlines in outlines_M
+        )
+    return Original(
+        index,
+        image_HW3,
+        reduced,
+        width,
+        height,
+        boxes_M4,
+        record.labels_M[alone_M],
+        outlines_M,
+    )
+
+
+def _matrix_of(turn: int, record: ImageRecord) -> np.ndarray:
+    """Pixels of the image -> pixels of the turned one, edges counted."""
+    width, height = record.width, record.height
+    rows = {
+        1: [[0, -1, height], [1, 0, 0]],
+        2: [[-1, 0, width], [0, -1, height]],
+        3: [[0, 1, 0], [-1, 0, width]],
+    }[turn]
+    return np.array([*rows, [0, 0, 1]], np.float64)
+
+
+def _turned_boxes(boxes_M4: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
+    corners_M22 = map_points(boxes_M4.reshape(-1, 2, 2).astype(np.float64), matrix_33)
+    turned_M4 = np.concatenate([corners_M22.min(1), corners_M22.max(1)], 1)
+    return turned_M4.astype(np.float32)
+
+
+class MosaicCanvas:
+    """Grey at first, of the input's `size` (height, width)."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._image_HW3 = np.full((*size, 3), GREY[0], np.uint8)  # one number: 30 times as fast
+        self._boxes = [np.zeros((0, 4), np.float32)]
+        self._labels = [np.zeros(0, np.int64)]
+
+    def draw(
+        self, image_HW3: np.ndarray, source: Sequence[float], matrix_33: np.ndarray, reduced: int
+    ) -> np.ndarray:
+        """As `paste`, in pixels of the original, of which `reduced` are one of the image.
+
+        Returns: where the image lies now, which is where its boxes lie too.
+        """
+        part = [side / reduced for side in source]
+        enlarge_33, reduce_33 = (moved(scale=(by, by)) for by in (reduced, 1 / reduced))
+        return paste(self._image_HW3, image_HW3, part, matrix_33 @ enlarge_33) @ reduce_33
+
+    def shows(self, width: int, height: int, matrix_33: np.ndarray) -> bool:
+        """Whether anything of an image of these sides would be seen."""
+        source = (0, 0, width, height)
+        left, top, right, bottom = covered(source, matrix_33, self._image_HW3.shape[:2])
+        return left < right and top < bottom
+
+    def note(self, boxes_M4: np.ndarray, labels_M: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
+        """Keeps the boxes that are seen.  Returns: keep_M: which they are."""
+        height, width = self._image_HW3.shape[:2]
+        mapped_M4, keep_M = map_by_matrix(boxes_M4, matrix_33, (height, width))
+        self._boxes.append(mapped_M4[keep_M])
+        self._labels.append(labels_M[keep_M])
+        return keep_M
+
+    def sample(self, index: int, colours_34: np.ndarray | None) -> Sample:
+        """The input; nothing more may be drawn then."""
+        image_HW3 = self._image_HW3
+        if colours_34 is not None:
+            image_HW3 = cv2.transform(image_HW3, colours_34)
+        return Sample(image_HW3, np.concatenate(self._boxes), np.concatenate(self._labels), index)

@@ -1,0 +1,224 @@
+"""Two inputs made one: blended (mixup), side by side (cutmix), objects of one pasted into another.
+
+Sources: mixup (Zhang et al. 2017, arXiv:1710.09412) of detections (Zhang et al. 2019,
+arXiv:1902.04103), whose objects all count in full; CutMix (Yun et al. 2019, arXiv:1905.04899,
+section 3.1); copy-paste (Ghiasi et al. 2020, arXiv:2012.07177, section 3).
+
+Where several images lie that share one input: four around a point, nine in three rows, or whole.
+
+Sources: mosaic of YOLOv4 (Bochkovskiy et al. 2020, arXiv:2004.10934, section 3.3), four images as
+YOLOv5 lays them out; whole images in a grid: the mosaic of Dense O2O (DEIM, Huang et al. 2024,
+arXiv:2412.04234), four images of half the input's sides.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from ppdist.data.transforms.color import left_of
+from ppdist.data.transforms.geometry import corners, map_points
+from ppdist.data.types import Sample
+
+_MIXUP_BETA = 32.0  # both parameters of the Beta distribution: nearly half and half
+_PASTED = 0.5  # chance of each object
+_SUBPIXELS = 4  # bits
+
+
+class Donor(NamedTuple):
+    """A sample and where its objects are exactly, all in input pixels, x y.
+
+    outlines_M: the outlines of each object, [K, 2] each; none where it has no mask.
+    seen_42: the corners of all that is seen of its image.
+    """
+
+    sample: Sample
+    outlines_M: Sequence[Sequence[np.ndarray]]
+    seen_42: np.ndarray
+
+
+def donor_of(
+    sample: Sample,
+    outlines_M: Sequence[Sequence[np.ndarray]],
+    kept: np.ndarray,
+    source: Sequence[float],
+    matrix_33: np.ndarray,
+) -> Donor:
+    """Args:
+    outlines_M: of all objects of the original, in its pixels; empty: none has any.
+    kept: the positions of those that are objects of the sample.
+    source: the part (x1, y1, x2, y2) of the original that is seen, before matrix_33.
+    """
+    outlines = [
+        [map_points(outline_K2, matrix_33) for outline_K2 in outlines_M[number]]
+        for number in (kept.tolist() if outlines_M else ())
+    ]
+    return Donor(sample, outlines, corners(source, matrix_33))
+
+
+def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
+    """Both blended, with the objects of both."""
+    mixed_HW3 = blend(one.image_HW3, other.image_HW3, rng)
+    return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
+
+
+def blend(one_HW3: np.ndarray, other_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A weighted mean of two inputs; the first has a Beta(32, 32) share."""
+    share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
+    return cv2.addWeighted(one_HW3, share, other_HW3, 1 - share, 0)
+
+
+def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
+    """One input with a rectangle of another, in its place; both as much as is left of them.
+
+    The rectangle is shaped like the input, its area uniform in 0 to all of it, its middle anywhere.
+    """
+    size = np.array(one.image_HW3.shape[:2])
+    sides = size * math.sqrt(rng.random())
+    middle = rng.random(2) * size
+    top, left = np.rint(middle - sides / 2).clip(0, size).astype(int).tolist()
+    bottom, right = np.rint(middle + sides / 2).clip(0, size).astype(int).tolist()
+    other_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
+    other_HW[top:bottom, left:right] = 1
+    image_HW3 = one.image_HW3.copy()
+    image_HW3[top:bottom, left:right] = other.image_HW3[top:bottom, left:right]
+    boxes_M4, keep_M = left_of(other.boxes_M4, 1 - other_HW)
+    return _with_objects(
+        behind(replace(one, image_HW3=image_HW3), other_HW),
+        boxes_M4[keep_M],
+        other.labels_M[keep_M],
+    )
+
+
+def copy_paste(one: Sample, donor: Donor, rng: np.random.Generator) -> Sample:
+    """One input with about half the objects of another that have outlines, in their places."""
+    given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
+    chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M
+    if not chosen_M.any():
+        return one
+    pasted_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
+    for number in np.flatnonzero(chosen_M).tolist():
+        for outline_K2 in donor.outlines_M[number]:
+            _fill(pasted_HW, outline_K2)
+    seen_HW = np.zeros_like(pasted_HW)
+    _fill(seen_HW, donor.seen_42)
+    pasted_HW &= seen_HW
+    image_HW3 = one.image_HW3.copy()
+    cv2.copyTo(donor.sample.image_HW3, pasted_HW, image_HW3)
+    return _with_objects(
+        behind(replace(one, image_HW3=image_HW3), pasted_HW),
+        donor.sample.boxes_M4[chosen_M],
+        donor.sample.labels_M[chosen_M],
+    )
+
+
+def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
+    """The sample with those objects alone that are still seen where pixels are hidden."""
+    boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
+    return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
+
+
+def _with_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) -> Sample:
+    return replace(
+        sample,
+        boxes_M4=np.concatenate([sample.boxes_M4, boxes_M4]),
+        labels_M=np.concatenate([sample.labels_M, labels_M]),
+    )
+
+
+def _fill(mask_HW: np.ndarray, outline_K2: np.ndarray) -> None:
+    """Sets the pixels whose middle lies inside an outline (x, y) to 1, in place.
+
+    The outline may reach beyond the mask, and need not be convex.
+    """
+    middles_K2 = np.rint((outline_K2 - 0.5) * 2**_SUBPIXELS).astype(np.int32)
+    cv2.fillPoly(mask_HW, [middles_K2], 1, shift=_SUBPIXELS)
+
+
+_NINTH = 2 / 3  # of the input's sides: three of them fill the canvas
+
+
+class Layout(NamedTuple):
+    """How a mosaic lies on its canvas; both in canvas pixels, (height, width).
+
+    cell: what each image is fitted to.
+    slots: the places of the images, row by row; they never overlap.
+    """
+
+    canvas: tuple[int, int]
+    cell: tuple[int, int]
+    slots: list["Slot"]
+
+
+class Slot(NamedTuple):
+    """A place in a mosaic: (x, y) in canvas pixels, and the share of the image before it."""
+
+    x: float
+    y: float
+    before_x: float
+    before_y: float
+
+
+def random_layout(
+    images: int, whole: bool, size: tuple[int, int], rng: np.random.Generator
+) -> Layout:
+    """Of 4 or 9 images for the input `size`; whole: in a grid, for which nothing is drawn."""
+    if whole:
+        return in_a_grid(images, size)
+    return Layout(canvas_of(size), cell_of(images, size), random_slots(images, size, rng))
+
+
+def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
+    """Each image in the middle of a cell of its own; the cells fill a canvas like the input."""
+    across = math.isqrt(images)
+    slots = [
+        Slot((column + 0.5) * size[1] / across, (row + 0.5) * size[0] / across, 0.5, 0.5)
+        for row in range(across)
+        for column in range(across)
+    ]
+    return Layout(size, (size[0] // across, size[1] // across), slots)
+
+
+def canvas_of(size: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of the canvas of a mosaic for the input `size`."""
+    return 2 * size[0], 2 * size[1]
+
+
+def cell_of(images: int, size: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) that each of 4 or 9 images is fitted to, for the input `size`."""
+    return size if images == 4 else (round(size[0] * _NINTH), round(size[1] * _NINTH))
+
+
+def random_slots(images: int, size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
+    """Where the 4 or 9 images of a mosaic lie, row by row; they never overlap."""
+    return around_a_point(size, rng) if images == 4 else in_three_rows(size, rng)
+
+
+def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
+    """Four images that touch a point within the inner half of the canvas."""
+    y, x = rng.uniform(0.5, 1.5, 2) * size
+    return [Slot(x, y, *before) for before in ((1, 1), (0, 1), (1, 0), (0, 0))]
+
+
+def in_three_rows(size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
+    """Nine cells, each image as near to the middle one as its cell allows.
+
+    The middle of them lies up to half a cell beside that of the canvas, so that a view of half the
+    canvas sees nothing but cells.
+    """
+    cell = np.array(cell_of(9, size), np.float64)
+    middle = np.array(size, np.float64) + rng.uniform(-0.5, 0.5, 2) * cell
+    rows, columns = (
+        [(low - side / 2, 1.0), (low, 0.5), (low + side / 2, 0.0)]
+        for low, side in zip(middle.tolist(), cell.tolist())
+    )
+    return [Slot(x, y, before_x, before_y) for y, before_y in rows for x, before_x in columns]
+
+
+def tile(slot: Slot, height: int, width: int) -> tuple[float, float, float, float]:
+    """Where an image of the given sides lies (x1, y1, x2, y2), in canvas pixels."""
+    left, top = slot.x - slot.before_x * width, slot.y - slot.before_y * height
+    return left, top, left + width, top + height

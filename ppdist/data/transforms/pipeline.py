@@ -1,0 +1,528 @@
+"""What one sample is: an image at input size and its objects; how evaluation makes it.
+
+Runs in the loader's workers, so everything here is numpy.
+
+Training samples: which images share an input, where each lies in it, and what it shows.
+
+    key -> one image, or several (mosaic) -> view (affine, flip) -> one resampling each
+        -> copy_paste, cutmix, mixup with others made like it -> colours, blur, erase
+
+Geometry is settled first, on sizes and boxes, as placements and matrices; pixels come last.  What a
+sample becomes is a function of (seed, epoch, index), its partners too.
+"""
+
+import math
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+import cv2
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.data import Resize
+from ppdist.data.cache import ImageCache
+from ppdist.data.image import read_image, reduction
+from ppdist.data.transforms.color import blurred, erased, without_colours
+from ppdist.data.transforms.geometry import (
+    MosaicCanvas,
+    Original,
+    ResizeParams,
+    between,
+    fitted,
+    map_boxes,
+    moved,
+    original_of,
+    random_colours,
+    random_hsv,
+    random_interpolation,
+    random_placement,
+    random_turn,
+    random_view,
+    recolour_hsv,
+    render,
+    resize_for_evaluation,
+    turned_sides,
+)
+from ppdist.data.transforms.mix import (
+    Donor,
+    Slot,
+    behind,
+    copy_paste,
+    cutmix,
+    donor_of,
+    mixup,
+    random_layout,
+    tile,
+)
+from ppdist.data.types import (
+    EXITED,
+    HUNG,
+    NOTHING,
+    Arrays,
+    DetectionSet,
+    Made,
+    Records,
+    Sample,
+    SampleKey,
+    keyed_generator,
+)
+
+_BOX_ROUNDING = 8  # boxes per image are padded to a multiple, so that shapes repeat
+
+
+class Samples:
+    """Makes whole micro-batches of keys.
+
+    reading: int64 [1], position of the record that is being read, or NOTHING; beat: float64 [1],
+    when reading one last began (time.monotonic); quarantine_N: uint8, what twice came of reading a
+    record: 0, a signal, HUNG or EXITED.  A worker has all in memory that it shares with its rank,
+    which thus knows what a worker died of, or that it hangs.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        bad_images: str,
+        *,
+        reductions_N: np.ndarray | None = None,
+        cache: ImageCache | None = None,
+    ) -> None:
+        """
+        Args:
+            bad_images: what to do about an image that cannot be read: `skip` or `error`.
+            reductions_N: uint8, how far each image is reduced when it is read; None: not at all.
+            cache: of images reduced like this.
+        """
+        self.reading = np.full(1, NOTHING, np.int64)
+        self.beat = np.zeros(1)
+        self.quarantine_N = np.zeros(len(dataset.records), np.uint8)
+        self._dataset = dataset
+        self._bad_images = bad_images
+        count = len(dataset.records)
+        self._reductions_N = np.ones(count, np.uint8) if reductions_N is None else reductions_N
+        self._cache = cache
+        self._problems: list[str] = []  # of this batch
+        self._bad: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset.records)
+
+    def path(self, index: int) -> str:
+        """Of the image of a record."""
+        return self._dataset.records[index].path
+
+    def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> Made:
+        """Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go."""
+        self._problems, self._bad = [], {}
+        key = keys[0]
+        try:
+            samples = []
+            for key in keys:
+                samples.append(self.make(key) if key.index >= 0 else _padding(key))
+            return Made(collate(samples, out), self._problems, self._bad)
+        except DataError as error:
+            return Made(None, [], {}, user_error=error)
+        except (OSError, cv2.error, MemoryError) as error:
+            why = DataError(
+                f"{type(error).__name__}: {error}",
+                code="image_unreadable",
+                where=self.path(key.index),
+            )
+            return Made(None, [], {}, user_error=why)
+        except Exception:
+            text = f"{self.path(key.index)}: loading failed\n{traceback.format_exc()}"
+            return Made(None, [], {}, our_error=text)
+
+    def make(self, key: SampleKey) -> Sample:
+        raise NotImplementedError
+
+    def _read(self, index: int, consequence: str) -> np.ndarray | None:
+        """The image, reduced, perhaps read-only; or None with a note of what that entails.
+
+        Raises: DataError: it cannot be read and data.bad_images is `error`.
+        """
+        path = self.path(index)
+        code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
+        if not why:
+            code, why = _quarantined(self.quarantine_N[index])
+        if not why:
+            self.reading[0], self.beat[0] = index, time.monotonic()
+            try:
+                return self._pixels(index)
+            except DataError as error:
+                code, why = error.code, error.what
+            finally:
+                self.reading[0] = NOTHING
+        if self._bad_images == "error":
+            fix = "remove it, or set data.bad_images: skip"
+            raise DataError(why, code=code, where=path, fix=fix)
+        self._problems.append(f"{path}: {why}; {consequence}")
+        self._bad[index] = why
+        return None
+
+    def _pixels(self, index: int) -> np.ndarray:
+        cached_HW3 = None if self._cache is None else self._cache.get(index)
+        if cached_HW3 is not None:
+            return cached_HW3
+        record = self._dataset.records[index]
+        size = (record.height, record.width) if record.height else None  # 0: not known
+        image_HW3 = read_image(record.path, size, int(self._reductions_N[index]))
+        if self._cache is not None:
+            self._cache.put(index, image_HW3)
+        return image_HW3
+
+
+class EvalSamples(Samples):
+    """The whole image in the input, and all its boxes, crowds too."""
+
+    def __init__(
+        self, dataset: DetectionSet, bad_images: str, *, resize: Resize = "stretch"
+    ) -> None:
+        super().__init__(dataset, bad_images)
+        self._resize: Resize = resize
+
+    def make(self, key: SampleKey) -> Sample:
+        record = self._dataset.records[key.index]
+        size = key.height, key.width
+        image_HW3 = self._read(key.index, "evaluation sees a blank image in its place")
+        input_HW3 = (
+            np.zeros((*size, 3), np.uint8)
+            if image_HW3 is None
+            else resize_for_evaluation(image_HW3, size, self._resize)
+        )
+        placement = fitted(record.width, record.height, size, self._resize)
+        boxes_M4, _ = map_boxes(record.boxes_M4, placement)
+        left, top, _, _ = placement.target
+        return Sample(input_HW3, boxes_M4, record.labels_M, key.index, placement.scale, (top, left))
+
+    def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
+        """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
+        crowds and what is too small; the image is not read."""
+        record = self._dataset.records[key.index]
+        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
+        boxes_M4, keep_M = map_boxes(record.boxes_M4, placement)
+        learnt_M = keep_M & ~record.crowd_M
+        return boxes_M4[learnt_M], record.labels_M[learnt_M]
+
+
+def _quarantined(ended: int) -> tuple[str, str]:
+    """Code and text of why a record is never opened again; "", "" if it may be."""
+    if not ended:
+        return "", ""
+    if ended == HUNG:
+        why = "reading it took a worker longer than data.worker_timeout_seconds, twice"
+        return "image_hangs_decoder", why
+    how = "" if ended == EXITED else f" with {signal.Signals(ended).name}"
+    return "image_crashes_decoder", f"reading it ended a worker{how}, twice"
+
+
+def _padding(key: SampleKey) -> Sample:
+    image_HW3 = np.zeros((key.height, key.width, 3), np.uint8)
+    return Sample(image_HW3, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), -1)
+
+
+def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
+    """Stacks samples; boxes are padded with zeros to a common multiple of 8, at least 8.
+
+    Args:
+        samples: all of one shape.
+        out: uint8 [at least B*3*H*W], where the images go; None: into memory of their own.
+    """
+    shape = samples[0].image_HW3.shape
+    assert all(sample.image_HW3.shape == shape for sample in samples), "one shape a batch"
+    count, size = len(samples), math.prod(shape)
+    pixels = np.empty(count * size, np.uint8) if out is None else out[: count * size]
+    images_B3HW = pixels.reshape(count, 3, *shape[:2])
+    for position, sample in enumerate(samples):
+        cv2.split(sample.image_HW3, [*images_B3HW[position]])  # 10 times as fast as a transpose
+    return Arrays(
+        images_B3HW,
+        *padded([(sample.boxes_M4, sample.labels_M) for sample in samples]),
+        np.array([sample.index for sample in samples], np.int64),
+        np.array([sample.scale for sample in samples], np.float32),
+        np.array([sample.offset for sample in samples], np.float32),
+    )
+
+
+def padded(
+    objects_B: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """boxes_BM4, labels_BM and mask_BM of (boxes_M4, labels_M) of each image; see `collate`."""
+    most = max(1, *(len(labels_M) for _, labels_M in objects_B))
+    room = -(-most // _BOX_ROUNDING) * _BOX_ROUNDING
+    boxes_BM4 = np.zeros((len(objects_B), room, 4), np.float32)
+    labels_BM = np.zeros((len(objects_B), room), np.int64)
+    mask_BM = np.zeros((len(objects_B), room), np.float32)
+    for position, (boxes_M4, labels_M) in enumerate(objects_B):
+        boxes_BM4[position, : len(labels_M)] = boxes_M4
+        labels_BM[position, : len(labels_M)] = labels_M
+        mask_BM[position, : len(labels_M)] = 1.0
+    return boxes_BM4, labels_BM, mask_BM
+
+
+_AUGMENT = 2  # stream of random numbers, beside the sampler's
+_MOST_REPLACEMENTS = 100
+_CONSEQUENCE = "training takes the next good image in its place"
+
+
+def reductions(
+    dataset: DetectionSet, augment: AugmentConfig, largest: tuple[int, int], resize: Resize
+) -> np.ndarray:
+    """How far each image is reduced when it is read, uint8 [N] of 1, 2, 4, 8.
+
+    Whatever a sample draws, so that a cache can hold these very pixels: no view of an image but one
+    that affine enlarges has more pixels than are left of it.  1 where the size is not known.
+
+    Args:
+        largest: (height, width) of the largest input of the run.
+    """
+    sizes_N2 = Records.of(dataset.records).sizes_N2
+    views = [sizes_N2, sizes_N2[:, ::-1]] if augment.rotate90 else [sizes_N2]
+    shown = [np.array(largest) / np.maximum(view_N2, 1) for view_N2 in views]
+    least = np.min if resize == "letterbox" else np.max
+    scale_N = np.max([least(scale_N2, axis=1) for scale_N2 in shown], axis=0) * augment.most_zoom
+    factors = [reduction(scale) for scale in np.where(sizes_N2.all(1), scale_N, 1.0).tolist()]
+    return np.array(factors, np.uint8)
+
+
+def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
+    """Raises: DataError: objects are to be pasted, and the set, read with masks, has no outline."""
+    if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
+        raise DataError(
+            f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
+            f"is none",
+            code="outlines_missing",
+            where=dataset.source,
+            fix="set it to 0",
+        )
+
+
+class TrainSamples(Samples):
+    """Training samples: one image or a mosaic, moved, mirrored, recoloured, combined, at random.
+
+    Geometry is settled first, as placements and matrices; each image is then resampled once.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        bad_images: str,
+        augment: AugmentConfig,
+        seed: int,
+        *,
+        largest: tuple[int, int],
+        resize: Resize = "stretch",
+        epochs: int | None = None,
+        cache: ImageCache | None = None,
+    ) -> None:
+        """
+        Args:
+            largest: (height, width) of the largest input of the run.
+            epochs: of the whole run; needed where augmentation goes by its end or its length.
+            cache: of the images as `reductions` says.
+        Raises: ValueError: it is needed and was not given.
+        """
+        super().__init__(
+            dataset,
+            bad_images,
+            reductions_N=reductions(dataset, augment, largest, resize),
+            cache=cache,
+        )
+        if augment.needs_length and epochs is None:
+            raise ValueError(
+                "close_mosaic_epochs, plain_epochs: the length of the run is needed, and for "
+                "shares of it in combine_epochs"
+            )
+        self._augment = augment
+        self._epochs = epochs
+        self._by_epoch: dict[int, AugmentConfig] = {}
+        self._seed = seed
+        self._resize: Resize = resize
+
+    def make(self, key: SampleKey) -> Sample:
+        rng = keyed_generator(self._seed, _AUGMENT, *key.stream)
+        augment = self._augment_in(key.epoch)
+        size = key.height, key.width
+        sample = self._compose(key.index, size, augment, rng)
+        # Nothing is drawn for what is switched off: the other numbers stay as they are without it.
+        if augment.copy_paste and rng.random() < augment.copy_paste:
+            index = int(rng.integers(len(self._dataset.records)))
+            if any(self._dataset.records[index].polygons_M):
+                sample = copy_paste(sample, self._single(index, size, augment, rng), rng)
+        if augment.cutmix and rng.random() < augment.cutmix:
+            sample = cutmix(sample, self._other(size, augment, rng), rng)
+        if augment.mixup and rng.random() < augment.mixup:
+            sample = mixup(sample, self._other(size, augment, rng), rng)
+        image_HW3, hidden_HW = finished(sample.image_HW3, augment, rng)
+        sample = replace(sample, image_HW3=image_HW3)
+        return sample if hidden_HW is None else behind(sample, hidden_HW)
+
+    def _augment_in(self, epoch: int) -> AugmentConfig:
+        if epoch not in self._by_epoch:
+            self._by_epoch[epoch] = self._augment.in_epoch(epoch, self._epochs)
+        return self._by_epoch[epoch]
+
+    def _other(
+        self, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
+    ) -> Sample:
+        return self._compose(int(rng.integers(len(self._dataset.records))), size, augment, rng)
+
+    def _compose(
+        self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
+    ) -> Sample:
+        """What stands for image `index`, before it is combined with another."""
+        if augment.mosaic and rng.random() < augment.mosaic:
+            return self._mosaic(index, size, augment, rng)
+        return self._single(index, size, augment, rng).sample
+
+    def _single(
+        self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
+    ) -> Donor:
+        """One image."""
+        original = self._open(index, random_turn(augment.rotate90, rng))
+        return (self._moved if augment.affine.moves else self._placed)(original, size, augment, rng)
+
+    def _placement(
+        self,
+        original: Original,
+        size: tuple[int, int],
+        augment: AugmentConfig,
+        rng: np.random.Generator,
+        reduced: int = 1,
+    ) -> ResizeParams:
+        """See random_placement."""
+        boxes_M4, width, height = original.boxes_M4, original.width, original.height
+        return random_placement(boxes_M4, width, height, size, augment, rng, self._resize, reduced)
+
+    def _placed(
+        self,
+        original: Original,
+        size: tuple[int, int],
+        augment: AugmentConfig,
+        rng: np.random.Generator,
+    ) -> Donor:
+        """One image, its sides along those of the input: a crop and a resize."""
+        placement = self._placement(original, size, augment, rng, original.reduced)
+        colours_34 = random_colours(augment.distort, rng)
+        interpolation = cv2.INTER_LINEAR
+        if augment.random_interpolation:
+            interpolation = random_interpolation(rng)
+        mapped_M4, keep_M = map_boxes(original.boxes_M4, placement)
+        sample = Sample(
+            render(original.image_HW3, placement, interpolation, colours_34, original.reduced),
+            mapped_M4[keep_M],
+            original.labels_M[keep_M],
+            original.index,
+        )
+        kept = np.flatnonzero(keep_M)
+        matrix_33 = _matrix_of(placement)
+        return donor_of(sample, original.outlines_M, kept, placement.source, matrix_33)
+
+    def _moved(
+        self,
+        original: Original,
+        size: tuple[int, int],
+        augment: AugmentConfig,
+        rng: np.random.Generator,
+    ) -> Donor:
+        """One image, placed as in `_placed` and seen through a random view."""
+        placement = self._placement(original, size, augment, rng)
+        mirrored = placement.mirror_x, placement.mirror_y
+        placement = placement._replace(mirror_x=False, mirror_y=False)
+        view = random_view(size, size, augment.affine, mirrored, rng)
+        canvas = MosaicCanvas(size)
+        boxes_M4, placed_M = map_boxes(original.boxes_M4, placement)
+        placed_33 = between(placement.source, placement.target)
+        matrix_33 = canvas.draw(
+            original.image_HW3, placement.source, view.matrix_33 @ placed_33, original.reduced
+        )
+        from_canvas_33 = matrix_33 @ between(placement.target, placement.source)
+        labels_M = original.labels_M[placed_M]
+        seen_M = canvas.note(boxes_M4[placed_M], labels_M, from_canvas_33)
+        sample = canvas.sample(original.index, random_colours(augment.distort, rng))
+        keep_M = np.flatnonzero(placed_M)[seen_M]
+        return donor_of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
+
+    def _mosaic(
+        self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
+    ) -> Sample:
+        """Several images, seen through a random view; the first is `index`."""
+        images = augment.mosaic_images
+        others = rng.integers(len(self._dataset.records), size=images - 1)
+        order = rng.permutation(images)
+        layout = random_layout(images, augment.mosaic_whole, size, rng)
+        mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
+        view = random_view(layout.canvas, size, augment.affine, (mirror_x, mirror_y), rng)
+        canvas, used, cell = MosaicCanvas(size), [], layout.cell
+        for place, wanted in zip(order, [index, *others.tolist()]):
+            slot = layout.slots[place]
+            turn = random_turn(augment.rotate90, rng)
+            width, height = turned_sides(self._dataset.records[wanted], turn)
+            matrix_33 = view.matrix_33 @ self._tile(slot, width, height, cell)
+            if not canvas.shows(width, height, matrix_33):
+                used.append(wanted)  # and spare the time of decoding it
+                continue
+            one = self._open(wanted, turn)
+            matrix_33 = view.matrix_33 @ self._tile(slot, one.width, one.height, cell)
+            everything = (0, 0, one.width, one.height)
+            matrix_33 = canvas.draw(one.image_HW3, everything, matrix_33, one.reduced)
+            canvas.note(one.boxes_M4, one.labels_M, matrix_33)
+            used.append(one.index)
+        return canvas.sample(used[0], random_colours(augment.distort, rng))
+
+    def _tile(self, slot: Slot, width: int, height: int, cell: tuple[int, int]) -> np.ndarray:
+        """The matrix that takes an image to its place in a mosaic's canvas."""
+        placement = fitted(width, height, cell, self._resize)
+        left, top, right, bottom = placement.target
+        return between(placement.source, tile(slot, bottom - top, right - left))
+
+    def _open(self, index: int, turn: int) -> Original:
+        """The image at `index`, or the next good one, after so many quarter turns."""
+        found, image_HW3 = self._next_good(index)
+        reduced = int(self._reductions_N[found])
+        return original_of(found, image_HW3, reduced, self._dataset.records[found], turn)
+
+    def _next_good(self, index: int) -> tuple[int, np.ndarray]:
+        """The image at `index`, reduced, or the next that can be read: a function of `index` alone.
+
+        Raises: DataError: a hundred in a row cannot.
+        """
+        count = len(self._dataset.records)
+        tries = min(count, _MOST_REPLACEMENTS)
+        for step in range(tries):
+            candidate = (index + step) % count
+            image_HW3 = self._read(candidate, _CONSEQUENCE)
+            if image_HW3 is not None:
+                return candidate, image_HW3
+        raise DataError(
+            f"{tries} images in a row cannot be read; the first: {self.path(index)}: "
+            f"{self._bad[index]}",
+            code="no_good_image",
+            where=self._dataset.source,
+        )
+
+
+def _matrix_of(placement: ResizeParams) -> np.ndarray:
+    """Pixels of the original -> pixels of the input, mirrored as the placement says."""
+    scale = -1 if placement.mirror_x else 1, -1 if placement.mirror_y else 1
+    start = placement.width * placement.mirror_x, placement.height * placement.mirror_y
+    return moved(scale=scale, to=start) @ between(placement.source, placement.target)
+
+
+def finished(
+    image_HW3: np.ndarray, augment: AugmentConfig, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What becomes of an input's pixels at last, and hidden_HW as of `erased`; None: nothing is."""
+    if any(augment.hsv):
+        image_HW3 = recolour_hsv(image_HW3, random_hsv(augment.hsv, rng))
+    if augment.blur and rng.random() < augment.blur:
+        image_HW3 = blurred(image_HW3, rng)
+    if augment.grey and rng.random() < augment.grey:
+        image_HW3 = without_colours(image_HW3)
+    if augment.erase and rng.random() < augment.erase:
+        return erased(image_HW3, rng)
+    return image_HW3, None

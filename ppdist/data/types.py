@@ -1,0 +1,376 @@
+"""The contract between readers, loaders, trainers and evaluators.
+
+All annotations of a split in a handful of flat arrays, which look like a list of records.
+
+Workers are forked from the rank and see its memory until somebody writes to it.  Reading a Python
+object writes to it: its reference count.  So a list of a million small arrays is copied into every
+worker, page by page, within an epoch; twelve large ones never are.
+
+    image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
+    ring_ends[m]..ring_ends[m + 1] of its outline, ring r points point_ends[r]..point_ends[r + 1]
+
+What annotation files say, before anything is put right.
+
+    file -> reader(complain) -> RawSet -> (data.bad_boxes) -> DetectionSet, for training
+                                       -> a file of another format, for conversion
+                                       -> a report, for a check
+
+A reader hands everything odd to `complain` as a Finding.  Training lets that raise, so it stops at
+the first; a check collects them all, and the reader goes on without the part it complained of.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from paddle import Tensor
+
+from ppdist.common.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One annotated image; boxes are xyxy in pixels of the original image, inside it.
+
+    path is absolute.  boxes_M4 float32; labels_M int64 in [0, C); crowd_M bool, a box around many
+    objects at once; area_M float32 square pixels, COCO's `area` or else that of the box.
+    polygons_M: the outlines of each object, float32 [K, 2] x y in the same pixels, none where there
+    is no mask; empty as a whole where masks were not asked for.
+    """
+
+    path: str
+    image_id: int
+    width: int
+    height: int
+    boxes_M4: np.ndarray
+    labels_M: np.ndarray
+    crowd_M: np.ndarray
+    area_M: np.ndarray
+    polygons_M: tuple[tuple[np.ndarray, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class DetectionSet:
+    """A split: its images and what its classes are called.
+
+    category_ids: what a COCO result file calls each class; source: the file or folder that a
+    message about this set names; notes: one line for each kind of defect that was put right;
+    limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
+    -> why that image is never to be opened (a check found it), without its path, which may be
+    another on another host.
+    """
+
+    records: Sequence[ImageRecord]
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    source: str
+    notes: tuple[str, ...] = ()
+    limited: str = ""
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+
+
+EMPTY = -2
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Everything a worker needs to make one sample.
+
+    index -1 stands for no image (padding), EMPTY for none on any rank.  copy: 0, 1, ... where an
+    epoch has an image more than once.
+    """
+
+    epoch: int
+    index: int
+    height: int
+    width: int
+    copy: int = 0
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What a sample's random numbers depend on, besides the seed."""
+        return (self.epoch, self.index, self.copy) if self.copy else (self.epoch, self.index)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one micro-batch of one rank, padded to the same number of boxes.
+
+    images_B3HW: uint8 RGB.
+    boxes_BM4: float32 xyxy in input pixels, zero padded; M >= 1 even without any object.
+    labels_BM: int64; mask_BM: float32, 1 for a box, 0 for padding.
+    image_index_B: int64 position in DetectionSet.records, -1 for padding.
+    scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
+        evaluation only (training: ones and zeros).
+    real: False for a batch of one blank image, which only keeps a rank in step with the others
+        where an epoch's last images did not suffice for all.
+    real_somewhere: False where no rank has an image.
+    bad_images: position in DetectionSet.records -> why, of the images met here that could not be
+        used; the path, which may differ between hosts, is not part of why.
+    """
+
+    images_B3HW: Tensor
+    boxes_BM4: Tensor
+    labels_BM: Tensor
+    mask_BM: Tensor
+    image_index_B: Tensor
+    scale_B2: Tensor
+    offset_B2: Tensor
+    real: bool = True
+    real_somewhere: bool = True
+    bad_images: Mapping[int, str] = field(default_factory=dict)
+
+
+def keyed_generator(seed: int, *key: int) -> np.random.Generator:
+    """A random generator that is a function of (seed, key) alone, on every machine.
+
+    Keys of different length never give the same stream (SeedSequence's spawn_key).
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+class Records(Sequence[ImageRecord]):
+    """Annotations of N images with O objects in all; item n is made on the fly, in microseconds.
+
+    Views of all at once, to be read only:
+        sizes_N2: int64, (height, width) in pixels of the original; 0 where not known.
+        image_ids_N: int64.
+        counts_N: int64, objects of each image, crowds too.
+        boxes_O4, labels_O, crowd_O, area_O: as in ImageRecord, image after image.
+    """
+
+    def __init__(self, records: Iterable[ImageRecord]) -> None:
+        """Better `Records.of`.  Raises: OverflowError: an image id does not fit 64 bits."""
+        paths: list[bytes] = []
+        columns: tuple[list[np.ndarray], ...] = ([], [], [], [])
+        outlines: list[tuple[tuple[np.ndarray, ...], ...]] = []
+        numbers: list[tuple[int, int, int]] = []
+        for one in records:
+            paths.append(os.fsencode(one.path))
+            numbers.append((one.image_id, one.height, one.width))
+            arrays = one.boxes_M4, one.labels_M, one.crowd_M, one.area_M
+            for column, array in zip(columns, arrays):
+                column.append(array)
+            outlines.append(one.polygons_M)
+        number_N3 = np.array(numbers, np.int64).reshape(-1, 3)
+        self.image_ids_N = _fixed(number_N3[:, 0])
+        self.sizes_N2 = _fixed(number_N3[:, 1:])
+        boxes, labels, crowds, areas = columns
+        self.counts_N = _fixed(np.array([len(labels_M) for labels_M in labels], np.int64))
+        self.boxes_O4 = _joined(boxes, np.zeros((0, 4), np.float32))
+        self.labels_O = _joined(labels, np.zeros(0, np.int64))
+        self.crowd_O = _joined(crowds, np.zeros(0, bool))
+        self.area_O = _joined(areas, np.zeros(0, np.float32))
+        self._object_ends = _ends(self.counts_N)
+        self._paths = b"".join(paths)
+        self._path_ends = _ends([len(path) for path in paths])
+        self._keep_outlines(outlines)
+
+    def _keep_outlines(self, outlines: list[tuple[tuple[np.ndarray, ...], ...]]) -> None:
+        """Args: outlines: of each image; as a whole empty where it has no masks."""
+        self._has_outlines = any(outlines)
+        if self._has_outlines:
+            of_objects = [
+                rings
+                for count, image in zip(self.counts_N, outlines)
+                for rings in (image or ((),) * count)
+            ]
+        else:
+            of_objects = []
+        rings = list(chain.from_iterable(of_objects))
+        self._points_Q2 = _joined(rings, np.zeros((0, 2), np.float32))
+        self._point_ends = _ends([len(ring) for ring in rings])
+        self._ring_ends = _ends([len(rings) for rings in of_objects])
+
+    @classmethod
+    def of(cls, records: Iterable[ImageRecord]) -> "Records":
+        """The records in this form; what has it already is returned as it is.
+
+        Give a generator where the records are needed in no other form.
+        """
+        return records if isinstance(records, cls) else cls(records)
+
+    def __len__(self) -> int:
+        return len(self.counts_N)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ImageRecord, ...]: ...
+    def __getitem__(self, index: int | slice) -> ImageRecord | tuple[ImageRecord, ...]:
+        """Raises: IndexError: there is no such image."""
+        if isinstance(index, slice):
+            return tuple(self[position] for position in range(*index.indices(len(self))))
+        position = range(len(self))[index]
+        begin, end = self._object_ends[position : position + 2].tolist()
+        height, width = self.sizes_N2[position].tolist()
+        return ImageRecord(
+            path=self.path(position),
+            image_id=int(self.image_ids_N[position]),
+            width=width,
+            height=height,
+            boxes_M4=self.boxes_O4[begin:end],
+            labels_M=self.labels_O[begin:end],
+            crowd_M=self.crowd_O[begin:end],
+            area_M=self.area_O[begin:end],
+            polygons_M=self._outlines(begin, end) if self._has_outlines else (),
+        )
+
+    def path(self, index: int) -> str:
+        """The path of image `index` in [0, N), without the rest of its record."""
+        begin, end = self._path_ends[index : index + 2].tolist()
+        return os.fsdecode(self._paths[begin:end])
+
+    def _outlines(self, begin: int, end: int) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Of the objects from `begin` to before `end`."""
+        ring_ends = self._ring_ends[begin : end + 1].tolist()
+        return tuple(
+            tuple(self._ring(number) for number in range(first, last))
+            for first, last in pairwise(ring_ends)
+        )
+
+    def _ring(self, number: int) -> np.ndarray:
+        begin, end = self._point_ends[number : number + 2].tolist()
+        return self._points_Q2[begin:end]
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    """The array on its own and not to be written to: a write in a worker would stay there alone."""
+    array = np.ascontiguousarray(array)
+    array.flags.writeable = False
+    return array
+
+
+def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    """Args: empty: what comes of no parts; it says shape and type."""
+    return _fixed(np.concatenate([empty, *parts]).astype(empty.dtype, copy=False))
+
+
+def _ends(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[0, counts[0], counts[0] + counts[1], ...], int64."""
+    return _fixed(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64))
+
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One thing wrong, or worth knowing.
+
+    code: a key of `KINDS` in datasets/annotations.py, and that of the error where training stops;
+    what: a sentence for the user; image: path of the image it is about, "" where there is none;
+    where: file, line or annotation.
+    """
+
+    code: str
+    what: str
+    image: str = ""
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """`where: what`."""
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+Complain = Callable[[Issue], None]
+
+
+@dataclass(slots=True)
+class RawObject:
+    """One annotated object.
+
+    box: x1 y1 x2 y2, pixels of the upright original, float64 as the file has them: not clipped, not
+    ordered, perhaps not finite.  label in [0, C).  where: file, line or number, for messages.
+    area: square pixels as the file has it.  polygons: each float64 [K, 2], x y, same pixels.
+    extra: what else the file says of it, for a lossless conversion.
+    """
+
+    box: Box
+    label: int
+    where: str
+    crowd: bool = False
+    area: float | None = None
+    polygons: tuple[np.ndarray, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RawImage:
+    """One listed image; the size in pixels is what its annotation says (YOLO: what its file is).
+
+    size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
+    """
+
+    path: Path
+    image_id: int
+    width: int
+    height: int
+    objects: list[RawObject]
+    where: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    size_known: bool = True
+
+
+@dataclass(slots=True)
+class RawSet:
+    """A split as its files say it; category_ids and source as in DetectionSet.
+
+    extra, class_extras: what else the file says of the whole set and of each class (none: empty).
+    """
+
+    images: list[RawImage]
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    class_extras: tuple[Mapping[str, Any], ...] = ()
+
+
+NOTHING = -1  # no record is being read
+HUNG = 255  # quarantine: not a signal, but none at all for too long
+EXITED = 254  # quarantine: not a signal either, but an exit
+
+
+class Arrays(NamedTuple):
+    """A batch in numpy; see Batch."""
+
+    images_B3HW: np.ndarray
+    boxes_BM4: np.ndarray
+    labels_BM: np.ndarray
+    mask_BM: np.ndarray
+    image_index_B: np.ndarray
+    scale_B2: np.ndarray
+    offset_B2: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image at input size and its objects."""
+
+    image_HW3: np.ndarray
+    boxes_M4: np.ndarray
+    labels_M: np.ndarray
+    index: int
+    scale: tuple[float, float] = (1.0, 1.0)
+    offset: tuple[float, float] = (0.0, 0.0)
+
+
+class Made(NamedTuple):
+    """What came of the keys of a batch.
+
+    arrays: None if an error is given; problems: lines to warn of; bad_images: position in the set's
+    records -> why, without the path, of those that could not be used; user_error: a user's mistake,
+    or None; our_error: our own as text with its traceback, or "".  All of it crosses processes.
+    """
+
+    arrays: Arrays | None
+    problems: list[str]
+    bad_images: dict[int, str]
+    user_error: DataError | None = None
+    our_error: str = ""

@@ -1,0 +1,472 @@
+"""Tensors in messages, and which size of message is worth it between these ranks, measured when
+they have just met.
+
+How glibc keeps the memory of tensors on the CPU.
+
+The one seam around paddle.distributed: above this file the same code runs on one rank or many.
+
+Two kinds of meeting exist, and every rank must reach both:
+
+* collectives (gradients, statistics): fast, but gloo gives up after 30 s whatever is configured;
+  in the memory of one host (see `host_memory`) they are as patient as meetings;
+* meetings at the TCP store (`barrier`, `on_main`, `together`): slow (tens of ms) and patient, for
+  the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
+
+On one process every function is the identity or a plain call, so nobody above asks.
+
+Work that may fail on one rank: then all of them hear of it, and none waits for the others.
+"""
+
+import contextlib
+import ctypes
+import io
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import paddle
+from paddle import distributed as pd
+from paddle import nn
+from paddle.distributed import collective, fleet
+from paddle.distributed.fleet.base import distributed_strategy
+
+from ppdist.common.errors import CodedError, ConfigError, Failure, UserError, failure_of
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import heartbeat
+from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
+from ppdist.distributed.store import addresses as addresses
+from ppdist.distributed.store import announce as announce
+from ppdist.distributed.store import barrier as barrier
+from ppdist.distributed.store import (
+    drowsy_threads,
+    require_same,
+    require_ways,
+    set_timeout,
+    store_apart,
+)
+from ppdist.distributed.store import exchange as exchange
+from ppdist.distributed.store import host as host
+from ppdist.distributed.store import is_main as is_main
+from ppdist.distributed.store import local_rank as local_rank
+from ppdist.distributed.store import local_size as local_size
+from ppdist.distributed.store import rank as rank
+from ppdist.distributed.store import ranks_named as ranks_named
+from ppdist.distributed.store import run_on_main as run_on_main
+from ppdist.distributed.store import together as together
+from ppdist.distributed.store import world_size as world_size
+
+SIZES_MB = (1, 2, 4, 8, 16)
+LARGEST_MB = SIZES_MB[-1]
+_REPEATS = 3
+_NEARLY = 1.05  # within the differences between one measurement and the next
+_SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whatever the size
+
+
+def fastest_bucket_mb(try_size: Callable[[int], None], exchange: Callable[[Any], list[Any]]) -> int:
+    """The smallest size that is as fast as any, MiB; every rank calls it, in less than 2 s.
+
+    Small messages leave early and take less memory, large ones have less to wait for.
+
+    Args:
+        try_size: sums the same LARGEST_MB MiB in messages of so many MiB; all ranks run it.
+        exchange: gives what every rank gave, in rank order.
+    Returns: what rank 0 found, on every rank.
+    """
+    try_size(LARGEST_MB)  # makes the connections
+    if exchange(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
+        return LARGEST_MB
+    seconds: dict[int, list[float]] = {mb: [] for mb in SIZES_MB}
+    for _ in range(_REPEATS):
+        for mb in SIZES_MB:
+            seconds[mb].append(_seconds(try_size, mb))
+    typical = {mb: median(found) for mb, found in seconds.items()}
+    best = min(typical.values())
+    return exchange(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
+
+
+def _seconds(try_size: Callable[[int], None], mb: int) -> float:
+    began = time.perf_counter()
+    try_size(mb)
+    return time.perf_counter() - began
+
+
+def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
+    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
+    message: list[paddle.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
+        if message and held + needed > size:
+            yield message
+            message, held = [], 0
+        message.append(tensor)
+        held += needed
+    if message:
+        yield message
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_PAD_BYTES = 64 << 20
+
+
+def keep_freed_memory() -> None:
+    """From here on what tensors leave is given to the next ones instead of to the system.
+
+    Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
+    has to zero and map the same pages again, page fault by page fault, in the next step.  The
+    process keeps the size of its largest step, which the next step needs anyway.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
+        mallopt(_M_TOP_PAD, _PAD_BYTES)
+
+
+_BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
+_bucket_mb = 25
+_bucket_measured = False
+_host: SharedMemoryAllReduce | None = None  # on CPU, where a host has several ranks
+_leaders: Any = None  # the group of the first ranks of all hosts, where there are several
+
+
+def has_card() -> bool:
+    """True when this Paddle can use a GPU."""
+    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+
+
+def on_gpu() -> bool:
+    """True when tensors live on a GPU."""
+    return paddle.device.get_device().startswith("gpu")
+
+
+def init(device: str, config: DistributedConfig) -> None:
+    """Chooses the device and joins the other ranks; every rank calls it once, before any tensor.
+
+    Args: device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
+    Raises: ConfigError: a GPU was asked for, and this Paddle cannot use one or the launcher has
+        started processes for CPUs; or ranks would join in different ways.  LaunchError: hosts do
+        not reach one another.
+    """
+    heartbeat.begin(config.timeout_seconds, config.hang_seconds)
+    set_timeout(config.timeout_seconds)
+    if world_size() > 1 or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # Paddle has put a handler of its own below Python's, which prints a page about a
+        # "FatalError", and Python's does not run while Paddle waits for other ranks.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    kind = together(lambda: _choose_device(device))
+    if kind == "cpu":
+        keep_freed_memory()
+    if world_size() > 1:
+        settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
+        require_same(exchange, host(), {"device": kind} | settings)
+        require_ways(exchange, addresses(), rank(), os.environ)
+        _join(kind)
+        if kind == "cpu":
+            _share_memory(config)
+        _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
+
+
+def _choose_device(device: str) -> str:
+    """Sets the device of this rank's tensors; returns its kind, `gpu` or `cpu`."""
+    if device == "gpu" and not has_card():
+        found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
+        raise ConfigError(
+            f"gpu was asked for, but the installed Paddle {paddle.__version__} {found}",
+            code="device_unavailable",
+            where="device",
+            fix="install paddlepaddle-gpu for your CUDA version, or set device: cpu",
+        )
+    if device == "gpu" and world_size() > 1 and os.environ.get(_BACKEND) == "gloo":
+        raise ConfigError(
+            "gpu was asked for, but the launcher started processes for CPUs",
+            code="launched_for_cpu",
+            where="device",
+            fix="start it with --selected_gpus, or set device: cpu",
+        )
+    if device == "cpu" or not has_card():
+        paddle.set_device("cpu")
+        os.environ[_BACKEND] = "gloo"  # a GPU build would take NCCL
+        return "cpu"
+    paddle.set_device(f"gpu:{pd.ParallelEnv().device_id}")
+    return "gpu"
+
+
+def _join(kind: str) -> None:
+    """Makes this process a rank of the run, without the pages that Paddle prints about it.
+
+    `fleet.init` makes a group for every kind of parallelism there is.  Over gloo each of them
+    connects all ranks anew, and of 20 starts of three ranks 4 to 8 ended with a refused connection;
+    with the one group that is needed none did.
+    """
+    distributed_strategy.logger.setLevel(logging.WARNING)
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "cpu":
+            with drowsy_threads():
+                pd.init_parallel_env()
+            return
+        strategy = fleet.DistributedStrategy()
+        strategy.find_unused_parameters = False  # every loss stays connected to every head
+        fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
+
+
+def _share_memory(config: DistributedConfig) -> None:
+    """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
+    global _host, _leaders
+    first, patience = rank() - local_rank(), config.timeout_seconds
+    mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
+    _host = join(
+        exchange, rank=rank(), first=first, message_bytes=mb << 20, patience_seconds=patience
+    )
+    leaders = sorted(set(exchange(first)))
+    if _host is not None and len(leaders) > 1:
+        _leaders = _new_group(leaders)
+
+
+def _new_group(members: list[int]) -> Any:
+    """A group of some ranks besides that of all; every rank calls it."""
+    if on_gpu():
+        return pd.new_group(members)
+    apart = store_apart(collective, exchange, addresses(), rank(), members)
+    with drowsy_threads(), apart:
+        return pd.new_group(members)
+
+
+def _measured_bucket() -> int:
+    global _bucket_measured
+    if on_gpu():
+        return _bucket_mb
+    _bucket_measured = True
+    tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each
+
+    def try_bucket(mb: int) -> None:
+        _use_bucket(mb)
+        sum_tensors(tensors)
+
+    return fastest_bucket_mb(try_bucket, exchange)
+
+
+def bucket_mb() -> int:
+    """Size of the messages in which gradients are summed, MiB; it belongs into checkpoints."""
+    return _bucket_mb
+
+
+def resume_bucket(mb: int | None) -> None:
+    """Takes the size of a checkpoint instead of a measured one; every rank calls it before `wrap`.
+
+    Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
+    differ in the last bits; in the memory of one host no bit does.
+    """
+    if _bucket_measured and mb is not None:
+        _use_bucket(mb)
+
+
+def _use_bucket(mb: int) -> None:
+    global _bucket_mb
+    _bucket_mb = mb
+    if world_size() > 1 and on_gpu():
+        fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
+    if _host is not None:
+        _host.message_bytes = min(mb << 20, _host.longest)
+
+
+def wrap(model: nn.Layer) -> nn.Layer:
+    """The model whose backward averages gradients over ranks (fleet collective data parallel).
+
+    Every rank calls it; parameters of rank 0 are sent to all.  On one process the model itself:
+    `fleet.distributed_model` raises there in Paddle 3.3.1.
+    """
+    if world_size() == 1:
+        return model
+    # What fleet makes of a model under plain data parallelism, where there was a fleet.init.
+    return fleet.distributed_model(model) if on_gpu() else paddle.DataParallel(model)
+
+
+def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
+    """Inside, backward of a wrapped model adds to this rank's gradients without communication."""
+    return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
+
+
+def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
+    """Sums a tensor over ranks, in place, and returns it.  Every rank calls it."""
+    if world_size() > 1 and not _sum_in_memory([tensor]):
+        with heartbeat.Waiting(f"all_reduce of {tensor.size} values"):
+            pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
+    return tensor
+
+
+def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
+    """Within each host through memory, between hosts through sockets by one rank of each.
+
+    Returns: False: there is no such memory, or it is not for these; they are as they were.
+    """
+    if _host is None or (tensors and tensors[0].dtype != paddle.float32):
+        return False
+
+    def across(part_F: np.ndarray) -> None:
+        tensor = paddle.to_tensor(part_F)
+        pd.all_reduce(tensor, op=pd.ReduceOp.SUM, group=_leaders)
+        part_F[:] = tensor.numpy()
+
+    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    places = [(each.data_ptr(), math.prod(each.shape)) for each in dense]  # .size takes 3 us
+    with heartbeat.Waiting(f"sum of {sum(count for _, count in places)} values"):
+        _host.sum(places, None if _leaders is None else across, factor)
+    for tensor, summed in zip(tensors, dense):
+        if summed is not tensor:
+            paddle.assign(summed, tensor)
+    return True
+
+
+def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Sums each of several tensors of one type over ranks, in place, in few messages.
+
+    Every rank calls it with tensors of the same shapes in the same order.
+    """
+    if world_size() > 1 and not _sum_in_memory(tensors):
+        _in_messages(tensors, all_reduce_sum)
+
+
+def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Replaces each of several float32 tensors by its mean over ranks; see `sum_tensors`."""
+    if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
+        return
+    sum_tensors(tensors)
+    for tensor in tensors:
+        tensor.scale_(1.0 / world_size())
+
+
+def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
+    """Overwrites each of several tensors of one type by that of one rank, in few messages.
+
+    Every rank calls it with tensors of the same shapes in the same order.
+    """
+    if world_size() > 1:
+        with heartbeat.Waiting(f"broadcast from rank {source}"):
+            _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
+
+
+def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
+    """Does to several tensors of one type, in few messages, what `work` does to one, in place."""
+    for bucket in buckets(tensors, _bucket_mb << 20):
+        flat = paddle.concat([tensor.flatten() for tensor in bucket])
+        work(flat)
+        for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
+            paddle.assign(part.reshape(tensor.shape), tensor)
+
+
+def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
+    """Stacks a tensor of one shape from every rank: [W, *shape] in rank order; all call it."""
+    if world_size() == 1:
+        return tensor.unsqueeze(0)
+    tensor = tensor.contiguous()
+    short = _host is not None and 4 * tensor.size <= _host.message_bytes
+    if _host is not None and short and _leaders is None and tensor.dtype == paddle.float32:
+        stacked = paddle.empty([world_size(), *tensor.shape])
+        with heartbeat.Waiting(f"gather of {tensor.size} values"):
+            _host.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
+        return stacked
+    parts: list[paddle.Tensor] = []
+    with heartbeat.Waiting(f"all_gather of {tensor.size} values"):
+        pd.all_gather(parts, tensor)
+    return paddle.stack(parts)
+
+
+def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
+    """Concatenates the rows of all ranks in rank order; the counts R may differ, K may not.
+
+    Every rank calls it, with zero rows too; ranks may arrive minutes apart.
+    """
+    if world_size() == 1:
+        return rows_RK
+    barrier()
+    counts_W = all_gather(paddle.to_tensor([len(rows_RK)], dtype="int64")).numpy().ravel()
+    padded = np.zeros((max(1, int(counts_W.max())), rows_RK.shape[1]), rows_RK.dtype)
+    padded[: len(rows_RK)] = rows_RK
+    gathered_WRK = all_gather(paddle.to_tensor(padded)).numpy()
+    return np.concatenate([part[:count] for part, count in zip(gathered_WRK, counts_W)])
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """What every rank gave, in rank order; it must survive JSON.  Every rank calls it; they may
+    arrive minutes apart."""
+    line = f"{json.dumps(value)}\n".encode()
+    bytes_R1 = all_gather_rows(np.frombuffer(line, np.uint8).reshape(-1, 1))
+    return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
+
+
+def open_link(first: int, second: int) -> Any:
+    """What `send` and `receive` between two ranks go through; every rank calls it.
+
+    gloo numbers the messages of a group, and expects the same numbers on all of its ranks: a third
+    rank that did not take part would never again be understood.
+    """
+    return _new_group([first, second])
+
+
+def send(tensor: paddle.Tensor, to: int, link: Any) -> None:
+    """Sends a float32 tensor to another rank, which calls `receive` meanwhile."""
+    pd.send(tensor, to, group=link)
+
+
+def receive(tensor: paddle.Tensor, sender: int, link: Any) -> None:
+    """Overwrites a float32 tensor by what `sender` gives to `send`, of the same shape."""
+    pd.recv(tensor, sender, group=link)
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Agreed(Generic[T]):
+    """Of a piece of work that all ranks have done."""
+
+    value: T  # what it returned on this rank
+    said_W: list[Any]  # what each rank said of its own
+
+
+class EvaluationFailed(CodedError, RuntimeError):
+    """Raised on every rank alike, and training is as it was: some rank could not do its part."""
+
+    kind = "evaluation"
+
+
+def agreed(work: Callable[[], T], say: Callable[[T], Any] = lambda value: None) -> Agreed[T]:
+    """What `work` returned on this rank, if it did on all; every rank calls it.
+
+    Args: say: what the other ranks shall know of what it returned; it must survive JSON.
+    Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
+        UserError, on every rank: by users' mistakes alone.
+    """
+    value, failure, mine, told = None, None, None, None
+    try:
+        value = work()
+        told = say(value)
+    except Exception as error:
+        failure = error
+        text = f"rank {rank()} (host {host()}): {type(error).__name__}: {error}"
+        heard = failure_of(error).of_rank(rank(), host())
+        mine = [isinstance(error, UserError), text, asdict(heard)]
+    said_W = exchange([mine, told])
+    failed = [failure for failure, _ in said_W if failure]
+    if not failed:
+        return Agreed(cast(T, value), [told for _, told in said_W])
+    first = Failure(**failed[0][2])
+    if all(is_users for is_users, _, _ in failed):
+        raise failure or first.error()
+    ended = EvaluationFailed("; ".join(text for _, text, _ in failed), code="evaluation_failed")
+    ended.from_rank = None if failure else first.from_rank
+    raise ended from failure

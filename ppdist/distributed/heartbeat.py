@@ -1,0 +1,324 @@
+"""What each rank is doing, where fleetrun can see it: one small shared file per rank.
+
+A rank that hangs cannot say so: it may be stopped, hold the interpreter's lock, or wait inside a
+collective for another one.  So every rank writes what it begins into memory that it shares with
+the fleetrun of its host (launch/watchdog.py), which looks from outside.  Without fleetrun nothing
+is written.  A beat costs about a microsecond.  Behind the beat stands what the steps came to, once
+a step, for those who measure the run (launch/metrics.py).
+"""
+
+import contextlib
+import faulthandler
+import json
+import math
+import mmap
+import os
+import signal
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppdist.common.errors import EXIT_DIR_VARIABLE
+
+PHASES = ("start", "step", "evaluate", "save", "end")
+# Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also
+# one that holds the interpreter's lock answers.
+STACKS_SIGNAL = signal.SIGUSR2
+_LAYOUT = struct.Struct("=IHHQQQdd40sQQd")
+_PLACE_BYTES = 40
+_WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
+_SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
+_BEAT_BYTES, _WORK_BYTES = _LAYOUT.size + _SEAL.size, _WORK.size + _SEAL.size
+_READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
+_pulse: mmap.mmap | None = None
+# As in `Reading`, but for times in ns.
+_NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
+_state: list = list(_NOTHING_YET)
+_PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _PATIENCE, _LIMIT, _PLACE = range(9)
+_SINCE, _MEASURED, _SECONDS = range(9, 12)
+_waited_ns = _entered_ns = _step_began_ns = 0
+_planned_steps = _steps = _bad_steps = _images = 0
+_step_seconds = _own_seconds = _data_seconds = 0.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank last said."""
+
+    pid: int
+    phase: str  # of PHASES
+    inside: bool  # it waits for the others now, in the last collective or meeting
+    step: int  # optimizer steps done
+    collectives: int  # entered so far, the last one included
+    seconds: float  # of the last beat, by time.monotonic(), which all processes of a host share
+    patience: float  # how long ranks wait for one another at meetings, s
+    limit: float  # how long a step may last without a sign of life at least, s; inf: for ever
+    place: str  # the collective or meeting, or what it does by itself
+    steps_since: int  # made since the start or the last evaluation
+    steps_measured: int  # in all, without those first ones, which may be slow
+    step_seconds: float  # of the last of them
+
+    @property
+    def making(self) -> int | None:
+        """The optimizer step that it is in, from 1; None outside of steps."""
+        return self.step + 1 if self.phase == "step" else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the steps of a rank came to since its process began."""
+
+    planned_steps: int  # of the whole run; 0: not yet known
+    steps: int  # made here; all numbers below are of these
+    bad_steps: int  # of them, not applied by any rank because something was not finite
+    images: int  # of all ranks
+    step_seconds: float
+    own_seconds: float  # of it, without waiting for other ranks
+    data_seconds: float  # of its own, waiting for images
+    loss: float  # of the last step, of all ranks; nan before the first
+
+
+def begin(patience_seconds: float, limit_seconds: float | None) -> None:
+    """Opens this rank's file, if a fleetrun of ours started it; called once, at the start.
+
+    Args: see distributed.timeout_seconds and distributed.hang_seconds.
+    """
+    global _pulse
+    folder = os.environ.get(EXIT_DIR_VARIABLE)
+    if not folder or not Path(folder).is_dir():
+        return
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    # It stays open: faulthandler writes to it.
+    stacks = stacks_of(Path(folder), rank).open("ab")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    path = file_of(Path(folder), rank)
+    path.write_bytes(bytes(_BEAT_BYTES + _WORK_BYTES))
+    with path.open("r+b") as file:
+        _pulse = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
+    _state[_PID], _state[_PATIENCE] = os.getpid(), patience_seconds
+    _state[_LIMIT] = math.inf if limit_seconds is None else limit_seconds
+    beat("start", 0)
+
+
+def beat(phase: str, step: int | None = None) -> None:
+    """Says that this rank is alive, in a phase, after so many optimizer steps (None: as before)."""
+    global _step_began_ns
+    now = time.monotonic_ns()
+    if PHASES[_state[_PHASE]] == "step" and step == _state[_STEP] + 1:  # it has made one
+        if _state[_SINCE]:
+            _state[_MEASURED] += 1
+            _state[_SECONDS] = (now - _step_began_ns) / 1e9
+        _state[_SINCE] += 1
+    if phase in ("start", "evaluate"):
+        _state[_SINCE] = 0
+    _state[_PHASE], _step_began_ns = PHASES.index(phase), now
+    if step is not None:
+        _state[_STEP] = step
+    _write()
+
+
+def plan(steps: int) -> None:
+    """Says how many optimizer steps the whole run shall have."""
+    global _planned_steps
+    _planned_steps = steps
+    _write_work(math.nan)
+
+
+def made(
+    *,
+    loss: float,
+    images: int,
+    bad: bool,
+    step_seconds: float,
+    own_seconds: float,
+    data_seconds: float,
+) -> None:
+    """Adds a step that was made; for the arguments see `Work`."""
+    global _steps, _bad_steps, _images, _step_seconds, _own_seconds, _data_seconds
+    _steps += 1
+    _bad_steps += bad
+    _images += images
+    _step_seconds += step_seconds
+    _own_seconds += own_seconds
+    _data_seconds += data_seconds
+    _write_work(loss)
+
+
+def tell_run(output_dir: Path) -> None:
+    """Says to the fleetrun of this host where the run keeps its files; its name is that folder's.
+
+    Whatever keeps that from being said keeps nothing else.
+    """
+    folder = os.environ.get(EXIT_DIR_VARIABLE, "")
+    if _pulse is None or not Path(folder).is_dir():
+        return
+    world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
+    place = run_of(Path(folder), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
+    draft = place.with_suffix(".tmp")
+    with contextlib.suppress(OSError):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(place)
+
+
+def alive() -> None:
+    """Says that this rank gets on with something long, such as an evaluation."""
+    _write()
+
+
+def at(place: str) -> None:
+    """Says what this rank does by itself and may hang in; "" when it has done it."""
+    _state[_PLACE] = place.encode()[:_PLACE_BYTES]
+    _write()
+
+
+def entering(collective: str) -> None:
+    """Says that this rank enters a collective or a meeting: there it waits for the others.
+
+    Every rank enters the same ones in the same order, so their numbers agree.
+    """
+    global _entered_ns
+    _state[_COLLECTIVES] += 1
+    _state[_INSIDE] = 1
+    _state[_PLACE] = collective.encode()[:_PLACE_BYTES]
+    _write()
+    _entered_ns = time.monotonic_ns()
+
+
+def left() -> None:
+    """Says that the collective is over for this rank."""
+    global _waited_ns
+    _waited_ns += time.monotonic_ns() - _entered_ns
+    _state[_INSIDE], _state[_PLACE] = 0, b""
+    _write()
+
+
+class Waiting:
+    """`entering` and `left`, also when the collective fails."""
+
+    def __init__(self, collective: str) -> None:
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        entering(self._collective)
+
+    def __exit__(self, *error: object) -> None:
+        left()
+
+
+def waited_seconds() -> float:
+    """How long this rank has been in collectives and meetings so far."""
+    return _waited_ns / 1e9
+
+
+def tell_stop(number: int) -> bool:
+    """Says to fleetrun that a signal asked this rank to stop, so that it asks all of them.
+
+    Returns: False where no fleetrun listens.
+    """
+    folder = os.environ.get(EXIT_DIR_VARIABLE, "")
+    if _pulse is None or not Path(folder).is_dir():
+        return False
+    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
+    with contextlib.suppress(OSError):
+        (Path(folder) / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
+    return True
+
+
+def step() -> int:
+    """Optimizer steps done, as the last beat said."""
+    return _state[_STEP]
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"pulse-{rank}"
+
+
+def stacks_of(folder: Path, rank: int) -> Path:
+    """Where a rank answers STACKS_SIGNAL."""
+    return folder / f"stacks-{rank}"
+
+
+def run_of(folder: Path, rank: int) -> Path:
+    """Where a rank says what `tell_run` says."""
+    return folder / f"run-{rank}.json"
+
+
+def silent(pid: int, patience: float, limit: float) -> Reading:
+    """What is known of a process that has begun and not yet said anything."""
+    return Reading(pid, "start", False, 0, 0, 0.0, patience, limit, "", 0, 0, 0.0)
+
+
+def read(path: Path) -> Reading | None:
+    """None: this rank has not begun."""
+    found = _read(path, _LAYOUT, 0)
+    if found is None or found[0] == 0:
+        return None
+    pid, phase, inside, step, collectives, beat_ns, patience, limit, name, *steps = found
+    return Reading(
+        pid=pid,
+        phase=PHASES[phase],
+        inside=bool(inside),
+        step=step,
+        collectives=collectives,
+        seconds=beat_ns / 1e9,
+        patience=patience,
+        limit=limit,
+        place=name.rstrip(b"\0").decode(errors="replace"),
+        steps_since=steps[0],
+        steps_measured=steps[1],
+        step_seconds=steps[2],
+    )
+
+
+def read_work(path: Path) -> Work | None:
+    """None: this rank has nothing to say of steps yet, or it cannot be read."""
+    found = _read(path, _WORK, _BEAT_BYTES)
+    if found is None:
+        return None
+    steps, planned, bad, images, wall, own, waited, loss = found
+    known = planned > 0 or steps > 0
+    return Work(planned, steps, bad, images, wall, own, waited, loss) if known else None
+
+
+def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
+    """What stands there; None where nothing does.
+
+    The rank may be writing at this very moment, or lose its core amid that, so what does not fit
+    its checksum is read again.  What never does is believed: it is newer than nothing.
+    """
+    data = b""
+    try:
+        with path.open("rb", buffering=0) as file:
+            for attempt in range(_READS):
+                if attempt:
+                    time.sleep(_PAUSE_SECONDS)
+                whole = os.pread(file.fileno(), layout.size + _SEAL.size, offset)
+                data, seal = whole[: layout.size], whole[layout.size :]
+                if not any(whole) or seal == _SEAL.pack(zlib.crc32(data)):
+                    break
+    except OSError:
+        return None
+    return layout.unpack(data) if len(data) == layout.size else None
+
+
+def _sealed(layout: struct.Struct, *values: object) -> bytes:
+    data = layout.pack(*values)
+    return data + _SEAL.pack(zlib.crc32(data))
+
+
+# Each block is written at once: packed into the file it would be empty for a moment, then half.
+def _write_work(loss: float) -> None:
+    if _pulse is not None:
+        _pulse[_BEAT_BYTES:] = _sealed(
+            _WORK, _steps, _planned_steps, _bad_steps, _images,
+            _step_seconds, _own_seconds, _data_seconds, loss,
+        )  # fmt: skip
+
+
+def _write() -> None:
+    if _pulse is not None:
+        _state[_TIME] = time.monotonic_ns()
+        _pulse[:_BEAT_BYTES] = _sealed(_LAYOUT, *_state)

@@ -1,0 +1,574 @@
+"""What ranks make sure of before Paddle connects them, because Paddle waits and does not say why.
+
+At a store that cannot be reached it waits 15 minutes, at a port of gloo that a firewall closes
+about 3, and ranks that join in different ways wait for ever.  Plain sockets find out in seconds,
+and the message names the two hosts.
+
+The TCP connections of this process: what was sent, by the kernel, and small messages at once.
+
+Which rank this is, and the patient meetings of all ranks, at the launcher's TCP store.
+
+They are slow (tens of ms), need no collective and no device, and wait as long as is configured: for
+start-up, evaluation and checkpoints, where ranks may be minutes apart.  Above `dist`, which offers
+all of this, nobody imports it.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle.base import core
+
+from ppdist.common.errors import (
+    JOB_VARIABLE,
+    ConfigError,
+    Failure,
+    LaunchError,
+    RankError,
+    UserError,
+    failure_of,
+)
+from ppdist.distributed import heartbeat
+
+Exchange = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
+_CONNECT_SECONDS = 10.0  # a lost packet is sent again after 1, 3 and 7
+_SILENT_SECONDS = 30.0  # a host that is up answers at once, if only that nothing listens
+_START_SECONDS = 300.0  # rank 0 may import Paddle from a cold disk while nothing listens yet
+_PAUSE_SECONDS = 0.2
+_CALLS_AT_ONCE = 32
+_LATER_NS = 30_000_000
+_PR_SET_TIMERSLACK = 29
+
+
+@contextmanager
+def drowsy_threads() -> Iterator[None]:
+    """Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether
+    they are to end, 0.3 to 0.5 % of a core that computes.
+
+    Linux may wake up those that were made inside 30 ms later.  What comes over a connection wakes
+    them at once as before (latency measured: the same); joining takes up to 0.3 s longer.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_LATER_NS))  # threads inherit it from who makes them
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # that of before
+
+
+def wait_for_store(endpoint: str, here: str, patience: float) -> None:
+    """Returns once something listens where rank 0 holds the store; every other rank calls it.
+
+    Args:
+        endpoint: `ADDRESS:PORT` of the store.
+        here: this host, for the message.
+        patience: the most it waits, in seconds.
+    Raises: LaunchError: nothing does.
+    """
+    address, _, port = endpoint.rpartition(":")
+    began = time.monotonic()
+    while (problem := _call(address, int(port))) is not None:
+        refused = isinstance(problem, ConnectionRefusedError)
+        waited = time.monotonic() - began
+        if waited > min(patience, _START_SECONDS if refused else _SILENT_SECONDS):
+            why = (
+                "nothing listens there: see in its log what keeps rank 0"
+                if refused
+                else "a firewall between the hosts? Open everything between them"
+            )
+            raise LaunchError(
+                f"host {here} cannot reach port {port} of {address}, where rank 0 keeps what ranks "
+                f"tell each other ({problem.strerror or problem}, tried for {waited:.0f} s): {why}",
+                code="store_unreachable",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+@contextmanager
+def store_apart(
+    collective: Any,
+    exchange: Exchange,
+    addresses_W: Sequence[str],
+    rank: int,
+    members: Sequence[int],
+) -> Iterator[None]:
+    """Inside, Paddle makes a group of gloo at a store that this group alone knows; every rank of
+    the run calls it.
+
+    Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
+    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
+    refused connection), when they come before the new ones are there.
+
+    Args:
+        collective: the module that holds Paddle's store.
+        addresses_W: of the host of each rank.
+        members: ranks of the group; the first keeps its store.
+    """
+    usual = collective._default_store
+    address, store = addresses_W[members[0]], usual
+    port = _free_port() if rank == members[0] else 0
+    if rank == members[0]:
+        store = core.TCPStore(address, port, True, 0)
+    port = exchange(port)[members[0]]  # who calls before it listens tries again after 3 s
+    if rank in members[1:]:
+        store = core.TCPStore(address, port, False, 0)
+    collective._default_store = store
+    try:
+        yield
+    finally:
+        collective._default_store = usual
+
+
+def _free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("", 0))
+        return chosen.getsockname()[1]
+
+
+def require_same(exchange: Exchange, host: str, settings: Mapping[str, Any]) -> None:
+    """Every rank calls it.
+
+    Args: settings: what decides how a rank joins, by name.
+    Raises: ConfigError, on every rank: they are not the same.
+    """
+    found_W = exchange([host, dict(settings)])
+    first_host, first = found_W[0]
+    for other, (place, found) in enumerate(found_W):
+        for key, value in first.items():
+            if found.get(key) != value:
+                raise ConfigError(
+                    f"{key}: {value} on rank 0 (host {first_host}), {found.get(key)} on rank "
+                    f"{other} (host {place}): they cannot train together",
+                    code="ranks_differ",
+                    fix=(
+                        "give every host the same configuration, the same command and the same "
+                        "build of Paddle"
+                    ),
+                )
+
+
+def require_ways(
+    exchange: Exchange, addresses_W: Sequence[str], rank: int, environment: Mapping[str, str]
+) -> None:
+    """The first rank of each host connects to that of every other at a port the system chose, as
+    gloo and NCCL will; every rank calls it.
+
+    Args: addresses_W: of the host of each rank.
+    Raises: LaunchError, on every rank: a host does not reach another one.
+    """
+    hosts = list(dict.fromkeys(addresses_W))
+    if len(hosts) < 2:
+        return
+    own = addresses_W[rank]
+    speaks = addresses_W.index(own) == rank and not _other_network(environment)
+    listener = _listen(own, len(hosts)) if speaks else None
+    try:
+        ports_W = exchange(listener and listener.getsockname()[1])
+        targets = [
+            (address, port)
+            for address, port in zip(addresses_W, ports_W)
+            if speaks and port and address != own
+        ]
+        with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
+            problems = pool.map(lambda target: _call(*target), targets)
+        failed = [
+            f"{own} -> {address} (port {port}: {problem.strerror or problem})"
+            for (address, port), problem in zip(targets, problems)
+            if problem is not None
+        ]
+        failed_W = exchange(failed)
+    finally:
+        if listener is not None:
+            listener.close()
+    lost = [way for failed in failed_W for way in failed]
+    if lost:
+        raise LaunchError(
+            f"hosts do not reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
+            "by themselves: open everything between these hosts in the firewall, and see that "
+            f"{interfaces(environment)} is the interface of their network",
+            code="hosts_unreachable",
+        )
+
+
+def interfaces(environment: Mapping[str, str]) -> str:
+    """The interfaces that gloo and NCCL were told to take, for messages."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return ", ".join(f"{name}={environment.get(name, 'not set')}" for name in names)
+
+
+def _other_network(environment: Mapping[str, str]) -> bool:
+    """Whether the user chose for NCCL another interface than that of this host's address."""
+    chosen = environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
+    on_gpu = environment.get("PADDLE_DISTRI_BACKEND") != "gloo"
+    return on_gpu and bool(chosen) and chosen != environment.get("GLOO_SOCKET_IFNAME", chosen)
+
+
+def _listen(address: str, callers: int) -> socket.socket:
+    """The system answers who connects; nobody has to accept."""
+    try:
+        return socket.create_server((address, 0), backlog=callers)
+    except OSError:  # an address that only others see, behind a translation
+        return socket.create_server(("", 0), backlog=callers)
+
+
+def _call(address: str, port: int) -> OSError | None:
+    """Why there is no connection, None where there is one."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+# Places of tcpi_notsent_bytes and tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19).
+_WAITING, _WAITING_AT = struct.Struct("@I"), 144
+_SENT, _SENT_AT = struct.Struct("@Q"), 200
+_OPEN = Path("/proc/self/fd")
+
+
+def sent_bytes() -> int | None:
+    """Payload bytes handed to the TCP connections that this process holds open, loopback too.
+
+    gloo and NCCL's socket transport keep theirs open, so the difference between two calls is what
+    was sent in between: gradients and statistics, and what the store and heartbeats add, but no
+    files.  Not counted: shared memory, NVLink, InfiniBand, TCP's own headers, and connections that
+    have been closed.  Sent again after a loss counts twice, as it does on the wire.
+
+    Returns: None where the kernel does not say (another system than Linux, or before 4.19).
+    """
+    if not _OPEN.is_dir():
+        return None
+    total = 0
+    for connection in _connections():
+        try:
+            facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # not a TCP socket
+            continue
+        if len(facts) < _SENT_AT + _SENT.size:
+            return None
+        # A collective ends when its last bytes are in the kernel, not when they are on the way.
+        total += _WAITING.unpack_from(facts, _WAITING_AT)[0] + _SENT.unpack_from(facts, _SENT_AT)[0]
+    return total
+
+
+def send_at_once() -> None:
+    """Lets no connection that this process holds open wait with small messages for larger ones.
+
+    Paddle's store sends what belongs together in several small pieces, and the kernel holds back
+    each second one until the first was acknowledged, which takes the other side 40 ms: an `add` at
+    the store took 44 ms, and takes 0.05 ms so.
+    """
+    if not _OPEN.is_dir():
+        return
+    for connection in _connections():
+        with contextlib.suppress(OSError):  # not a TCP socket
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Duplicates of the stream sockets that this process holds open, each closed after its turn."""
+    for name in os.listdir(_OPEN):
+        try:
+            if not os.readlink(_OPEN / name).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                    yield connection
+        except OSError:  # closed since it was listed
+            continue
+
+
+_POLL_SECONDS = 0.02
+_LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
+_meetings = itertools.count()  # every rank counts the same meetings, so the numbers agree
+_patience = 1800.0
+_reached = False  # the store, by this process
+_hastened = False  # its connections
+
+
+def rank() -> int:
+    """This process's rank in [0, world_size)."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def world_size() -> int:
+    """Number of ranks of the run; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def local_size() -> int:
+    """Number of ranks on this host; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host; 0 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """True on rank 0.  Never put a collective behind it: see `on_main`."""
+    return rank() == 0
+
+
+def host() -> str:
+    """This host, for messages: its name, with its address too where there are several hosts."""
+    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
+    several = len(set(addresses())) > 1
+    return f"{socket.gethostname()} {own}" if several else socket.gethostname()
+
+
+def addresses() -> list[str]:
+    """The address of the host of each rank, as the launcher has told them; [""] without one."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    return [endpoint.rpartition(":")[0] for endpoint in endpoints]
+
+
+def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:
+    """`ranks 0-1 (host a) and rank 4 (host b)`
+
+    Args: hosts_W: name of the host of each rank.
+    """
+    of_host: dict[str, list[int]] = {}
+    for each in ranks:
+        of_host.setdefault(hosts_W[each], []).append(each)
+    return " and ".join(
+        f"rank{'s' * (len(own) > 1)} {_ranges(own)} (host {name})" for name, own in of_host.items()
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6` for ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+
+
+def set_timeout(seconds: float) -> None:
+    """How long ranks wait for one another from now on."""
+    global _patience
+    _patience = seconds
+
+
+def exchange(value: Any) -> list[Any]:
+    """What every rank gave, in rank order, through the store; it must survive JSON and be small.
+
+    Every rank calls it; it needs no collective, so it tells before they are known to work.
+    """
+    if world_size() == 1:
+        return [value]
+    key = f"ppdist/exchange/{next(_meetings)}"
+    store = _store()
+    store.set(f"{key}/{rank()}", json.dumps(value))
+    _arrive(key)
+    values = [json.loads(bytes(store.get(f"{key}/{each}"))) for each in range(world_size())]
+    _leave(key)
+    return values
+
+
+def barrier() -> None:
+    """Waits, up to the configured patience, until every rank is here; no collective is used."""
+    if world_size() == 1:
+        return
+    key = f"ppdist/barrier/{next(_meetings)}"
+    _arrive(key)
+    _leave(key)
+
+
+def run_on_main(work: Callable[[], Any]) -> Any:
+    """Runs `work` on rank 0 while the others wait, and returns its result on every rank.
+
+    Every rank calls it.  The others wait at the store, not in a collective, so the work may take
+    longer than gloo's 30 s.
+
+    Args:
+        work: takes nothing; its result must survive JSON.
+    Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
+        if it has one, else RankError.
+    """
+    if world_size() == 1:
+        return work()
+    key = f"ppdist/main/{next(_meetings)}"
+    store = _store()
+    if is_main():
+        with heartbeat.Waiting(
+            f"meeting {key}"
+        ):  # the others count the same meetings; it waits for none
+            pass
+        try:
+            result = work()
+            text = json.dumps({"value": result})
+            return result
+        except BaseException as error:
+            text = json.dumps({"failure": _told(error)})
+            raise
+        finally:
+            store.set(f"{key}/result", text)
+            store.add(f"{key}/done", 1)
+            _leave(key)
+    deadline = time.monotonic() + _patience
+    with heartbeat.Waiting(f"meeting {key}"):
+        while store.add(f"{key}/done", 0) == 0:
+            _sleep_until(deadline, lambda: "rank 0 did not finish its work")
+    outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
+    _leave(key)
+    if "failure" in outcome:
+        raise Failure(**outcome["failure"]).error()
+    return outcome["value"]
+
+
+def together(work: Callable[[], Any]) -> Any:
+    """Runs `work` on every rank; when it fails on one, it fails on all of them.
+
+    For what each rank does by itself and may fail at alone, such as reading the files of its
+    host: otherwise the others would go on into a collective and wait there for a rank that ended.
+    Every rank calls it; they may be minutes apart.
+
+    Returns: what `work` returned on this rank.
+    Raises: whatever `work` raised, on the ranks where it did; on the others an error of the same
+        kind and code, or RankError if it has none, that names such a rank and says what happened.
+    """
+    if world_size() == 1:
+        return work()
+    key = f"ppdist/together/{next(_meetings)}"
+    store = _store()
+    try:
+        result = work()
+    except Exception as error:
+        kind = "user" if isinstance(error, UserError) else "bug"
+        store.set(f"{key}/{kind}", json.dumps(_told(error)))
+        store.add(f"{key}/{kind}s", 1)
+        _arrive(key)
+        _leave(key)
+        raise
+    _arrive(key)
+    failures = {
+        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
+        for kind in ("bug", "user")
+        if store.add(f"{key}/{kind}s", 0) > 0
+    }
+    _leave(key)
+    for failure in failures.values():
+        raise Failure(**failure).error()
+    return result
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """What the other ranks hear of an error of this one."""
+    return asdict(failure_of(error).of_rank(rank(), host()))
+
+
+def announce() -> Callable[[], str]:
+    """Says that this rank has come so far, and waits for nobody; every rank calls it.
+
+    Returns: names the ranks that have not come yet whenever it is called, "" when all have.
+    """
+    if world_size() == 1:
+        return lambda: ""
+    key = f"ppdist/announced/{next(_meetings)}"
+    _store().add(f"{key}/{rank()}", 1)
+    return lambda: _absent(key)
+
+
+def _arrive(key: str) -> None:
+    """Waits, up to the configured patience, until every rank has called it with this key."""
+    global _hastened
+    store = _store()
+    deadline = time.monotonic() + _patience
+    with heartbeat.Waiting(f"meeting {key}"):
+        store.add(f"{key}/{rank()}/here", 1)
+        arrived = store.add(f"{key}/arrived", 1)
+        while arrived < world_size():
+            _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
+            arrived = store.add(f"{key}/arrived", 0)
+    if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
+        send_at_once()
+        _hastened = True
+
+
+def _absent(key: str, what: str = "") -> str:
+    """The ranks that have not said at the store that they are there, "" where all have."""
+    store = _store()
+    hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
+    ranks = [each for each in range(world_size()) if store.add(f"{key}/{each}{what}", 0) == 0]
+    return ranks_named(ranks, hosts_W)
+
+
+def _leave(key: str) -> None:
+    """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
+    the store ends with its process.  It does not wait long for a rank that may have ended."""
+    store = _store()
+    deadline = time.monotonic() + _LINGER_SECONDS
+    left = store.add(f"{key}/left", 1)
+    while is_main() and left < world_size() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        left = store.add(f"{key}/left", 0)
+
+
+def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
+    if time.monotonic() > deadline:
+        raise RankError(
+            f"rank {rank()} waited {_patience:g} s (distributed.timeout_seconds): {missing()}",
+            code="rank_timeout",
+        )
+    time.sleep(_POLL_SECONDS)
+
+
+def _store() -> Any:
+    global _reached
+    if _reached:
+        return paddle.base.core.create_or_get_global_tcp_store()
+    endpoint = os.environ.get("PADDLE_MASTER")
+    with heartbeat.Waiting("meeting ppdist/store"):
+        if endpoint and not is_main():
+            # Paddle would wait for it for 15 minutes, with the interpreter's lock.
+            wait_for_store(endpoint, host(), _patience)
+        store = paddle.base.core.create_or_get_global_tcp_store()
+        _reached = True
+        _require_same_job(store)
+    return store
+
+
+def _require_same_job(store: Any) -> None:
+    """Keeps a rank of an earlier job, or of an earlier attempt, out of the meetings of this one.
+
+    The store is open to everybody who reaches it, so it gets no more than a fingerprint.
+
+    Raises: LaunchError: this rank is one.
+    """
+    job = hashlib.sha256(os.environ.get(JOB_VARIABLE, "").encode()).hexdigest()
+    if is_main():
+        store.set("ppdist/job", job)
+        store.add("ppdist/job/said", 1)
+        return
+    deadline = time.monotonic() + _patience
+    while store.add("ppdist/job/said", 0) == 0:
+        _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
+    if bytes(store.get("ppdist/job")).decode() != job:
+        raise LaunchError(
+            f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
+            f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
+            "PPDIST_JOB_TOKEN is not the same on all hosts",
+            code="other_job",
+        )

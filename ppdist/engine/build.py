@@ -1,0 +1,457 @@
+"""Anchors that fit the boxes of a training set, before a run begins.
+
+The build: the one place where data, models, losses and optim meet.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ppdist import models
+from ppdist.common import files
+from ppdist.common.errors import ConfigError
+from ppdist.common.logging import RunLog
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import dump_yaml
+from ppdist.config.data import Resize
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.config.model import YOLOv5Config
+from ppdist.config.validate import surprises
+from ppdist.data.datasets.build import limits
+from ppdist.data.loader import EvalLoader
+from ppdist.data.statistics import refit, sizes_in_input
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm
+from ppdist.engine.auto_batch import Estimate, estimate, settle_batch, tell_memory
+from ppdist.engine.callbacks import Callback
+from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
+from ppdist.engine.distillation import build_distillation
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.preflight import keep_sources, preflight
+from ppdist.engine.schedule_setup import (
+    ScheduleSetup,
+    advice,
+    describe_run,
+    hyper_parameters,
+    set_up_schedule,
+    settings,
+)
+from ppdist.engine.state import AUTO, find_start, own_folder, settle_run, tell
+from ppdist.engine.train_step import TrainStep
+from ppdist.engine.trainer import Trainer
+from ppdist.engine.visualize import BatchPictures
+from ppdist.losses.base import Loss
+from ppdist.losses.classification import ClassificationLoss
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.losses.yolov5 import YOLOv5Loss
+from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
+from ppdist.models.layers import synchronize_batch_norm
+from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
+from ppdist.models.weights import LoadReport, load_weights
+from ppdist.models.yolov5 import YOLOv5
+from ppdist.optim.ema import EMA
+from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
+from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
+
+
+def better_anchors(
+    anchors_LA2: np.ndarray,
+    train_set: DetectionSet,
+    log: RunLog,
+    *,
+    image_size: tuple[int, int],
+    resize: Resize,
+    threshold: float,
+    seed: int,
+) -> np.ndarray | None:
+    """Anchors for boxes that the present ones do not reach, or None; every rank calls it.
+
+    Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
+
+    Args:
+        anchors_LA2: the present ones, pixels of an input of `image_size` (height, width).
+        resize: `data.resize`.
+        threshold: `loss.anchor_threshold`.
+    """
+
+    def decide() -> dict[str, Any]:
+        wh_N2 = sizes_in_input(train_set, image_size, resize)
+        found = refit(wh_N2, anchors_LA2, threshold=threshold, seed=seed)
+        better = None if found.anchors_LA2 is None else found.anchors_LA2.tolist()
+        return {"anchors": better, "told": found.told}
+
+    decision = comm.run_on_main(decide)
+    log.info(f"anchors: {decision['told']}")
+    better = decision["anchors"]
+    return None if better is None else np.array(better, np.float32)
+
+
+# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
+LOSSES: dict[str, type[Loss]] = {
+    "ppyoloe": PPYOLOELoss,
+    "yolov5": YOLOv5Loss,
+    "yolov5_cls": ClassificationLoss,
+}
+
+
+@dataclass
+class Experiment:
+    """A training run, built and ready: `experiment.trainer.fit()`."""
+
+    trainer: Trainer
+    log: RunLog
+    output_dir: Path
+    sets: dict[str, DetectionSet]  # by the name of the split: those that the run reads
+
+
+def build_model(config: ExperimentConfig) -> ImageModel:
+    """The model with fresh weights, the same on every rank (drawn from the seed).
+
+    Raises: ConfigError: the model cannot take images of the configured sizes.
+    """
+    paddle.seed(config.seed)
+    model = models.build_model(config.model)
+    step = model.size_multiple
+    sizes = [("model.image_size", config.model.image_size)]
+    sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
+    for key, (height, width) in sizes:
+        if height % step or width % step or min(height, width) < step:
+            raise ConfigError(
+                f"expected multiples of {step} pixels",
+                code="image_size_not_multiple",
+                where=f"{key}: [{height}, {width}]",
+            )
+    return model
+
+
+def build_evaluator(
+    config: ExperimentConfig,
+    dataset: DetectionSet,
+    model: ImageModel,
+    max_pictures: int = 0,
+    loss: Loss | None = None,
+) -> Evaluator | ClassificationEvaluator:
+    """Evaluation of this rank's share of a split; every rank builds one.
+
+    Args: loss: that of training, to be measured too.
+    """
+    loader = EvalLoader(
+        dataset,
+        config.data,
+        image_size=config.model.image_size,
+        batch_size=config.evaluate.batch_size_per_card,
+        rank=comm.rank(),
+        world=comm.world_size(),
+        ranks_on_host=comm.local_size(),
+        shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
+    )
+    measured = None if loss is None else ValidationLoss(loss, loader)
+    if config.data.classifies:
+        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
+    return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
+
+
+def build_training(
+    config: ExperimentConfig,
+    *,
+    output_dir: Path,
+    evaluate: bool,
+    resume: Path | str | None,
+    command: list[str],
+    resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Experiment:
+    """Builds everything a training run needs, on every rank; `dist.init` comes before.
+
+    Args:
+        output_dir: where everything the run leaves goes.
+        evaluate: evaluate during training and keep the best (`--eval`).
+        resume: what to go on from (`asked` of `find_start`); None starts anew.
+        command: what the user typed, for environment.json.
+        resume_changed: resume also with settings that change what is learned.
+        callbacks: look on, in this order; of this rank.
+    Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
+    """
+    noticed = preflight(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=AUTO if resume == AUTO else bool(resume),
+        resume_changed=resume_changed,
+    )
+    # Where there is nothing yet, nothing is made before this run is known to begin.
+    noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
+    start = find_start(resume, output_dir, config, resume_changed)
+    begins = start.snapshot is None
+    train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
+    bad_images = Blocklist(train_set, config.data.bad_images_limit)
+    images = images_of_epoch(train_set, config.data.sampling)
+    config, said = settle_batch(config, train_set.records, images, start.snapshot)
+    model = build_model(config)
+    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, begins)]
+    derived = build_schedule_setup(config, images)
+    run = settle_run(start, derived, train_set, config, resume_changed)
+    bad_images.known |= run.bad_images
+    noticed += comm.run_on_main(lambda: files.hold(output_dir))
+    comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
+    own_folder(output_dir, start, run)
+    log = comm.together(lambda: _open_log(config, output_dir, derived, start.step))
+    with ExitStack() as undo:
+        undo.callback(log.close)
+        _say_found([*noticed, *start.warnings, *found, *surprises(config, begins)], said, log)
+        if begins:
+            _settle_anchors(config, model, train_set, log)
+        trainer = _build_trainer(
+            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks
+        )
+        if start.snapshot is not None:
+            trainer.restore(start.snapshot, start.own, bool(start.rescored))
+        _check_teacher(trainer.train_step)
+        trainer.progress.run = run
+        tell(start, derived, log)
+        _say_derived(config, derived, start.step, log)
+        undo.pop_all()
+    sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
+    return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
+
+
+def _check_teacher(step: TrainStep) -> None:
+    """Raises: ConfigError, on every rank: it teaches something else, now that anchors are known."""
+    if step.distillation is not None:
+        step.distillation.check(step.loss)
+
+
+def _build_trainer(
+    config: ExperimentConfig,
+    derived: ScheduleSetup,
+    model: ImageModel,
+    train_set: DetectionSet,
+    val_set: DetectionSet | None,
+    bad_images: Blocklist,
+    log: RunLog,
+    output_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Trainer:
+    """The loop around a model that has its weights; every rank builds one."""
+    tell_memory(lambda: _expected(config, derived, model), log)
+    evaluated_model = build_model(config)
+    slow = speed_up_cpu(config, [model, evaluated_model])
+    if slow:
+        log.warning(slow)
+    train_step, evaluator = build_train_step(config, derived, model), None
+    if train_step.distillation is not None:
+        log.info(train_step.distillation.about)
+    if val_set is not None:
+        pictures = config.log.images if comm.is_main() else 0  # nobody else shows them
+        evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
+    return Trainer(
+        train_step=train_step,
+        feed=build_feed(config, train_set, derived, output_dir / "plots"),
+        bad_images=bad_images,
+        derived=derived,
+        evaluator=evaluator,
+        evaluated_model=evaluated_model,
+        log=log,
+        output_dir=output_dir,
+        config_yaml=dump_yaml(config),
+        checkpoint=config.checkpoint,
+        evaluate=config.evaluate,
+        early_stopping=config.early_stopping,
+        log_every=config.log.every_steps,
+        seed=config.seed,
+        bad_steps_limit=config.train.bad_steps_limit,
+        check_weights_every=config.distributed.check_weights_every,
+        callbacks=callbacks,
+    )
+
+
+def _say_derived(
+    config: ExperimentConfig, derived: ScheduleSetup, start: int | None, log: RunLog
+) -> None:
+    """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
+    log.table("derived", derived.rows())
+    log.metrics({"step": start or 0, "derived": derived.record()})
+    scores = ClassificationEvaluator if config.data.classifies else Evaluator
+    chosen = hyper_parameters(config.model, config.seed, derived)
+    log.curves.describe(chosen, list(scores.headline[:2]), settings(config))
+    for warning in advice(config, derived):
+        log.warning(warning)
+
+
+def _expected(config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel) -> Estimate:
+    """Of a model as built, for this rank."""
+    return estimate(
+        model,
+        images=derived.batch_size_per_card,
+        sizes=config.train.multi_scale or (config.model.image_size,),
+        moments=1 if config.optimizer.name == "momentum" else 2,
+        averaged=config.train.ema.enabled,
+        amp=config.train.amp,
+        frozen=frozen_keys(model, config.train.freeze),
+    )
+
+
+def _open_log(
+    config: ExperimentConfig, output_dir: Path, derived: ScheduleSetup, start: int | None
+) -> RunLog:
+    total, per_epoch = derived.total_steps, derived.steps_per_epoch
+    return RunLog(
+        output_dir,
+        comm.is_main(),
+        total,
+        per_epoch,
+        start,
+        every_steps=config.log.every_steps,
+        visualdl=config.log.visualdl,
+        tensorboard=config.log.tensorboard,
+        histograms=config.log.histograms,
+    )
+
+
+def _prepare(
+    config: ExperimentConfig, model: ImageModel, output_dir: Path, begins: bool
+) -> list[str]:
+    """What is done to a fresh model; every rank calls it.
+
+    Args: begins: the run has no checkpoint to go on from.
+    Returns: lines for the log.
+    """
+    if begins:
+        comm.together(lambda: keep_sources(config, output_dir))
+    tuned = freezing(model, config.train.freeze)
+    tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
+    loaded = _load_pretrained(config, model) if begins else None
+    return [*([f"{loaded}"] if loaded else []), *tuned]
+
+
+def _say_found(warnings: list[str], lines: list[str], log: RunLog) -> None:
+    for warning in warnings:
+        log.warning(warning)
+    for line in lines:
+        log.info(line)
+
+
+def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
+    """Starts from `model.pretrained`, if there is one; every rank calls it."""
+    if not config.model.pretrained:
+        return None
+    weights = Path(config.model.pretrained)
+    report = comm.together(lambda: load_weights(model, weights))
+    if isinstance(config.model, YOLOv5Config) and config.model.anchors:
+        model.set_anchors(np.array(config.model.anchors))  # the file has anchors of its own
+    return report
+
+
+def build_train_step(
+    config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel
+) -> TrainStep:
+    """Model, loss, optimizer and average as one optimizer step; every rank builds one."""
+    train = config.train
+    frozen = freeze(model, train.freeze)
+    distillation = build_distillation(config.distill, config.model, model, config.seed)
+    if train.sync_bn:
+        model = synchronize_batch_norm(model)
+    low_precision = train.amp.enabled and train.amp.level == "O2"
+    if low_precision:
+        model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
+    loss = LOSSES[config.model.name].build(
+        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
+    )
+    optimizer = build_optimizer(
+        model, derived.scaled, derived.schedule.peak_lr, master_weights=low_precision
+    )
+    trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
+    return TrainStep(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        ema=EMA(model, derived.ema_decay, frozen) if train.ema.enabled else None,
+        amp=train.amp,
+        clip_norm=train.clip_norm,
+        averaging=build_grad_sync(config.distributed, trained, optimizer, derived.total_steps),
+        sharding=build_sharding(config.distributed, trained),
+        loss_divisor=float(train.images_per_card),
+        average_statistics=not train.sync_bn or comm.world_size() == 1,
+        distillation=distillation,
+    )
+
+
+def build_feed(
+    config: ExperimentConfig,
+    train_set: DetectionSet,
+    derived: ScheduleSetup,
+    plots: Path | None = None,
+) -> Feed:
+    """This rank's training micro-batches; every rank builds one at the same time.
+
+    Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
+    """
+    augment = config.data.augment.stretched(derived.phases_stretch)
+    data, pictures = config.data.model_copy(update={"augment": augment}), None
+    if plots is not None and comm.is_main() and config.log.images:
+        pictures = BatchPictures(plots, train_set.class_names, data, derived)
+    sizes = config.train.multi_scale or (config.model.image_size,)
+    return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
+
+
+def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:
+    return set_up_schedule(
+        world=comm.world_size(),
+        dataset_size=dataset_size,
+        batch_size_per_card=config.train.images_per_card,
+        accumulate_steps=config.train.micro_steps(comm.world_size()),
+        epochs=config.train.epochs,
+        phases_factor=config.train.phases_factor,
+        epochs_compensation=config.train.epochs_compensation,
+        max_steps=last_step(config.train.max_steps, config.distributed),
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        ema=config.train.ema,
+    )
+
+
+def _settle_anchors(
+    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
+) -> None:
+    """Gives a YOLOv5 other anchors where its own do not reach the boxes; every rank calls it."""
+    if not isinstance(config.loss, YOLOv5LossConfig):
+        return
+    assert isinstance(config.model, YOLOv5Config) and isinstance(model, YOLOv5)
+    if config.model.anchors or not config.model.auto_anchor:
+        return
+    better_LA2 = better_anchors(
+        model.anchors_LA2,
+        train_set,
+        log,
+        image_size=config.model.image_size,
+        resize=config.data.resize,
+        threshold=config.loss.anchor_threshold,
+        seed=config.seed,
+    )
+    if better_LA2 is not None:
+        model.set_anchors(better_LA2)
+
+
+def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
+    """Switches CPU convolutions to oneDNN when they prove equal to eager here, on every rank.
+
+    Returns: a warning when they do not; else nothing.
+    """
+    if comm.on_gpu() or config.train.cpu_convolutions == "plain":
+        return ""
+    reason = self_check(models[0], 2 * models[0].size_multiple)
+    comm.barrier()  # a slow machine may need longer for it than a collective waits
+    failures = comm.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))
+    if failures.item() > 0:
+        return (
+            f"oneDNN convolutions did not pass their self-check ({reason or 'on another rank'}); "
+            f"computing with Paddle's plain ones, which are slower"
+        )
+    for model in models:
+        use_onednn_convolutions(model)
+    return ""

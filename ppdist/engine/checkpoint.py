@@ -1,0 +1,511 @@
+"""Checkpoints: one directory each, written atomically, readable without this package.
+
+    checkpoints/step-00001200/
+        model.safetensors      weights and statistics of the model
+        ema.safetensors        their average (absent when EMA is off)
+        optimizer.safetensors  `<parameter key>/<accumulator>`
+        averaging.safetensors  what ranks have kept of compressed gradients (absent without)
+        state.json             step, epoch, best metric, scaler, ...
+        config.yml             the resolved configuration
+        manifest.json          size and SHA-256 of every file above
+    checkpoints/last, best     links to one of them
+
+A directory appears under its name only when everything in it is on disk (written beside, fsync,
+rename), and goes under another name before it is deleted, so whenever a process is killed the
+checkpoints are whole and the links point at one.  Nothing here is pickled; tools/convert.py makes
+a .pdparams of a checkpoint for programs that read nothing else.
+
+Checkpoints written beside training: one thread of rank 0, one checkpoint at a time.
+
+A step's state is copied into arrays of its own (`Snapshot`), handed over, and training goes on.
+Storage that is slower than checkpoints are due never stalls a step: the newest snapshot waits, and
+takes the place of one that waits already, unless that is the best so far.  So at most two are held,
+and the best as a third while it waits.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from ppdist.common.errors import CheckpointError
+from ppdist.common.files import is_disk_full
+
+_NAME = re.compile(r"^step-(\d+)$")
+_DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
+_DRAFT_SECONDS = 24 * 3600.0  # older ones are left over, whatever still has their number
+_MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 20
+# How safetensors names the types of numpy.
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
+    "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A training run after one step, in arrays of its own; training may go on."""
+
+    step: int
+    groups: dict[str, dict[str, np.ndarray]]  # `model`, `optimizer`, ...: one file each
+    state: dict[str, Any]  # what JSON can hold
+
+    def arrays(self, group: str) -> dict[str, np.ndarray] | None:
+        """As `Checkpoint.arrays`."""
+        return self.groups.get(group)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose checksums were verified."""
+
+    path: Path
+    state: dict[str, Any]
+    files: dict[str, bytes]  # name -> what was verified
+
+    def arrays(self, group: str) -> dict[str, np.ndarray] | None:
+        """Arrays of one group (`model`, `ema`, `optimizer`, ...); None when it was not saved."""
+        name = f"{group}.safetensors"
+        return unpacked(self.files[name], self.path / name) if name in self.files else None
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    groups: Mapping[str, Mapping[str, np.ndarray]],
+    state: dict[str, Any],
+    config_yaml: str,
+) -> Path:
+    """Writes `folder/step-N` atomically and points `last` at it, unless that is at a later one
+    already (a best that was refused is written late); one thread of rank 0 calls it.
+
+    Args:
+        groups: name -> arrays; one .safetensors file each.
+        state: what JSON can hold.
+        step: has no checkpoint in `folder` yet; see `set_aside`.
+    Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
+    """
+    final = path_of(folder, step)
+    draft = _draft_of(final)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_drafts(folder)  # before, because they may be what fills the disk
+        draft.mkdir()
+        files = {
+            f"{name}.safetensors": _write_durably(draft / f"{name}.safetensors", _safetensors(each))
+            for name, each in groups.items()
+        }
+        texts = {"state.json": json.dumps(state, indent=1), "config.yml": config_yaml}
+        for name, text in texts.items():
+            files[name] = _write_durably(draft / name, [text.encode()])
+        manifest = json.dumps({"step": step, "files": files}, indent=1)
+        _write_durably(draft / _MANIFEST, [manifest.encode()])
+        _sync_folder(draft)
+        draft.rename(final)
+        _sync_folder(folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        needed = sum(array.nbytes for arrays in groups.values() for array in arrays.values())
+        raise CheckpointError(
+            f"cannot write the checkpoint: {error.strerror or error}; it needs "
+            f"{needed / 1e6:.1f} MB, {_free(folder)}",
+            code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
+            where=f"{final}",
+            fix="older checkpoints are untouched",
+        ) from error
+    with contextlib.suppress(OSError):  # a file system without links; the checkpoint is there
+        last = folder / "last"
+        if not (last.is_dir() and _step_of(last.readlink()) > step):
+            point(last, final)
+    return final
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"the disk has {shutil.disk_usage(folder).free / 1e6:.1f} MB free"
+    except OSError as error:
+        return f"and of the disk nobody knows ({error.strerror})"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"step-{step:08d}"
+
+
+def point(link: Path, target: Path) -> None:
+    """Makes `link` a relative link to a checkpoint beside it, in one atomic step."""
+    draft = _draft_of(link)
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target.name)
+    draft.replace(link)
+
+
+def point_at_step(link: Path, step: int) -> None:
+    """Makes `link` one to the checkpoint of a step beside it, if there is one.
+
+    A kill may have come between a checkpoint and the links that were to follow it.
+    """
+    path = path_of(link.parent, step)
+    if path.is_dir() and not (link.is_symlink() and link.readlink().name == path.name):
+        point(link, path)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints and whatever `best` and `last` point at; and
+    what killed processes left half done."""
+    remove_drafts(folder)
+    named = {link.resolve() for link in (folder / "best", folder / "last") if link.is_symlink()}
+    old = [path for path in _steps(folder)[keep:] if path.resolve() not in named]
+    if old:
+        _sync_folder(folder)  # or a power loss might keep the deletion and lose what `best` is now
+    for path in old:
+        draft = _draft_of(path)
+        path.rename(draft)  # at once: half a checkpoint must not bear the name of a whole one
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Deletes what killed processes left half done; what a living one is at stays."""
+    for path in folder.glob(".*"):
+        made_by = _DRAFT.match(path.name)
+        if made_by is None or _is_at_work(path, made_by["host"], int(made_by["pid"])):
+            continue
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _draft_of(path: Path) -> Path:
+    """The name under which this process begins, or deletes, what bears another."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def _is_at_work(draft: Path, host: str | None, pid: int) -> bool:
+    """Whether who made a draft may still be writing it, as far as this host can know."""
+    try:
+        old = time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS
+    except OSError:  # gone already
+        return True
+    if old or host is None:
+        return False
+    if host != socket.gethostname():
+        return True
+    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
+
+
+def set_aside(folder: Path, step: int) -> Path | None:
+    """Moves checkpoints beyond a step out of the way of a run that starts there; rank 0 alone.
+
+    They belong to another run (a step of 0: all of them do), or are damaged.  Left in place they
+    would pass for the newest ones of this run: `prune` would keep them and delete its own, and
+    `newest_valid` would resume from them.
+
+    Returns: where they are now, a new directory beside `folder`; None: there were none.
+    Raises: CheckpointError: the disk refused.
+    """
+    found = [path for path in _steps(folder) if _step_of(path) > step]
+    if not found:
+        return None
+    names = (folder.with_name(f"{folder.name}-old-{n}") for n in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    moved = {path.name for path in found}
+    links = {
+        link: link.readlink().name
+        for link in (folder / "best", folder / "last")
+        if link.is_symlink() and link.readlink().name in moved
+    }
+    try:
+        aside.mkdir()
+        for link in links:  # before what they point at, so that they never dangle
+            link.unlink()
+        for path in found:
+            path.rename(aside / path.name)
+        for link, name in links.items():
+            (aside / link.name).symlink_to(name)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot move older checkpoints: {error}",
+            code="checkpoint_unwritable",
+            where=f"{folder}",
+        ) from error
+    return aside
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint directory, each file once, and checks it against the manifest; files that
+    are not listed there are none of it.
+
+    Raises: CheckpointError: absent, torn, or altered; the message names the file.
+    """
+    manifest_file = path / _MANIFEST
+    if not manifest_file.is_file():
+        raise CheckpointError(
+            f"not a checkpoint (it has no {_MANIFEST})",
+            code="not_a_checkpoint",
+            where=f"{path}",
+        )
+    try:
+        manifest = json.loads(manifest_file.read_bytes())["files"]
+        files: dict[str, bytes] = {}
+        for name, expected in manifest.items():
+            if Path(name).name != name or not (path / name).is_file():
+                raise ValueError(f"{_MANIFEST}: {name!r} is no file of it")
+            files[name] = (path / name).read_bytes()
+            if hashlib.sha256(files[name]).hexdigest() != expected["sha256"]:
+                raise CheckpointError(
+                    f"damaged (its SHA-256 is not the one in {_MANIFEST})",
+                    code="checkpoint_damaged",
+                    where=f"{path / name}",
+                    fix="use an older checkpoint",
+                )
+        state = json.loads(files["state.json"])
+        if not isinstance(state["step"], int):
+            raise ValueError("state.json: step is not a number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"unreadable checkpoint: {error}",
+            code="checkpoint_damaged",
+            where=f"{path}",
+        ) from error
+    return Checkpoint(path=path, state=state, files=files)
+
+
+def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a .safetensors file.  Raises: CheckpointError: it is none."""
+    try:
+        return safetensors.numpy.load(data)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:  # the last: types of arrays
+        raise CheckpointError(
+            f"holds no arrays that can be read: {error}",
+            code="checkpoint_damaged",
+            where=f"{file}",
+        ) from error
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that passes its checks, and why newer ones were passed over."""
+    reasons: list[str] = []
+    for path in _steps(folder):
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            continue
+        step = checkpoint.state["step"]
+        if path == path_of(folder, step):
+            return checkpoint, reasons
+        reasons.append(f"{path}: holds step {step} (renamed, or a copy)")
+    return None, reasons
+
+
+def holds_any(folder: Path) -> bool:
+    """Whether there are checkpoints, whole or not."""
+    return bool(_steps(folder))
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoint directories, newest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(_step_of(path), path) for path in folder.iterdir()]
+    return [path for step, path in sorted(found, reverse=True) if step >= 0]
+
+
+def _step_of(path: Path) -> int:
+    """By its name; -1: it is not that of a checkpoint."""
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    """A file of that format in pieces: the bytes of its header, then the arrays as they are.
+
+    The library's own `save` makes a second copy of everything and holds the interpreter's lock
+    meanwhile, which training needs.
+    Source: github.com/huggingface/safetensors, README, section Format.
+    """
+    header: dict[str, Any] = {}
+    at = 0
+    # The largest items first, as the library does, so that each array is aligned.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for key, array in ordered:
+        place = [at, at := at + array.nbytes]
+        kind = _DTYPES[array.dtype.name]
+        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+    """Writes bytes until they are on disk; returns what the manifest says of the file.
+
+    In blocks, and without a buffer of Python's: hashing and writing a block leave the interpreter
+    to training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            for begin in range(0, len(view), _BLOCK_BYTES):
+                block = view[begin : begin + _BLOCK_BYTES]
+                digest.update(block)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# When the last one of a run is tried again: a disk may be full, a share away, for a moment.
+_AGAIN_SECONDS = (1.0, 4.0, 10.0)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run; the main thread of rank 0 hands them over."""
+
+    def __init__(self, folder: Path, config_yaml: str, keep: int) -> None:
+        """
+        Args:
+            folder: of the checkpoints of the run.
+            config_yaml: the resolved configuration, for each of them.
+            keep: how many of the newest stay; best and last always do.
+        """
+        self.folder = folder
+        self.config_yaml = config_yaml
+        self.keep = keep
+        self._lock = threading.Lock()  # of everything below
+        self._thread: threading.Thread | None = None  # while there is something to write
+        self._waiting: list[Snapshot] = []  # oldest first
+        self._refused: list[tuple[Snapshot, str]] = []  # by the disk, and why; newest last
+        self._troubles: list[str] = []
+
+    def make_room(self) -> None:
+        """Drops what waits, or was refused, and the next one will replace, before that is made."""
+        with self._lock:
+            self._waiting = [each for each in self._waiting if _is_best(each)]
+            self._refused = [(each, why) for each, why in self._refused if _is_best(each)]
+
+    def hand_over(self, snapshot: Snapshot) -> None:
+        """Has a snapshot written, now or when the one being written is on disk.
+
+        A best one that waits, or was refused, is written before it.
+        """
+        with self._lock:
+            older = [*(each for each, _ in self._refused), *self._waiting]
+            bests = [each for each in older if _is_needed(each, [snapshot])]
+            self._begin([*bests[-1:], snapshot])
+
+    def drop_beyond(self, step: int) -> None:
+        """For a run that goes back to a step: afterwards nothing beyond it will be written."""
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each.step <= step]
+            self._refused = [(each, why) for each, why in self._refused if each.step <= step]
+        self._wait()
+        with self._lock:  # the one that was being written
+            self._refused = [(each, why) for each, why in self._refused if each.step <= step]
+
+    def troubles(self) -> list[str]:
+        """What went wrong since it was last asked, for the log."""
+        if not self._troubles:  # asked in every step
+            return []
+        with self._lock:
+            told, self._troubles = self._troubles, []
+        return told
+
+    def finish(self) -> str:
+        """Waits until nothing is left to write.
+
+        Returns: why the newest snapshot, or the best, could not be written; "": they are on disk.
+        """
+        self._wait()
+        for seconds in _AGAIN_SECONDS:
+            if not self._refused:
+                break
+            time.sleep(seconds)
+            with self._lock:
+                self._begin([each for each, _ in self._refused])
+            self._wait()
+        return self._refused[-1][1] if self._refused else ""
+
+    def _begin(self, snapshots: list[Snapshot]) -> None:
+        """With the lock held."""
+        self._waiting, self._refused = snapshots, []
+        if self._thread is None:
+            # No daemon: a run that ends with an error still finishes what it has begun to write.
+            self._thread = threading.Thread(target=self._write_all, name="checkpoints")
+            self._thread.start()
+
+    def _wait(self) -> None:
+        while (thread := self._thread) is not None:
+            thread.join(1.0)  # in pieces, so that signals are heard
+
+    def _write_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                snapshot = self._waiting.pop(0)
+            trouble = self._write(snapshot)
+            with self._lock:
+                self._refused = [each for each in self._refused if _is_needed(each[0], [snapshot])]
+                if trouble:
+                    self._troubles.append(trouble)
+                    if not self._waiting or _is_needed(snapshot, self._waiting):
+                        self._refused.append((snapshot, trouble))
+
+    def _write(self, snapshot: Snapshot) -> str:
+        """Writes it, names the best, and deletes old ones; returns why it is not there."""
+        try:
+            save_checkpoint(
+                self.folder, snapshot.step, snapshot.groups, snapshot.state, self.config_yaml
+            )
+        except Exception as error:  # out of memory, too, or our own bug: training must outlive it
+            said = f"{error}" if isinstance(error, CheckpointError) else repr(error)
+            return f"THE CHECKPOINT OF STEP {snapshot.step} IS NOT WRITTEN: {said}"
+        try:
+            point_at_step(self.folder / "best", snapshot.state["best_step"])
+            prune(self.folder, self.keep)
+        except Exception as error:  # a thread that dies would be waited for until the end of time
+            with self._lock:
+                self._troubles.append(f"naming the best or deleting old checkpoints: {error}")
+        return ""
+
+
+def _is_best(snapshot: Snapshot) -> bool:
+    return bool(snapshot.state["best_step"] == snapshot.step)
+
+
+def _is_needed(older: Snapshot, newer: Sequence[Snapshot]) -> bool:
+    """Whether a snapshot is worth writing when newer ones are."""
+    return _is_best(older) and not any(_is_best(each) for each in newer)

@@ -1,0 +1,357 @@
+"""The data of a run: its two sets, checked, and this rank's micro-batches from any step on.
+
+Images that turned out bad during training: counted over all ranks, and bounded.
+"""
+
+import hashlib
+import itertools
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import digest_of_file
+from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.data.datasets.build import check_same_classes, read_split
+from ppdist.data.loader import TrainLoader
+from ppdist.data.resources import available_cores
+from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
+from ppdist.data.transforms.pipeline import require_outlines
+from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
+from ppdist.data.validate import Checked, check_before_training
+from ppdist.distributed import comm
+from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.visualize import BatchPictures
+
+_READ_IMAGES = 64  # of each set, whose content is compared; of the others the size of the file
+_LOOKERS = 16  # threads: a network's disk answers each question late, but many at once
+ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
+
+
+def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
+    """The training set, with `evaluate` the validation set, and what a look at their images found.
+
+    Every rank calls it.
+
+    Raises: UserError, on every rank: they cannot be read or used.
+    """
+
+    if config.sampling.name == "difficulty" and not evaluate:
+        raise ConfigError(
+            "difficulty goes by the scores of evaluations: start with --eval, or set it to "
+            "balanced",
+            code="evaluation_missing",
+            where="data.sampling.name",
+        )
+
+    def read() -> tuple[DetectionSet, DetectionSet | None]:
+        masks = config.augment.copy_paste > 0
+        train_set = read_split(config, "train", num_classes, masks=masks)
+        require_outlines(train_set, config.augment)
+        if not evaluate:
+            return train_set, None
+        val_set = read_split(config, "val", num_classes)
+        check_same_classes(train_set, val_set)
+        return train_set, val_set
+
+    train_set, val_set = comm.together(read)
+    for dataset in (train_set, val_set):
+        if dataset is not None:
+            require_the_same(dataset, config.root)
+    cores = max(1, int(available_cores()))  # rank 0 looks at the images, the others wait
+    return check_before_training(config, train_set, val_set, workers=cores)
+
+
+def require_the_same(dataset: DetectionSet, root: str) -> None:
+    """Every rank calls it.
+
+    Args:
+        root: data.root of this rank; hosts may have it at different places.
+    Raises: DataError, on every rank: hosts read different sets or other images; it says where they
+        first differ.
+    """
+    if comm.world_size() == 1:
+        return
+    records = Records.of(dataset.records)
+    top = os.path.join(os.path.abspath(root), "")
+    classes = [list(dataset.class_names), list(dataset.category_ids)]
+    found_W = comm.exchange([classes, fingerprint(dataset, root), comm.host()])
+    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
+    if other is None:
+        _require_same_images(dataset.source, records, top)
+        return
+    if found_W[0][0] != found_W[other][0]:
+        what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
+    else:
+        what = _first_difference(records, top, other)
+    raise DataError(
+        f"not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {what}",
+        code="dataset_differs",
+        where=f"{dataset.source}",
+        fix="give every host the same files below data.root",
+    )
+
+
+def fingerprint(dataset: DetectionSet, root: str) -> str:
+    """Stands for the names of a set's images below `root`, their sizes, order and objects."""
+    records = Records.of(dataset.records)
+    top = os.path.join(os.path.abspath(root), "")
+    content = hashlib.blake2b(digest_size=16)
+    for index in range(len(records)):
+        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
+    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
+    for column in (*columns, records.crowd_O):
+        content.update(np.ascontiguousarray(column).tobytes())
+    return content.hexdigest()
+
+
+def _require_same_images(source: str, records: Records, top: str) -> None:
+    """Every rank calls it with the same records; the first of each host looks at its files."""
+    looks = comm.local_rank() == 0
+    sizes_N = _file_sizes(records) if looks else np.zeros(0, np.int64)
+    chosen = sorted({len(records) * n // _READ_IMAGES for n in range(_READ_IMAGES)})
+    chosen = chosen if len(records) else []
+    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if looks else []
+    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
+    found_W = comm.exchange([whole, marks, comm.host()] if looks else None)
+    lookers = [rank for rank, found in enumerate(found_W) if found is not None]
+    other = next((rank for rank in lookers if found_W[rank][:2] != found_W[0][:2]), None)
+    if other is None:
+        return
+    told = comm.rank() in (0, other)
+    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
+    apart = np.flatnonzero(ours_N != theirs_N)
+    if len(apart):
+        first = int(apart[0])
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
+        what = f"{sizes[0]} and {sizes[1]}"
+    else:
+        pairs = zip(chosen, found_W[0][1], found_W[other][1])
+        first = next(index for index, ours, theirs in pairs if ours != theirs)
+        what = "as many bytes, but others"
+    raise DataError(
+        f"not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: "
+        f"{what}{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}",
+        code="dataset_differs",
+        where=f"{source}",
+        fix="give every host the same files below data.root",
+    )
+
+
+def _file_sizes(records: Records) -> np.ndarray:
+    """[N] int64, bytes of each image's file; -1 where there is none."""
+
+    def sizes(begin: int) -> list[int]:
+        return [_size(records.path(n)) for n in range(begin, len(records), _LOOKERS)]
+
+    sizes_N = np.zeros(len(records), np.int64)
+    with ThreadPoolExecutor(_LOOKERS) as pool:
+        for begin, found in enumerate(pool.map(sizes, range(_LOOKERS))):
+            sizes_N[begin::_LOOKERS] = found
+    return sizes_N
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # whoever reads it says more
+        return -1
+
+
+def _mark(record: ImageRecord, top: str) -> int:
+    """A number that stands for all that is compared of a record."""
+    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
+    return zlib.crc32("\n".join(map(repr, parts)).encode())
+
+
+def _columns(record: ImageRecord) -> dict[str, str]:
+    """What is compared of a record besides its name."""
+    return {
+        "size": f"{record.width} x {record.height}",
+        "number of objects": f"{len(record.labels_M)}",
+        "boxes": f"{record.boxes_M4.tolist()}",
+        "classes of the objects": f"{record.labels_M.tolist()}",
+        "crowds": f"{record.crowd_M.tolist()}",
+    }
+
+
+def _first_difference(records: Records, top: str, other: int) -> str:
+    """In words, where rank 0 and rank `other` part; every rank calls it, the same on all."""
+    speaks = comm.rank() in (0, other)
+    counts_W = comm.all_gather_objects(len(records))
+    marks = [_mark(record, top) for record in records] if speaks else []
+    both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
+    common = min(len(ours_N), len(theirs_N))
+    apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
+    first = int(apart[0]) if len(apart) else common
+    record = records[first] if speaks and first < len(records) else None
+    told_W = comm.all_gather_objects(
+        None if record is None else [record.path.removeprefix(top), _columns(record)]
+    )
+    ours, theirs = told_W[0], told_W[other]
+    counts = f"{counts_W[0]} and {counts_W[other]} images"
+    if ours is None and theirs is None:
+        return counts
+    if ours is None or theirs is None:
+        return f"{counts}, of which only one has {(ours or theirs)[0]}"
+    if ours[0] != theirs[0]:
+        return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
+    column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
+    return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"
+
+
+def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
+    """How many samples an epoch has over all ranks."""
+    copies_N = copies(dataset, config, None)
+    return len(dataset.records) if copies_N is None else epoch_size(copies_N)
+
+
+class Feed:
+    """Micro-batches of this rank.  Every rank builds one at the same time: they share a cache.
+
+    Attributes:
+        follows_scores: the order of images depends on the scores of the last evaluation.
+        parts: in how many a micro-batch comes, from the next `batches` on; see TrainSampler.
+    """
+
+    parts = 1
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        config: DataConfig,
+        derived: ScheduleSetup,
+        sizes: Sequence[tuple[int, int]],
+        seed: int,
+        pictures: BatchPictures | None = None,
+    ) -> None:
+        """
+        Args:
+            sizes: (height, width) choices in pixels of multi-scale training.
+            seed: of order and augmentation.
+            pictures: draws some of the batches; None: nobody does.
+        """
+        self._dataset = dataset
+        self._sampling = config.sampling
+        self.follows_scores = config.sampling.name == "difficulty"
+        self._sampler = TrainSampler(
+            dataset_size=len(dataset.records),
+            batch_size_per_card=derived.batch_size_per_card,
+            accumulate=derived.accumulate_steps,
+            rank=comm.rank(),
+            world=comm.world_size(),
+            seed=seed,
+            start_step=0,
+            end_step=derived.total_steps,
+            sizes=sizes,
+            copies_N=copies(dataset, config.sampling, None),
+        )
+        self._pictures = pictures
+        self._accumulate_steps = derived.accumulate_steps
+        self._loader = TrainLoader(
+            dataset,
+            config,
+            self._sampler,
+            seed=seed,
+            epochs=math.ceil(derived.schedule_steps / derived.steps_per_epoch),
+            ranks_on_host=comm.local_size(),
+        )
+
+    def batches(self, first_step: int, scores: ClassScores | None) -> Iterator[Batch]:
+        """The micro-batches from a step to the end of the run; those of an earlier call end.
+
+        Args:
+            scores: of the last evaluation, None before the first.
+        """
+        self._loader.plan = self._plan(first_step, scores)
+        if self._pictures is None:
+            return iter(self._loader)
+        per_step = self._accumulate_steps * self.parts
+        return self._pictures.watching(iter(self._loader), first_step, per_step)
+
+    def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
+        """Positions of this rank's images of a step, without opening them; scores: as `batches`."""
+        keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
+        return [key.index for key in keys if key.index >= 0]
+
+    def path(self, index: int) -> str:
+        """The file of the image at a position."""
+        return self._dataset.records[index].path
+
+    def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
+        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
+        if self.follows_scores and scores is not None:
+            copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
+            sampler = replace(sampler, copies_N=copies_N)
+        return sampler
+
+
+_SHOWN = 20
+
+
+class Blocklist:
+    """Which training images could not be used, known alike to every rank.
+
+    Attributes:
+        known: position in the set's records -> why.
+    """
+
+    def __init__(self, dataset: DetectionSet, limit: float) -> None:
+        """
+        Args:
+            dataset: the training set; what a check found unreadable in it counts.
+            limit: `data.bad_images_limit`; one image may be bad whatever it says.
+        Raises: DataError: these are too many already.
+        """
+        self.known = dict(dataset.unreadable)
+        self._dataset = dataset
+        self._limit = limit
+        self._stop_at_too_many()
+
+    def meet(self, found: Mapping[int, str]) -> list[str]:
+        """Adds what the ranks found; every rank calls it, after a step in which any found one.
+
+        Args:
+            found: position -> why, by this rank.
+        Returns: a line for each of them all, the same on every rank.
+        Raises: DataError, on every rank: they are too many now.
+        """
+        new: dict[int, str] = {}
+        for of_rank in comm.all_gather_objects([*found.items()]):
+            new |= {index: why for index, why in of_rank if index not in self.known}
+        self.known |= new
+        self._stop_at_too_many()
+        return [self._line(index) for index in sorted(new)]
+
+    def _line(self, index: int) -> str:
+        return f"{self._dataset.records[index].path}: {self.known[index]}"
+
+    def _stop_at_too_many(self) -> None:
+        images = len(self._dataset.records)
+        allowed = max(1, math.floor(self._limit * images))
+        if len(self.known) <= allowed:
+            return
+        shown = [f"  {self._line(index)}" for index in sorted(self.known)[:_SHOWN]]
+        if len(self.known) > _SHOWN:
+            shown.append(f"  and {len(self.known) - _SHOWN} more")
+        lines = "\n".join(shown)
+        raise DataError(
+            f"{len(self.known)} of {images} images cannot be used, more than "
+            f"data.bad_images_limit: {self._limit:g} allows ({allowed})",
+            code="too_many_bad_images",
+            where=f"{self._dataset.source}",
+            fix=(
+                "`tools/data.py check` lists all, its --fix writes a set without them; or raise "
+                f"the limit:\n{lines}"
+            ),
+        )

@@ -1,0 +1,505 @@
+"""Every number a run derives from its configuration, its data and its ranks, and why.
+
+What tells one run from another on pages that show several: its hyper-parameters, every key.
+
+What a run was: its configuration, its software and its machine, beside what it leaves.
+
+Where published runs lost accuracy on many cards: what a run has in common with them, said at
+start, with what to do.  A warning stops nothing.
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paddle
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.base import Section
+from ppdist.config.model import ModelConfig
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
+from ppdist.distributed import comm
+from ppdist.engine.preflight import digest, digests_of_code, flattened, versions
+from ppdist.optim.ema import Decay
+from ppdist.optim.lr_scheduler import (
+    LEAST_WARMUP_STEPS,
+    LRScheduler,
+    adam_moments,
+    decay_factor,
+    effective_batch_ratio,
+    epochs_factor,
+    rate_factor,
+    warmup_images,
+)
+
+
+class Fact(NamedTuple):
+    """One derived value: a row of the table, an entry of metrics.jsonl."""
+
+    key: str
+    value: Any  # as JSON holds it
+    name: str
+    shown: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ScheduleSetup:
+    """What rank 0 prints as a table at start."""
+
+    world: int
+    batch_size_per_card: int
+    accumulate_steps: int
+    dataset_size: int
+    steps_per_epoch: int
+    schedule_steps: int
+    total_steps: int
+    reference_batch: int
+    epochs: float  # as the configuration writes them
+    stretch: float  # epochs of this run / epochs as written
+    phases_stretch: float  # stretch x train.phases_factor: of phases in epochs / as written
+    ema_decay: Decay
+    schedule: LRScheduler
+    compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
+    optimizer: OptimizerConfig  # as the configuration writes it
+    scaled: OptimizerConfig  # for the total batch of this run
+
+    @property
+    def total_batch(self) -> int:
+        """Images per optimizer step over all ranks and micro-steps."""
+        return self.world * self.batch_size_per_card * self.accumulate_steps
+
+    @property
+    def kappa(self) -> float:
+        """Total batch / reference batch."""
+        return self.total_batch / self.reference_batch
+
+    @property
+    def steps_per_written_epoch(self) -> float:
+        """Optimizer steps for what the configuration counts in epochs of its own length: phases of
+        the loss, drops of the rate.  More than `steps_per_epoch` where the run was lengthened,
+        other than that too where they were written for a run of another length."""
+        return self.steps_per_epoch * self.phases_stretch
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, value, why) for the table."""
+        return [(fact.name, fact.shown, fact.why) for fact in self.facts()]
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Value and why of everything, by key, for metrics.jsonl."""
+        return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
+
+    def facts(self) -> Iterator[Fact]:
+        """Everything derived, in the order of the table."""
+        yield Fact("ranks", self.world, "ranks", f"{self.world}", "processes that fleetrun started")
+        yield Fact(
+            "total_batch",
+            self.total_batch,
+            "total batch",
+            f"{self.total_batch}",
+            f"{self.world} ranks x {self.batch_size_per_card} images x "
+            f"{self.accumulate_steps} micro-steps",
+        )
+        given = self.optimizer.reference_batch_size is not None
+        yield Fact(
+            "kappa",
+            self.kappa,
+            "batch / reference",
+            f"{self.kappa:g}",
+            f"total batch {self.total_batch} / optimizer.reference_batch_size "
+            + (f"{self.reference_batch}" if given else "null: nothing is scaled"),
+        )
+        yield from self._of_optimizer()
+        yield from self._of_length()
+
+    def _of_optimizer(self) -> Iterator[Fact]:
+        before, after, kappa = self.optimizer, self.scaled, self.kappa
+        why = f"{before.lr:g}, {before.lr_scaling} scaling by {kappa:g}"
+        if before.noise_scale is not None:
+            effective = effective_batch_ratio(
+                self.total_batch, self.reference_batch, before.noise_scale
+            )
+            why += f", which counts as {effective:g} at a noise scale of {before.noise_scale:g}"
+        yield Fact("lr", after.lr, "learning rate", f"{after.lr:g}", why)
+        why = f"{before.weight_decay:g}"
+        if after.weight_decay != before.weight_decay:
+            factor = after.weight_decay / before.weight_decay
+            why += f" x {factor:g}: learning rate x decay per image stays the same"
+        else:
+            why += f", scaling {before.weight_decay_scaling}"
+        decay = after.weight_decay
+        yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", why)
+        if before.name == "momentum":
+            why = "as written: a larger batch changes the rate alone"
+            yield Fact("momentum", after.momentum, "momentum", f"{after.momentum:g}", why)
+        else:
+            betas = [float(f"{beta:.6g}") for beta in after.betas]
+            shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {after.epsilon:.3g}"
+            why = f"{before.betas[0]:g}, {before.betas[1]:g}, scaling {before.betas_scaling}"
+            if before.betas_scaling == "auto":
+                why += f": 1 - beta x {kappa:g}, epsilon {before.epsilon:g} / sqrt({kappa:g})"
+            yield Fact("betas", betas, "betas", shown, why)
+
+    def _of_length(self) -> Iterator[Fact]:
+        schedule, ramp = self.schedule.config, self.ema_decay.ramp_steps
+        warm = self.schedule.warmup_steps
+        written = self.phases_stretch / self.stretch
+        yield Fact(
+            "warmup_steps",
+            warm,
+            "warm-up",
+            f"{warm} steps",
+            f"{schedule.warmup_epochs * written:g} epochs at the reference batch, compensation "
+            f"{schedule.warmup_compensation}{self._warmup_bounds()}: {self._images(warm)} "
+            f"images ({warm / self.steps_per_epoch:.2f} epochs)",
+        )
+        yield Fact(
+            "ema_decay",
+            self.ema_decay.limit,
+            "EMA decay",
+            f"{self.ema_decay.limit:.6g}",
+            f"{self.ema_decay.decay:g} ** {self.kappa:g}, ramp "
+            + (f"of {ramp / self.kappa:g} steps" if ramp else "(1 + t) / (10 + t)")
+            + f": {self.ema_decay(self.schedule_steps):.4g} at the end",
+        )
+        yield Fact(
+            "steps_per_epoch",
+            self.steps_per_epoch,
+            "steps per epoch",
+            f"{self.steps_per_epoch}",
+            f"{self.dataset_size} images / {self.total_batch}, the last step smaller",
+        )
+        why = f"{self.total_steps / self.steps_per_epoch:.1f} epochs; {schedule.name} schedule "
+        why += f"over {self.schedule_steps} steps"
+        if self.stretch > 1:
+            why += (
+                f", {self.stretch:.4g} x the {self.epochs:g} epochs written, and so for all phases "
+                f"in epochs (train.epochs_compensation)"
+            )
+        if written != 1:
+            why += (
+                f"; phases in epochs are {self.phases_stretch:.4g} x as long as written "
+                f"(train.phases_for_epochs)"
+            )
+        yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
+
+    def _images(self, steps: int) -> int:
+        """Images of the first steps; the last of every epoch may have fewer than the others."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.dataset_size + rest * self.total_batch
+
+    def _warmup_bounds(self) -> str:
+        """Which bound of the warm-up decided, in words."""
+        warm, least = self.schedule.warmup_steps, self.schedule.config.warmup_least_steps
+        if warm == self.schedule_steps // 2:
+            return ", at most half the run"
+        return f", at least {least} steps" if warm == least > 0 else ""
+
+
+def set_up_schedule(
+    *,
+    world: int,
+    dataset_size: int,
+    batch_size_per_card: int,
+    accumulate_steps: int,
+    epochs: float,
+    epochs_compensation: str,
+    max_steps: int | None,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    ema: EMAConfig,
+    phases_factor: float = 1.0,
+) -> ScheduleSetup:
+    """Turns epochs and reference values into steps and rates; the only place that does.
+
+    Args: phases_factor: `epochs` / those that warm-up and other phases were written for.
+    Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
+    """
+    total_batch = world * batch_size_per_card * accumulate_steps
+    reference = optimizer.reference_batch_size or total_batch
+    steps_per_epoch = math.ceil(dataset_size / total_batch)
+    lengthens = epochs_compensation == "auto"
+    stretch = _stretch(epochs, total_batch, reference, optimizer.noise_scale if lengthens else None)
+    schedule_steps = round(epochs * stretch * steps_per_epoch)
+    if schedule_steps < 1:
+        raise ConfigError(
+            f"{epochs:g} epochs of {steps_per_epoch} steps are no step",
+            code="epochs_without_step",
+            where="train.epochs",
+        )
+    scaled = _scaled(optimizer, total_batch, reference)
+    warmup = schedule.warmup_epochs * phases_factor
+
+    def warmup_steps(compensation: str) -> int:
+        steps = _warmup_steps(warmup, compensation, scaled, dataset_size, total_batch, reference)
+        return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
+
+    return ScheduleSetup(
+        world=world,
+        batch_size_per_card=batch_size_per_card,
+        accumulate_steps=accumulate_steps,
+        dataset_size=dataset_size,
+        steps_per_epoch=steps_per_epoch,
+        schedule_steps=schedule_steps,
+        total_steps=min(schedule_steps, max_steps or schedule_steps),
+        reference_batch=reference,
+        epochs=epochs,
+        stretch=stretch,
+        phases_stretch=stretch * phases_factor,
+        ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
+        schedule=LRScheduler(
+            config=schedule,
+            peak_lr=scaled.lr,
+            momentum=optimizer.momentum,
+            bias_start_lr=(schedule.warmup_bias_lr or 0.0) * scaled.lr / optimizer.lr,
+            warmup_steps=warmup_steps(schedule.warmup_compensation),
+            total_steps=schedule_steps,
+            steps_per_epoch=steps_per_epoch * stretch * phases_factor,
+        ),
+        compensated_warmup=warmup_steps("auto"),
+        optimizer=optimizer,
+        scaled=scaled,
+    )
+
+
+def _stretch(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
+    """Epochs of this run / epochs as written; 1 without a noise scale."""
+    factor = 1.0 if noise_scale is None else epochs_factor(total, reference, noise_scale)
+    # Up to whole epochs, so that the longer run too sees every image equally often; a run of less
+    # than one does not, and would jump to it.
+    if factor == 1.0 or epochs < 1:
+        return factor
+    return math.ceil(epochs * factor - 1e-9) / epochs
+
+
+def _warmup_steps(
+    epochs: float,
+    compensation: str,
+    scaled: OptimizerConfig,
+    dataset_size: int,
+    total: int,
+    reference: int,
+) -> int:
+    beta2 = scaled.betas[1] if scaled.name == "adamw" else None
+    images = warmup_images(epochs, dataset_size, total, reference, compensation, beta2)
+    # Counted in steps of this run's epochs, whose last step may be smaller than the others.
+    return round(images / dataset_size * math.ceil(dataset_size / total))
+
+
+def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> OptimizerConfig:
+    """The optimizer for a total batch.  With lr_scaling none its decay stays too: whoever sets the
+    rate for a batch by hand has set what goes with it."""
+    kappa = total_batch / reference_batch
+    effective = effective_batch_ratio(total_batch, reference_batch, config.noise_scale)
+    factor = rate_factor(effective, config.lr_scaling)
+    decay = config.weight_decay
+    if config.weight_decay_scaling == "auto" and config.lr_scaling != "none":
+        decay *= decay_factor(kappa, factor)
+    betas, epsilon = config.betas, config.epsilon
+    if config.name == "adamw" and config.betas_scaling == "auto":
+        betas, epsilon = adam_moments(betas, epsilon, kappa)
+    return config.model_copy(
+        update={
+            "lr": config.lr * factor,
+            "weight_decay": decay,
+            "betas": betas,
+            "epsilon": epsilon,
+        }
+    )
+
+
+def hyper_parameters(
+    model: ModelConfig, seed: int, derived: ScheduleSetup
+) -> dict[str, float | str]:
+    """What runs are compared by on VisualDL's page of that name.
+
+    These seven and three metrics are all that it can take: with eleven columns its view of parallel
+    coordinates did not answer any more (release 2.5.3, 1,440 pixels wide).  `settings` has all.
+    """
+    height, width = model.image_size
+    return {
+        "model": f"{model.name} {model.size}",
+        "image_size": f"{height} x {width}",
+        "total_batch": derived.total_batch,
+        "lr": derived.scaled.lr,
+        "weight_decay": derived.scaled.weight_decay,
+        "epochs": derived.total_steps / derived.steps_per_epoch,
+        "seed": seed,
+    }
+
+
+def settings(config: Section) -> dict[str, str]:
+    """Every key by its section, as -o takes them; on one line, because pages show texts so."""
+    texts: dict[str, list[str]] = {}
+    for key, value in flattened("", config.model_dump(mode="json")):
+        section = key.partition(".")[0] if "." in key else "run"
+        shown = value if isinstance(value, str) else json.dumps(value)
+        texts.setdefault(section, []).append(f"{key}={shown}")
+    return {section: ",  ".join(lines) for section, lines in texts.items()}
+
+
+def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None:
+    """Writes config.yml and environment.json; rank 0 only.
+
+    Raises: ConfigError: nothing can be written there.
+    """
+    cards = paddle.device.cuda.device_count() if comm.on_gpu() else 0
+    environment = {
+        "command": command,
+        **versions(),
+        "cuda": paddle.version.cuda(),
+        "python": sys.version.split()[0],
+        "code": digest(json.dumps(digests_of_code())),  # also outside git
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "ranks": comm.world_size(),
+        "cards_on_this_host": cards,
+        "git_commit": _git_commit(),
+    }
+    text = json.dumps(environment, indent=1)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.yml").write_text(config_yaml, encoding="utf-8")
+        (output_dir / "environment.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {output_dir}: {error}",
+            code="folder_unwritable",
+            where="output_dir",
+        ) from error
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout this package runs from; None outside git."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+_LARGE_BATCH = 256  # where AGVM and MMYOLO, below, see detectors lose
+_MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
+# Images per card, for batch norm of its own.  That few on each of eight cards is the YOLOv5
+# recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
+_FEW_IMAGES, _FEW_CARDS = 8, 8
+_UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
+_YOLOV5_BATCH = 64  # the nominal batch of YOLOv5's trainer
+
+
+def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
+    """What the literature warns of in this run, in the user's words.
+
+    Evidence from detectors is kept from classifiers: those lost nothing up to batches of 8192
+    (Goyal et al. 2017, arXiv:1706.02677).
+
+    Args:
+        config: an ExperimentConfig.
+    """
+    detects = not config.data.classifies
+    yield from _of_reference(derived)
+    yield from _of_rate(derived, config.model.name, detects)
+    yield from _of_length(derived, detects)
+    total, batch = derived.total_batch, derived.batch_size_per_card
+    if (
+        detects
+        and derived.world > 1
+        and total >= _UNSTABLE_WITHOUT_SYNC
+        and (batch < _FEW_IMAGES or (batch == _FEW_IMAGES and derived.world > _FEW_CARDS))
+        and not config.train.sync_bn
+    ):
+        yield (
+            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: set "
+            f"it to true (MegDet, arXiv:1711.07240: without it a batch of 32 failed at times and "
+            f"128 always; ultralytics/yolov5 pull request 401: it pays at 8 per card and below)"
+        )
+
+
+def _of_reference(derived: ScheduleSetup) -> Iterator[str]:
+    if derived.world > 1 and derived.optimizer.reference_batch_size is None:
+        yield (
+            f"optimizer.reference_batch_size: null on {derived.world} ranks: the rate stays "
+            f"{derived.optimizer.lr:g} on any number of them, and nothing else follows the total "
+            f"batch of {derived.total_batch} either: set it to the total batch that your values "
+            f"were tuned for, such as {derived.total_batch // derived.world} if on one card (Goyal "
+            f"et al. 2017, arXiv:1706.02677, section 2.1), or to {derived.total_batch} if they are "
+            f"meant for this run"
+        )
+
+
+def _of_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]:
+    total, kappa, written = derived.total_batch, derived.kappa, derived.optimizer
+    if kappa <= 1:
+        return
+    if written.lr_scaling == "none":
+        rule = "sqrt" if written.name == "adamw" else "linear"
+        yield (
+            f"optimizer.lr_scaling: none with {kappa:g} times the reference batch: set it to "
+            f"{rule} (PaddleDetection's DistributedTraining_en.md: PP-YOLOE-s fell from 42.7 to "
+            f"42.1 mAP from 8 to 32 cards at an unchanged rate)"
+        )
+    elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
+        yield (
+            f"total batch {total}: {written.lr_scaling} scaling without a limit gives a rate of "
+            f"{derived.scaled.lr:g}: set optimizer.noise_scale (by MLPerf's epochs 450 for Mask "
+            f"R-CNN, 1800 for RetinaNet), or use fewer images per step (AGVM, arXiv:2210.11078: "
+            f"Faster R-CNN 37.1 mAP at batch 32, 36.7 at 256, 36.2 at 512; MMYOLO's YOLOX lost at "
+            f"256 with the linear rule)"
+        )
+    elif (
+        model == "yolov5"
+        and total > _YOLOV5_BATCH
+        and written.lr_scaling == "linear"
+        and written.noise_scale is None
+    ):
+        yield (
+            f"total batch {total}: the rate is {derived.scaled.lr:g}, linear without a limit, as "
+            f"YOLOv5's own trainer has it above {_YOLOV5_BATCH} without a word, its loss being a "
+            f"sum over the batch (ultralytics/yolov5 train.py); optimizer.noise_scale or "
+            f"lr_scaling: sqrt hold it back"
+        )
+
+
+def _of_length(derived: ScheduleSetup, detects: bool) -> Iterator[str]:
+    total, kappa, noise = derived.total_batch, derived.kappa, derived.optimizer.noise_scale
+    warmup = derived.schedule.warmup_steps
+    if kappa >= _MUCH_LARGER and derived.compensated_warmup > warmup:
+        yield (
+            f"schedule.warmup_compensation: none with {kappa:g} times the reference batch: set it "
+            f"to auto for {derived.compensated_warmup} steps instead of {warmup} (MLPerf's Mask "
+            f"R-CNN: 0.03 epochs of warm-up at batch 8, 3.9 at 256)"
+        )
+    if detects and kappa >= _MUCH_LARGER and derived.stretch == 1:
+        yield (
+            f"{kappa:g} times the reference batch in {derived.epochs:g} epochs: set "
+            f"optimizer.noise_scale and train.epochs_compensation: auto for more of them (MLPerf's "
+            f"Mask R-CNN: 14.0 epochs at batch 128, 17.1 at 256; PaddleDetection's "
+            f"DistributedTraining_en.md advises the same)"
+        )
+    if noise is not None and total > noise / 2:
+        extra = total / noise
+        yield (
+            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
+            f"accuracy takes {1 + extra:.2f} times the images that small batches need "
+            f"(arXiv:1812.06162, equation 2.11): use fewer images per step, or count on the epochs"
+        )
+    if derived.schedule_steps < LEAST_WARMUP_STEPS:
+        yield (
+            f"{derived.schedule_steps} optimizer steps in all: fewer than published detectors "
+            f"warm up for (MLPerf's Mask R-CNN: {LEAST_WARMUP_STEPS} and more): raise "
+            f"train.epochs, or use fewer images per step"
+        )

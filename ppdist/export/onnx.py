@@ -1,0 +1,345 @@
+"""The non-maximum suppression of ppdist.losses.nms, appended to an ONNX model.
+
+    scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> best `keep` of
+    each image -> rows, count
+    scores, boxes -> best `keep` of each image -> rows, count         (without an iou_threshold)
+
+Written with ONNX's own operators: the converter's translation of Paddle's suppression keeps other
+boxes and does not take more than one image.
+
+An ONNX model in 8-bit integers: ONNX Runtime's static quantisation after training.
+
+    model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
+
+Convolutions run on integers: weights int8 with a scale for each output channel, their inputs and
+outputs uint8 with one for each tensor.  The last convolution of each branch stays float32, and so
+does what follows: one tensor holds logits of box and class, whose ranges 256 steps would not serve,
+and boxes reach over hundreds of pixels.  docs/deploy.md has what was tried.
+"""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppdist.common.errors import ExportError, UserError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.export.predictor import graph_input
+from ppdist.export.spec import InferenceSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+
+ROWS, COUNT = "rows", "count"
+
+
+class _Graph:
+    """An ONNX graph to which nodes are added one after the other."""
+
+    def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
+        """Args: prefix: of all names made here; another one for each graph in the file."""
+        self.graph, self.prefix = graph, prefix
+
+    def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
+        """Appends a node; returns the name of its last output."""
+        return self.add_all(operator, *inputs, outputs=outputs, **attributes)[-1]
+
+    def add_all(self, operator: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
+        """Appends a node; returns the names of its outputs."""
+        from onnx import helper
+
+        names = [f"{self.prefix}_{len(self.graph.node)}_{i}" for i in range(outputs)]
+        self.graph.node.append(helper.make_node(operator, list(inputs), names, **attributes))
+        return names
+
+    def constant(self, value: object, dtype: type = np.int64) -> str:
+        from onnx import numpy_helper
+
+        name = f"{self.prefix}_constant_{len(self.graph.initializer)}"
+        self.graph.initializer.append(numpy_helper.from_array(np.array(value, dtype), name))
+        return name
+
+    def cast(self, name: str, kind: str) -> str:
+        """Args: kind: as onnx.TensorProto names it."""
+        from onnx import TensorProto
+
+        return self.add("Cast", name, to=TensorProto.DataType.Value(kind))
+
+    def returning(self, name: str) -> "onnx.GraphProto":
+        """The graph, with one float32 output."""
+        from onnx import TensorProto, helper
+
+        self.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        return self.graph
+
+    def column(self, name_M3: str, index: int) -> str:
+        """One column of [M, 3] as [M]."""
+        return self.add("Gather", name_M3, self.constant(index), axis=1)
+
+
+def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
+    """Writes a copy of an ONNX model that ends with the suppression, or the choice of the best.
+
+    Args:
+        raw: the first two outputs are scores_BNC and boxes_BN4.
+        file: gets the outputs `rows` [R, 6] (class, score, xyxy as in boxes_BN4; image after
+            image, best first) and `count` [B] int32, the number of rows of each image.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    model = onnx.load(str(raw))
+    graph = _Graph(model.graph)
+    scores, boxes = (output.name for output in list(model.graph.output)[:2])
+    if not nms.multi_label:
+        scores = _best_class_only(graph, scores)
+    if nms.iou_threshold is None:
+        _append_best(graph, scores, boxes, nms)
+    else:
+        _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)
+    del model.graph.output[:]
+    model.graph.output.extend(
+        [
+            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["R", 6]),
+            helper.make_tensor_value_info(COUNT, TensorProto.INT32, ["B"]),
+        ]
+    )
+    onnx.checker.check_model(model)
+    onnx.save(model, str(file))
+
+
+def _append_best(graph: _Graph, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
+    """The outputs: of each image the best `keep` pairs of prediction and class."""
+    from onnx import TensorProto, helper
+
+    flat_BX = graph.add("Flatten", scores_BNC, axis=1)
+    size = graph.add("Gather", graph.add("Shape", flat_BX), graph.constant([1]))
+    most = graph.add("Min", size, graph.constant([nms.keep]))
+    score_BK, index_BK = graph.add_all("TopK", flat_BX, most, outputs=2, axis=1)
+    classes = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
+    place_BK = graph.add("Div", index_BK, classes)
+    label_BK = graph.cast(graph.add("Mod", index_BK, classes), "FLOAT")
+    last = graph.constant([2])
+    place_BK1 = graph.add("Unsqueeze", place_BK, last)
+    box_BK4 = graph.add("GatherND", boxes_BN4, place_BK1, batch_dims=1)
+    columns = [graph.add("Unsqueeze", each, last) for each in (label_BK, score_BK)]
+    rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
+    passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
+    rows_M6 = graph.add("Reshape", rows_BK6, graph.constant([-1, 6]))
+    passes_M = graph.add("Reshape", passes_BK, graph.constant([-1]))
+    one = graph.constant([1])
+    count_B = graph.add("ReduceSum", graph.cast(passes_BK, "INT32"), one, keepdims=0)
+    rows = helper.make_node("Compress", [rows_M6, passes_M], [ROWS], axis=0)
+    count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
+    graph.graph.node.extend([rows, count])
+
+
+def _append_suppression(
+    graph: _Graph, scores: str, boxes: str, nms: NMSConfig, iou_threshold: float
+) -> None:
+    """The outputs, of what ONNX's own suppression leaves."""
+    scores_BCN = _best_candidates(graph, scores, nms)
+    # (image, class, prediction) of each box kept, class after class, each by falling score.  No
+    # class can leave more than all of them together may.
+    kept_M3 = graph.add(
+        "NonMaxSuppression", boxes, scores_BCN, graph.constant([nms.keep]),
+        graph.constant([iou_threshold], np.float32),
+        graph.constant([nms.score_threshold], np.float32),
+    )  # fmt: skip
+    score_M = graph.add("GatherND", scores_BCN, kept_M3)
+    image_M, class_M = graph.column(kept_M3, 0), graph.column(kept_M3, 1)
+    place_M2 = graph.add("Gather", kept_M3, graph.constant([0, 2]), axis=1)
+    columns = [
+        graph.add("Unsqueeze", graph.cast(class_M, "FLOAT"), graph.constant([1])),
+        graph.add("Unsqueeze", score_M, graph.constant([1])),
+        graph.add("GatherND", boxes, place_M2),
+    ]
+    rows_M6 = graph.add("Concat", *columns, axis=1)
+    _keep_best(graph, rows_M6, image_M, score_M, scores, nms.keep)
+
+
+def _best_class_only(graph: _Graph, scores_BNC: str) -> str:
+    """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
+    best_BN1 = graph.add("ArgMax", scores_BNC, axis=2, keepdims=1)
+    size = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
+    classes_C = graph.add("Range", graph.constant(0), size, graph.constant(1))
+    is_best_BNC = graph.add("Equal", classes_C, best_BN1)
+    return graph.add("Where", is_best_BNC, scores_BNC, graph.constant(0, np.float32))
+
+
+def _best_candidates(graph: _Graph, scores_BNC: str, nms: NMSConfig) -> str:
+    """scores_BCN with zero for all but the best `candidates` of each class and image.
+
+    Seldom do so many pass the threshold; only then they are sorted, which takes longer than all
+    else here.
+    """
+    scores_BCN = graph.add("Transpose", scores_BNC, perm=[0, 2, 1])
+    threshold = graph.constant(nms.score_threshold, np.float32)
+    passes_BCN = graph.cast(graph.add("Greater", scores_BCN, threshold), "FLOAT")
+    passing_BC = graph.add("ReduceSum", passes_BCN, graph.constant([2]), keepdims=0)
+    most = graph.add("ReduceMax", passing_BC, keepdims=0)
+    too_many = graph.add("Greater", most, graph.constant(nms.candidates, np.float32))
+    return graph.add(
+        "If", too_many,
+        then_branch=_sorted_candidates(scores_BCN, nms.candidates),
+        else_branch=_all_candidates(scores_BCN),
+    )  # fmt: skip
+
+
+def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
+    import onnx
+    from onnx import numpy_helper
+
+    graph = _Graph(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
+    shape = graph.add("Shape", scores_BCN)
+    size = graph.add("Gather", shape, graph.constant([2]))
+    most = graph.add("Min", size, graph.constant([candidates]))
+    values, places = graph.add_all("TopK", scores_BCN, most, outputs=2, axis=2, sorted=0)
+    zero = numpy_helper.from_array(np.zeros(1, np.float32))
+    nothing = graph.add("ConstantOfShape", shape, value=zero)
+    return graph.returning(graph.add("ScatterElements", nothing, places, values, axis=2))
+
+
+def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
+    import onnx
+
+    graph = _Graph(onnx.GraphProto(name="nms_all"), "nms_all")
+    return graph.returning(graph.add("Identity", scores_BCN))
+
+
+def _keep_best(
+    graph: _Graph, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
+) -> None:
+    """The outputs: of each image the best `keep` rows, by falling score; of equals the first."""
+    from onnx import TensorProto, helper
+
+    # A double holds image and score without rounding the score.
+    two = graph.constant(-2.0, np.float64)
+    first = graph.add("Mul", graph.cast(image_M, "DOUBLE"), two)
+    key_M = graph.add("Add", first, graph.cast(score_M, "DOUBLE"))
+    total = graph.add("Shape", image_M)
+    order_M = graph.add("TopK", key_M, total, outputs=2, axis=0)
+    images = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(0))
+    image_B = graph.add("Range", graph.constant(0), images, graph.constant(1))
+    image_M1 = graph.add("Unsqueeze", image_M, graph.constant([1]))
+    is_of_MB = graph.cast(graph.add("Equal", image_M1, image_B), "INT64")
+    found_B = graph.add("ReduceSum", is_of_MB, graph.constant([0]), keepdims=0)
+    start_B = graph.add("CumSum", found_B, graph.constant(0), exclusive=1)
+    # The rows of an image are neighbours in the order found as well as in the sorted one.
+    start_M = graph.add("Gather", start_B, image_M)
+    number = graph.add("Gather", total, graph.constant(0))
+    place_M = graph.add("Range", graph.constant(0), number, graph.constant(1))
+    rank_M = graph.add("Sub", place_M, start_M)
+    stays_M = graph.add("Less", rank_M, graph.constant(keep))
+    sorted_M6 = graph.add("Gather", rows_M6, order_M, axis=0)
+    count_B = graph.add("Min", found_B, graph.constant(keep))
+    rows = helper.make_node("Compress", [sorted_M6, stays_M], [ROWS], axis=0)
+    count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
+    graph.graph.node.extend([rows, count])
+
+
+def quantize_onnx(
+    source: Path, target: Path, pictures: Sequence[np.ndarray], spec: InferenceSpec
+) -> None:
+    """Writes the model of `source` in 8-bit integers.
+
+    Args:
+        source: a float32 model with one input, images_B3HW.
+        pictures: float32 RGB [3, H, W], 0..255, of the training split; each is asked for once.
+        spec: how the input takes them.
+    Raises: ExportError: ONNX Runtime cannot calibrate or quantise this model.
+    """
+    import onnx
+    from onnxruntime import quantization
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="ppdist-int8-") as folder, _quietly():
+            model = onnx.load(source)
+            _name_nodes(model.graph)
+            named = Path(folder) / "named.onnx"
+            onnx.save(model, named)
+            quantization.quantize_static(
+                named,
+                target,
+                _Reader(model.graph.input[0].name, pictures, spec),
+                quant_format=quantization.QuantFormat.QDQ,
+                op_types_to_quantize=["Conv"],
+                nodes_to_exclude=last_convolutions(model.graph),
+                per_channel=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=quantization.CalibrationMethod.MinMax,
+                # One picture at a time: all activations of all pictures would not fit in memory.
+                extra_options={"CalibStridedMinMax": 1},
+            )
+    except UserError:  # a picture
+        raise
+    except Exception as error:  # its exceptions share no narrower base
+        raise ExportError(
+            f"ONNX Runtime cannot quantise this model: {error}", code="quantise_failed"
+        ) from error
+
+
+def last_convolutions(graph: "onnx.GraphProto") -> list[str]:
+    """Names of the convolutions that no other one depends on."""
+    ahead: set[str] = set()  # values that some later convolution depends on
+    names = []
+    for node in reversed(graph.node):  # ONNX lists a node after those it depends on
+        before = any(output in ahead for output in node.output)
+        if node.op_type == "Conv" and not before:
+            names.append(node.name)
+        if node.op_type == "Conv" or before:
+            ahead.update(node.input)
+    return names
+
+
+def _name_nodes(graph: "onnx.GraphProto") -> None:
+    """Gives every node a name of its own; names are how nodes are left out."""
+    for place, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{place}"
+
+
+class _Reader:
+    """The pictures one after the other, as ONNX Runtime's calibration asks for them."""
+
+    def __init__(
+        self, input_name: str, pictures: Sequence[np.ndarray], spec: InferenceSpec
+    ) -> None:
+        self._name, self._pictures, self._spec = input_name, pictures, spec
+        self.set_range(0, len(pictures))
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self._left = iter(range(start_index, end_index))
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        place = next(self._left, None)
+        if place is None:
+            return None
+        return {self._name: graph_input(self._pictures[place][None], self._spec)}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the hints of ONNX Runtime's quantisation, which users can do nothing about."""
+    import onnxruntime
+
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    onnxruntime.set_default_logger_severity(3)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.setLevel(before)
+        onnxruntime.set_default_logger_severity(2)  # its own default

@@ -1,0 +1,246 @@
+"""infer.yml: all that a program needs to use an exported model.
+
+It stands beside every exported model and is the only source of its pre- and post-processing; the
+same description is made from a config when the eager model predicts, so both roads resize,
+threshold and map back alike.  Its text is JSON, which is YAML, too: a program that deploys the
+model needs no YAML reader.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from ppdist.common.errors import ConfigError, ExportError, UserError
+from ppdist.config.base import Section, parse_config
+from ppdist.config.data import Resize
+from ppdist.config.evaluate import NMSConfig
+from ppdist.data.datasets.build import read_annotations
+from ppdist.data.transforms.geometry import GREY
+from ppdist.data.types import DetectionSet
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+
+
+SPEC_FILE = "infer.yml"
+
+
+class NormalisationSection(Section):
+    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
+
+    mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+    std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+
+
+class InputSection(Section):
+    """The one input: raw pixels, unless `normalised` says otherwise."""
+
+    name: str = Field(default="images", description="Name of the input.")
+    dtype: Literal["float32"] = Field(default="float32", description="Type of its numbers.")
+    layout: Literal["BCHW"] = Field(default="BCHW", description="Order of its axes.")
+    colour: Literal["rgb"] = Field(default="rgb", description="Order of the three channels.")
+    pixel_range: tuple[float, float] = Field(
+        default=(0.0, 255.0), description="Smallest and largest pixel, before `normalised`."
+    )
+    normalised: NormalisationSection | None = Field(
+        default=None,
+        description="null: the graph takes the pixels as they are and normalises them itself; "
+        "else it takes (x / 255 - mean) / std.",
+    )
+    size: tuple[int, int] = Field(description="Height and width to resize to, pixels.")
+    size_multiple: int = Field(
+        default=32, gt=0, description="Height and width must be multiples of this, pixels."
+    )
+    dynamic_batch: bool = Field(default=True, description="Any number of images at once.")
+    dynamic_size: bool = Field(default=True, description="Any size, not only `size`.")
+
+
+class ResizeSection(Section):
+    """How an image becomes the input, and a box of the output a box of the image."""
+
+    mode: Resize | Literal["centre_crop"] = Field(
+        default="stretch",
+        description="stretch: height and width are scaled each on its own; no padding. letterbox: "
+        "both by scale = min(input_height / image_height, input_width / image_width), to "
+        "wide = floor(image_width * scale + 1/2) and tall likewise, with left = (input_width - "
+        "wide) // 2 and top likewise pixels of `fill` before them and the rest behind. "
+        "centre_crop: with scale = min(image_height / input_height, image_width / input_width), "
+        "the wide = floor(input_width * scale + 1/2) by tall pixels of the image that begin at "
+        "left = (image_width - wide) // 2 and top likewise are resized to the input.",
+    )
+    interpolation: Literal["cubic", "linear"] = Field(
+        default="cubic",
+        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped.",
+    )
+    fill: tuple[int, int, int] | None = Field(
+        default=None, description="letterbox: colour beside the image, 0..255."
+    )
+    orientation: Literal["upright"] = Field(
+        default="upright", description="The image turned as its EXIF data say, before the resize."
+    )
+    map_back: str | None = Field(
+        default=None,
+        description="Boxes are in input pixels; this gives pixels of the image. classify: none.",
+    )
+
+
+_STRETCH = ResizeSection(map_back="x * image_width / input_width, y * image_height / input_height")
+_CENTRE_CROP = ResizeSection(mode="centre_crop", interpolation="linear")
+
+
+def resize_section(resize: Resize) -> ResizeSection:
+    """The description of `data.resize`."""
+    if resize == "stretch":
+        return _STRETCH
+    return ResizeSection(
+        mode="letterbox",
+        interpolation="linear",
+        fill=GREY,
+        map_back="(x - left) * image_width / wide, (y - top) * image_height / tall",
+    )
+
+
+class OutputSection(Section):
+    """One output of one of the files."""
+
+    name: str = Field(description="Name in the file.")
+    shape: str = Field(description="Its axes: B images, N predictions, C classes, R rows kept.")
+    meaning: str = Field(description="What the numbers are.")
+
+
+class SampleSection(Section):
+    """COCO's mAP of the model and of the exported file, on the same validation images."""
+
+    images: int = Field(description="How many, spread over the validation set.")
+    mAP_eager: float = Field(description="Of the model before export.")
+    mAP: float = Field(description="Of this file, in the runtime it is for.")
+
+
+class ModelFileSection(Section):
+    """One exported form of the model."""
+
+    files: tuple[str, ...] = Field(description="File names beside infer.yml.")
+    nms_in_graph: bool = Field(
+        description="False: apply `nms`, where there is one, to scores and boxes afterwards."
+    )
+    outputs: tuple[OutputSection, ...] = Field(description="In the order the runtime gives them.")
+    max_score_error: float = Field(description="Largest difference from eager seen; 0..1.")
+    max_box_error: float | None = Field(
+        default=None,
+        description="Largest difference from eager seen, pixels (of boxes longer than 500 in "
+        "proportion); of a classifier none.",
+    )
+    sample: SampleSection | None = Field(
+        default=None, description="Accuracy, where validation images were at hand."
+    )
+
+
+class InferenceSpec(Section):
+    """Everything a program needs to use the exported model; the content of infer.yml."""
+
+    version: Literal[1] = Field(default=1, description="Version of this description.")
+    task: Literal["detect", "classify"] = Field(
+        default="detect",
+        description="detect: boxes with a class each; classify: one class for the whole image.",
+    )
+    model: str = Field(description="What was exported, for the reader.")
+    made_with: str = Field(default="", description="Versions of ppdist and Paddle.")
+    input: InputSection = Field(description="The input.")
+    resize: ResizeSection = Field(default=_STRETCH, description="Image to input.")
+    nms: NMSConfig | None = Field(
+        default=None,
+        description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
+        "there is none: the best `keep` boxes of an image stay.  classify: none.",
+    )
+    class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
+    category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
+    paddle: ModelFileSection | None = Field(default=None, description="For Paddle Inference.")
+    onnx: ModelFileSection | None = Field(default=None, description="For ONNX runtimes.")
+    onnx_int8: ModelFileSection | None = Field(
+        default=None, description="For ONNX runtimes, in 8-bit integers; see its sample."
+    )
+
+    @model_validator(mode="after")
+    def _detection_has_thresholds(self) -> "InferenceSpec":
+        if self.task == "detect" and self.nms is None:
+            raise ValueError("nms is missing: task detect needs it")
+        return self
+
+
+def validation_set(config: "ExperimentConfig", warn: Callable[[str], None]) -> DetectionSet | None:
+    """The set whose class names a model has; None, and a warning, where it is not at hand.
+
+    Its annotations are enough: the images may be absent.
+    """
+    data = config.data
+    try:
+        return read_annotations(data, "val", config.model.num_classes)
+    except UserError as error:
+        named = (
+            "are those of data.class_names" if data.class_names else "are made up (class 0, ...)"
+        )
+        ids = ", category ids are made up (1, 2, ...)" if data.format == "coco" else ""
+        warn(f"class names {named}{ids}: the validation set cannot be read: {error}")
+        return None
+
+
+def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> InferenceSpec:
+    """The description of an experiment's model, as evaluation uses it; nothing exported yet.
+
+    Args: dataset: gives class names and ids; None: what the config names, and 1, 2, ... (classes
+        of whole images: 0, 1, ...).
+    Raises: ConfigError: data.class_names has not a name for each class of the model.
+    """
+    given = len(config.data.class_names)
+    if given and given != config.model.num_classes:
+        raise ConfigError(
+            f"data.class_names has {given} names but model.num_classes is "
+            f"{config.model.num_classes}",
+            code="class_names_count",
+            fix="give a name for each class of the model",
+        )
+    shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
+    count = config.model.num_classes
+    names = config.data.class_names or tuple(f"class {i}" for i in range(count))
+    classifies = config.data.classifies
+    first = 0 if classifies else 1
+    return InferenceSpec(
+        task="classify" if classifies else "detect",
+        model=", ".join(f"{key}: {value}" for key, value in shown.items()),
+        input=InputSection(size=config.model.image_size),
+        resize=_CENTRE_CROP if classifies else resize_section(config.data.resize),
+        nms=None if classifies else config.suppression,
+        class_names=dataset.class_names if dataset else names,
+        category_ids=dataset.category_ids if dataset else tuple(range(first, count + first)),
+    )
+
+
+def read_spec(directory: Path) -> InferenceSpec:
+    """Reads DIR/infer.yml.  Raises: ExportError: no exported model there; ConfigError: bad file."""
+    file = directory / SPEC_FILE
+    if not file.is_file():
+        raise ExportError(
+            f"no {SPEC_FILE} here, so this is not an exported model",
+            code="not_an_export",
+            where=str(directory),
+            fix=f"make one with tools/export.py -c CONFIG -w WEIGHTS --out {directory}",
+        )
+    return parse_config(file, (), InferenceSpec)
+
+
+def write_spec(directory: Path, spec: InferenceSpec) -> None:
+    """Writes DIR/infer.yml: JSON that a YAML 1.1 reader understands alike."""
+    text = json.dumps(spec.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False)
+    text = _DOTLESS_FLOAT.sub(r"\1.0\2", text)
+    text = _NOT_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    (directory / SPEC_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+# 1e-05, at the end of a line and so in no string: YAML 1.1 takes a number without a dot for text.
+_DOTLESS_FLOAT = re.compile(r"((?:^|: ) *-?\d+)(e[-+]?\d+,?)$", re.MULTILINE)
+# Allowed in a JSON string, but not printable or a line break in YAML; escaped in both.
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")

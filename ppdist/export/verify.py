@@ -1,0 +1,358 @@
+"""Does an exported file compute what the model computes?  Every check raises ExportError if not.
+
+The raw outputs are compared number by number.  After a non-maximum suppression that is not
+possible: one rounding can decide which of two equal boxes stays.  So the suppressed rows are
+compared with those that the same suppression keeps of raw outputs, row by row, and a row may be
+missing on one side only where rounding decides about it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from ppdist.common.errors import ExportError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.export.predictor import Graph, OnnxGraph, PaddleGraph, split_rows, suppress
+from ppdist.export.spec import InputSection
+from ppdist.models.base import ImageModel
+
+SCORE_TOLERANCE = 1e-4
+BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
+_LARGE_BOX = 500.0  # pixels; of a larger one in proportion
+_SCORE_TIE = 2 * SCORE_TOLERANCE  # of two scores, each off by the tolerance
+_IOU_TIE = 1e-3
+_BACKENDS = (
+    ("Paddle Inference with oneDNN", True),
+    ("Paddle Inference without oneDNN", False),
+)
+_PADDLE_ERRORS = (RuntimeError, ValueError, IndexError, OSError)
+Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Largest differences from eager.
+
+    score: 0..1; of a classifier the probability.
+    box: pixels, of a box with a side beyond _LARGE_BOX in proportion; None: a classifier.
+    boxes: how many were compared; ties: those that one side alone kept because of rounding.
+    """
+
+    score: float
+    box: float | None
+    output_names: tuple[str, ...] = ()
+    boxes: int = 0
+    ties: int = 0
+
+
+def largest_of(found: Sequence[Agreement]) -> Agreement:
+    """Of all images, or batches of them."""
+    boxes = [each.box for each in found if each.box is not None]
+    return Agreement(
+        score=max(each.score for each in found),
+        box=max(boxes, default=None),
+        output_names=found[-1].output_names,
+        boxes=sum(each.boxes for each in found),
+        ties=sum(each.ties for each in found),
+    )
+
+
+def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Batches_B3HW to compare on: generated pictures, other batch and image sizes where the graph
+    leaves them free, and the given samples; float32 RGB 0..255."""
+    height, width = description.size
+    step = description.size_multiple
+    sizes = [(1, height, width)]
+    if description.dynamic_batch:
+        sizes.append((2, height, width))
+    if description.dynamic_size:
+        sizes.append((1, height + step, max(step, width - step)))
+    batches = [_picture(*size) for size in sizes]
+    return batches + [np.asarray(sample, np.float32)[None] for sample in samples]
+
+
+def _picture(batch: int, height: int, width: int) -> np.ndarray:
+    """Coloured rectangles on noise: edges, flat areas and saturated pixels."""
+    rng = np.random.Generator(np.random.Philox(batch * 1_000_003 + height * 1009 + width))
+    images = rng.integers(90, 160, (batch, 3, height, width))
+    for image in images:
+        for _ in range(12):
+            top, left = rng.integers(0, height - 8), rng.integers(0, width - 8)
+            tall, wide = rng.integers(8, height // 2 + 8), rng.integers(8, width // 2 + 8)
+            colour = rng.integers(0, 256, (3, 1, 1))
+            image[:, top : top + tall, left : left + wide] = colour
+    return images.astype(np.float32)
+
+
+@paddle.no_grad()
+def eager_outputs(model: ImageModel, images: Sequence[np.ndarray]) -> list[Raw]:
+    """What the model decodes of each of the batches_B3HW."""
+    outputs = [model.predict(paddle.to_tensor(batch)) for batch in images]
+    return [
+        tuple(part.numpy() for part in (found if isinstance(found, tuple) else (found,)))
+        for found in outputs
+    ]
+
+
+def load_graphs(directory: Path) -> dict[str, Graph]:
+    """directory/model.json in Paddle Inference, by backend: with and without oneDNN.
+
+    Raises: ExportError: Paddle cannot load it.
+    """
+    files = directory / "model.json", directory / "model.pdiparams"
+    graphs: dict[str, Graph] = {}
+    for backend, onednn in _BACKENDS:
+        try:
+            graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn))
+        except _PADDLE_ERRORS as error:
+            raise ExportError(
+                f"{backend} cannot load the exported model: {error}", code="runtime_load_failed"
+            ) from error
+    return graphs
+
+
+def load_onnx(file: Path) -> dict[str, Graph]:
+    """As load_graphs, of an ONNX file."""
+    return {"ONNX Runtime": OnnxGraph(file, RuntimeOptions(backend="onnx"))}
+
+
+def compare_raw(
+    graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
+) -> Agreement:
+    """A saved graph's outputs against eager's, on every backend.
+
+    Raises: ExportError: a backend fails or differs by more than the tolerances.
+    """
+    each = {name: measure_raw({name: graph}, images, expected) for name, graph in graphs.items()}
+    for backend, found in each.items():
+        if found.score <= SCORE_TOLERANCE and (found.box or 0.0) <= BOX_TOLERANCE:
+            continue
+        what = "probabilities" if found.box is None else "scores"
+        differ = f"{what} by up to {found.score:.3g} (allowed {SCORE_TOLERANCE:g})"
+        if found.box is not None:
+            differ += f", boxes by up to {found.box:.3g} px (allowed {BOX_TOLERANCE:g})"
+        raise ExportError(
+            f"{backend} does not compute what the model computes, it differs in {differ}; "
+            "nothing was kept",
+            code="export_differs",
+        )
+    return largest_of(list(each.values()))
+
+
+def measure_raw(
+    graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
+) -> Agreement:
+    """As compare_raw, of a model in fewer bits, which no tolerance holds."""
+    found = []
+    for backend, graph in graphs.items():
+        for batch, true in zip(images, expected, strict=True):
+            agreement = raw_differences(_run(graph, batch, backend), true, backend)
+            found.append(replace(agreement, output_names=graph.output_names))
+    return largest_of(found)
+
+
+def compare_kept(
+    kept: dict[str, Graph],
+    raw: dict[str, Graph],
+    images: Sequence[np.ndarray],
+    nms: NMSConfig,
+) -> tuple[str, ...]:
+    """The rows of a graph with suppression against the suppressed outputs of the one without.
+
+    Returns: names of the graph's outputs.
+    Raises: ExportError: as compare_raw.
+    """
+    for backend, graph in kept.items():
+        for batch in images:
+            outputs = _run(raw[backend], batch, backend)
+            kept_differences(_run(graph, batch, backend), outputs, nms, backend)
+    return graph.output_names
+
+
+def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:
+    try:
+        return graph(images_B3HW)
+    except Exception as error:  # those of ONNX Runtime share no narrower base
+        raise ExportError(
+            f"{backend} cannot run the exported model: {error}", code="runtime_failed"
+        ) from error
+
+
+def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
+    """Of the outputs for one batch.
+
+    Raises: ExportError: another shape, or numbers that are not finite.
+    """
+    shapes = [[list(part.shape) for part in side] for side in (got, true)]
+    if shapes[0] != shapes[1]:
+        raise ExportError(
+            f"{where} gives outputs of the shapes {shapes[0]}, eager of {shapes[1]}",
+            code="export_differs",
+        )
+    score = float(np.abs(got[0] - true[0]).max())
+    box = float(_apart(got[1], true[1]).max()) if len(true) > 1 else None
+    if not np.isfinite([score, box or 0.0]).all():
+        raise ExportError(f"{where} gives numbers that are not finite", code="export_differs")
+    return Agreement(score, box, boxes=0 if box is None else true[1].shape[0] * true[1].shape[1])
+
+
+def kept_differences(
+    got: tuple[np.ndarray, ...], raw: Raw, nms: NMSConfig, where: str
+) -> Agreement:
+    """Of rows_R6 and count_B for one batch, against what suppression keeps of raw outputs.
+
+    Raises: ExportError: a row of either side that the other has not, and rounding does not explain.
+    """
+    (rows_R6, count_B), (scores_BNC, boxes_BN4) = got, raw
+    batch, _, classes = scores_BNC.shape
+    fit = len(count_B) == batch and count_B.sum() == len(rows_R6)
+    if not fit or not np.isin(rows_R6[:, 0], np.arange(classes)).all():
+        raise ExportError(
+            f"{len(rows_R6)} rows with the counts {count_B.tolist()} are not what suppression "
+            f"leaves of {batch} images and {classes} classes",
+            code="export_differs",
+            where=where,
+        )
+    with paddle.no_grad():
+        expected = suppress(paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms)
+    found = []
+    for got_R6, true_R6, image_raw in zip(split_rows(*got), expected, zip(*raw), strict=True):
+        strange = unexplained_rows(got_R6, true_R6, nms, image_raw)
+        if strange:
+            raise ExportError(
+                f"{strange} of {len(got_R6)} boxes after the non-maximum suppression in the "
+                f"graph are not those of eager ({len(true_R6)})",
+                code="export_differs",
+                where=where,
+            )
+        pairs_P2 = _partners(got_R6, true_R6)
+        one, other = got_R6[pairs_P2[:, 0]], true_R6[pairs_P2[:, 1]]
+        score = np.abs(one[:, 1] - other[:, 1]).max(initial=0.0)
+        box = _apart(one[:, 2:], other[:, 2:]).max(initial=0.0)
+        ties = len(got_R6) + len(true_R6) - 2 * len(pairs_P2)
+        found.append(Agreement(float(score), float(box), boxes=len(true_R6), ties=ties))
+    return largest_of(found)
+
+
+def _apart(got: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """How far boxes[..., 4] are apart, as Agreement.box says.
+
+    Sides are multiples of exponentials of what the model computes, so rounding grows with them.
+    """
+    side = (true[..., 2:] - true[..., :2]).max(-1)
+    return np.abs(got - true).max(-1) / np.maximum(1.0, side / _LARGE_BOX)
+
+
+def unexplained_rows(
+    got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig, raw: Raw | None = None
+) -> int:
+    """How many rows of either side have no partner on the other, and rounding is not why.
+
+    Rounding decides about a row at a threshold (_at_threshold), and so about what it suppresses.
+    Args: raw: scores_NC and boxes_N4 of the image; with them known, also that of two overlapping
+        rows of like scores either may stay, and which scores are at the limit of candidates.
+    """
+    sides = got_R6, true_R6
+    pairs_P2 = _partners(got_R6, true_R6)
+    lone = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
+    explained = [_at_threshold(lone[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
+    overlap_GT = _iou(*lone) >= _limit(nms) - _IOU_TIE
+    better_GT = lone[0][:, None, 1] - lone[1][None, :, 1]  # the scores of got above those of true
+    if raw is not None:
+        alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
+        explained[0] |= alike_GT.any(1) | _last_candidates(lone[0], raw[0], nms)
+        explained[1] |= alike_GT.any(0) | _last_candidates(lone[1], raw[0], nms)
+    for _ in range(sum(map(len, lone))):  # no chain is longer
+        explained[0] |= (overlap_GT & (better_GT <= _SCORE_TIE) & explained[1][None]).any(1)
+        explained[1] |= (overlap_GT & (better_GT >= -_SCORE_TIE) & explained[0][:, None]).any(0)
+    if raw is not None:
+        explained[0] &= _predicted(lone[0], raw)
+    return sum(int((~part).sum()) for part in explained)
+
+
+def _limit(nms: NMSConfig) -> float:
+    """The IoU above which one of two boxes goes; out of reach where nothing is suppressed."""
+    return np.inf if nms.iou_threshold is None else nms.iou_threshold
+
+
+def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
+    """Which rows [R] score like the last of the best `candidates` of their class and the next."""
+    count, classes = scores_NC.shape
+    if count <= nms.candidates or nms.iou_threshold is None:
+        return np.zeros(len(rows_R6), bool)
+    if not nms.multi_label:
+        best_N1 = scores_NC.argmax(1)[:, None]
+        scores_NC = np.where(np.arange(classes) == best_N1, scores_NC, 0)
+    first = count - nms.candidates
+    limits_2C = np.partition(scores_NC, [first - 1, first], axis=0)[first - 1 : first + 1]
+    limits_2R = limits_2C[:, rows_R6[:, 0].astype(int)]
+    return (np.abs(rows_R6[:, 1] - limits_2R) <= _SCORE_TIE).all(0)
+
+
+def _predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
+    """Which rows [R] are among the predictions."""
+    scores_NC, boxes_N4 = raw
+    found = []
+    for row in rows_R6:
+        near_N = np.abs(scores_NC[:, int(row[0])] - row[1]) <= SCORE_TOLERANCE
+        found.append((near_N & (_apart(row[2:], boxes_N4) <= BOX_TOLERANCE)).any())
+    return np.array(found, bool)
+
+
+def _partners(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
+    """Places [P, 2] in both of rows with the same class, and score and box within the tolerances;
+    the nearest, each row at most once."""
+    pairs = []
+    free_R = np.ones(len(true_R6), bool)
+    for place, row in enumerate(got_R6):
+        apart_R = _apart(row[2:], true_R6[:, 2:])
+        near_R = free_R & (true_R6[:, 0] == row[0]) & (apart_R <= BOX_TOLERANCE)
+        near_R &= np.abs(true_R6[:, 1] - row[1]) <= SCORE_TOLERANCE
+        if near_R.any():
+            best = np.flatnonzero(near_R)[apart_R[near_R].argmin()]
+            free_R[best] = False
+            pairs.append((place, best))
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def _at_threshold(
+    rows_R6: np.ndarray,
+    own_R6: np.ndarray,
+    other_R6: np.ndarray,
+    nms: NMSConfig,
+) -> np.ndarray:
+    """Which of the rows that only one side kept [R] were at a threshold.
+
+    That of the score; the lowest score of the other side's full list; an IoU with a better row of
+    the class at its threshold, or none to speak of, because the box is thinner than the tolerance
+    (without area runtimes differ, too); or two classes of one box score alike and one may stay.
+    """
+    scores_R = rows_R6[:, 1]
+    tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
+    if len(other_R6) >= nms.keep:
+        tied_R |= scores_R <= other_R6[:, 1].min() + _SCORE_TIE
+    tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
+    everything = np.concatenate([own_R6, other_R6])
+    better = everything[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
+    at_overlap = np.abs(_iou(rows_R6, everything) - _limit(nms)) <= _IOU_TIE
+    tied_R |= (better & at_overlap).any(1)
+    if not nms.multi_label:
+        alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE
+        alike &= other_R6[None, :, 0] != rows_R6[:, None, 0]
+        alike &= _apart(rows_R6[:, None, 2:], other_R6[None, :, 2:]) <= BOX_TOLERANCE
+        tied_R |= alike.any(1)
+    return tied_R
+
+
+def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
+    """Intersection over union of all pairs [R, S]; -1 where the classes differ."""
+    a, b = one_R6[:, None, 2:], other_S6[None, :, 2:]
+    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
+    shared = sides.clip(0).prod(-1)
+    areas = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1)
+    same = one_R6[:, None, 0] == other_S6[None, :, 0]
+    return np.where(same, shared / (areas - shared).clip(1e-9), -1.0)

@@ -1,0 +1,1098 @@
+"""Messages between the fleetruns of a run's hosts: one JSON object a line over TCP.
+
+Whoever can reach the port can write to it, so nothing that arrives is trusted: lines and what waits
+to be read have a limit, and what is not a JSON object with a `type` ends the connection.
+
+What the fleetruns of a run's hosts tell each other before it starts, and what must agree.
+
+What keeps the hosts of a run together while it runs: one connection from each to the first.
+
+Every host says that it is there, when it is stopped and how its ranks ended.  When they failed on
+one, the others stop theirs at once; in the end all exit with one code and name one culprit.
+
+The hosts of a run meet before anything is started, and find out whether they can train together.
+
+The first host's fleetrun listens on the start port, those of the others call it until it answers.
+Each says what it was started with (greeting.py), so what would be two runs of rank 0, ranks that
+wait for ever or ranks that train different things is one message on every host instead.  Hosts that
+do not come are called by the first: who was given another order of hosts is found that way.
+"""
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from ppdist.common.errors import Failure, LaunchError
+from ppdist.config.distributed import HOSTS_OWN_KEYS
+from ppdist.launch.options import MOST_RESTARTS, Options
+from ppdist.launch.topology import (
+    CPU_VARIABLE,
+    TOKEN_VARIABLE,
+    Dispute,
+    LaunchPlan,
+    Look,
+    port_in_use,
+    proof,
+    proves,
+    typed_hosts,
+)
+from ppdist.launch.watchdog import STOPPED, USER_ERROR, Outcome, Stopped, at_once
+
+MAX_LINE_BYTES = 256 * 1024  # longer than any greeting or report that this side makes
+_RECEIVE_BYTES = 64 * 1024
+_MOST_PIECES = 2 * MAX_LINE_BYTES // _RECEIVE_BYTES
+_CONNECT_SECONDS = 5.0
+
+Message = dict[str, Any]
+
+
+class Connection:
+    """One end of a connection; it never blocks.
+
+    Attributes:
+        closed: why nothing comes any more, in words; None while it is open.
+        is_foreign: it was closed because no fleetrun speaks there.
+        heard: when something came last (or it was opened), by time.monotonic().
+        connecting: a call that was not answered yet.
+    """
+
+    def __init__(self, sock: socket.socket, connecting: bool = False) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self.connecting = connecting
+        self.closed: str | None = None
+        self.is_foreign = False
+        self.opened = self.heard = time.monotonic()
+
+    @classmethod
+    def call(cls, address: str, port: int) -> "Connection":
+        """Starts to connect; `receive` finds out how that went."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection = cls(sock, connecting=True)
+        code = sock.connect_ex((address, port))
+        if code not in (0, errno.EINPROGRESS):
+            connection._close(_reason(code))
+        return connection
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """The address on the other end."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return "an unknown address"
+
+    def send(self, message: Message) -> None:
+        """Sends now what fits and the rest with later calls of `receive`."""
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        self._flush()
+
+    def receive(self) -> list[Message]:
+        """What has arrived since the last call; also finishes what was begun to send."""
+        if self.closed is None and self.connecting:
+            self._finish_connecting()
+        while self.closed is None and not self.connecting:
+            try:
+                piece = self._socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._close(_reason(error.errno))
+                break
+            if not piece:
+                self._close("it closed the connection")
+                break
+            self.heard = time.monotonic()
+            self._incoming += piece
+            if len(self._incoming) > MAX_LINE_BYTES:
+                break  # complete lines of it are read below, the rest with the next call
+        self._flush()
+        return self._messages()
+
+    def close(self) -> None:
+        """Ends it; what was sent before still arrives."""
+        if self.closed is None:
+            self._flush()
+            # Closing with unread bytes would make the system drop what was sent, too.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                for _ in range(_MOST_PIECES):  # who sends without end is not listened to
+                    if not self._socket.recv(_RECEIVE_BYTES):
+                        break
+            self._close("closed")
+
+    def _finish_connecting(self) -> None:
+        code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._close(_reason(code))
+            return
+        try:
+            self._socket.getpeername()
+        except OSError:  # still on its way
+            if time.monotonic() - self.opened > _CONNECT_SECONDS:
+                self._close(_reason(errno.ETIMEDOUT))
+            return
+        self.connecting, self.heard = False, time.monotonic()
+
+    def _flush(self) -> None:
+        if self.closed is not None or self.connecting or not self._outgoing:
+            return
+        try:
+            del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # `receive` finds out, once it has read what came before the end
+            self._outgoing.clear()
+
+    def _messages(self) -> list[Message]:
+        *lines, rest = bytes(self._incoming).split(b"\n")
+        self._incoming = bytearray(rest)
+        messages = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+                self._close_foreign()
+                return []
+            messages.append(message)
+        if len(rest) > MAX_LINE_BYTES:
+            self._close_foreign()
+        return messages
+
+    def _close_foreign(self) -> None:
+        self.is_foreign = True
+        self._close("it does not speak as fleetrun does")
+
+    def _close(self, why: str) -> None:
+        if self.closed is None:
+            self.closed = why
+        self._socket.close()
+
+
+def text_of(message: Message, key: str, limit: int = 16_000) -> str:
+    """A text of a message without control characters, "" where there is none."""
+    value = message.get(key)
+    if not isinstance(value, str):
+        return ""
+    return "".join(letter for letter in value[:limit] if letter.isprintable() or letter in "\n\t")
+
+
+def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
+    """A whole number of a message, None where there is none from least to most."""
+    value = message.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        return None
+    return value
+
+
+def _reason(code: int | None) -> str:
+    """Why a connection could not be made or broke, and what to check."""
+    if code == errno.ECONNREFUSED:
+        return "connection refused: nothing listens there (is fleetrun started on that host?)"
+    if code in (errno.ETIMEDOUT, errno.EAGAIN):
+        return "no answer: a firewall, a wrong address, or the host is down"
+    if code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL, errno.EACCES, errno.EPERM):
+        return "no way to it from here: check the address, `ip route` and the firewall"
+    if code in (errno.ECONNRESET, errno.EPIPE):
+        return "it broke the connection off"
+    return errno.errorcode.get(code or 0, f"error {code}")
+
+
+_LIST_LIMIT, _WORD_LIMIT = 4096, 4096
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """One host's view of the run."""
+
+    host: str  # which of `hosts` it is
+    hosts: tuple[str, ...]  # addresses
+    processes: int  # on this host
+    device: str  # gpu or cpu
+    script: str
+    arguments: tuple[str, ...]
+    ppdist: str  # versions
+    paddle: str
+    python: str
+    names: tuple[str, ...] = ()  # of the hosts, as they were typed
+    max_restart: int = 0
+    attempt: int = 0  # how often this host has restarted the run
+    skip: tuple[int, ...] = ()  # steps that failed twice and are left out
+    identity: str = field(default_factory=lambda: secrets.token_hex(16))  # of this fleetrun
+    proof: str = ""  # that it knows the token of the job
+
+    def message(self) -> Message:
+        """As it is sent."""
+        return {"type": "hello", **asdict(self)}
+
+    def signed(self, token: str) -> "Handshake":
+        """The same with its proof."""
+        return replace(self, proof=proof(token, asdict(replace(self, proof=""))))
+
+    def is_signed(self, token: str) -> bool:
+        """Whether who sent it has the same token, or as here none."""
+        return proves(token, asdict(replace(self, proof="")), self.proof)
+
+    @property
+    def is_first(self) -> bool:
+        return self.host == self.hosts[0]
+
+    @property
+    def has_names(self) -> bool:
+        """Whether hosts were named, so that they may come back with other addresses."""
+        return self.names not in ((), self.hosts)
+
+    def means_others(self, theirs: "Handshake") -> bool:
+        """Whether the same names have other addresses there."""
+        return theirs.names == self.names != () and theirs.hosts != self.hosts
+
+
+def own_handshake(
+    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
+) -> Handshake:
+    """What this host says."""
+    return Handshake(
+        host=plan.host,
+        hosts=plan.hosts,
+        processes=plan.processes,
+        device="cpu" if plan.environment.get(CPU_VARIABLE) else "gpu",
+        script=options.script,
+        arguments=options.script_arguments,
+        ppdist=_version("ppdist"),
+        paddle=_version("paddlepaddle-gpu") or _version("paddlepaddle"),
+        python=platform.python_version(),
+        names=tuple(typed_hosts(options.ips or "")),
+        max_restart=options.max_restart,
+        attempt=attempt,
+        skip=skip,
+    )
+
+
+def read_handshake(message: Message) -> Handshake | None:
+    """The greeting that a message holds, None when it holds none."""
+    if message["type"] != "hello":
+        return None
+    values: dict[str, Any] = {
+        "processes": integer_of(message, "processes", 1, 4096),
+        "max_restart": integer_of(message, "max_restart", 0, MOST_RESTARTS),
+        "attempt": integer_of(message, "attempt", 0, MOST_RESTARTS),
+        "skip": steps_of(message),
+    }
+    if None in values.values():
+        return None
+    for each in fields(Handshake):
+        if each.name in ("hosts", "arguments", "names"):
+            words = message.get(each.name)
+            if not isinstance(words, list) or len(words) > _LIST_LIMIT:
+                return None
+            if not all(isinstance(word, str) and len(word) <= _WORD_LIMIT for word in words):
+                return None
+            values[each.name] = tuple(words)
+        elif each.name not in values:
+            values[each.name] = text_of(message, each.name, _WORD_LIMIT)
+    if values["host"] not in values["hosts"]:
+        return None
+    return Handshake(**values)
+
+
+def steps_of(message: Message) -> tuple[int, ...] | None:
+    """The steps to leave out that a message holds, None where it holds something else."""
+    steps = message.get("skip")
+    if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
+        return None
+    if not all(type(step) is int and 0 < step < 10**12 for step in steps):
+        return None
+    return tuple(steps)
+
+
+def differences(mine: Handshake, theirs: Handshake) -> list[str]:
+    """What keeps two hosts from training together, each with both sides; [] if nothing does."""
+    found = []
+
+    def differ(what: str, own: str, other: str, remedy: str) -> None:
+        if own != other:
+            found.append(f"{what}: {mine.host} has {own}, {theirs.host} has {other}; {remedy}")
+
+    remedy = "type the same hosts in the same order everywhere (rank 0's host stands first)"
+    if mine.means_others(theirs):
+        remedy = f"{','.join(mine.names)} must mean the same everywhere: correct DNS or /etc/hosts"
+    differ("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
+    remedy = "ranks are numbered by it: give the same --nproc_per_node or number of cards"
+    differ("processes on a host", str(mine.processes), str(theirs.processes), remedy)
+    remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"
+    differ("device", mine.device, theirs.device, remedy)
+    remedy = "start the same script on every host"
+    differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
+    for own, other in _different_words(mine.arguments, theirs.arguments):
+        if not _may_differ(own, other):
+            remedy = "start every host with the same command"
+            differ("arguments of the script", own or "none", other or "none", remedy)
+    remedy = "hosts restart together: give the same --max_restart on every host"
+    differ("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
+    remedy = "install the same version on every host"
+    differ("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
+    differ("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
+    return found
+
+
+def remarks(mine: Handshake, theirs: Handshake) -> list[str]:
+    """What differs and may: worth a line."""
+    pairs = [("script", mine.script, theirs.script), ("python", mine.python, theirs.python)]
+    pairs += [
+        ("argument", own, other)
+        for own, other in _different_words(mine.arguments, theirs.arguments)
+    ]
+    return [
+        f"note: {what} {own} here, {other} on host {theirs.host}"
+        for what, own, other in pairs
+        if own != other
+    ]
+
+
+def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+    own, other = _of_the_run(mine), _of_the_run(theirs)
+    if len(own) == len(other):
+        return [pair for pair in zip(own, other) if pair[0] != pair[1]]
+    # One has more: what both have in the same order at the beginning and the end says nothing.
+    start = _same(own, other)
+    end = _same(own[start:][::-1], other[start:][::-1])
+    return [(" ".join(own[start : len(own) - end]), " ".join(other[start : len(other) - end]))]
+
+
+def _same(own: Sequence[str], other: Sequence[str]) -> int:
+    """How many words are the same from the beginning on."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(own, other))))
+
+
+def _of_the_run(words: Sequence[str]) -> list[str]:
+    """The arguments without those that set where something lies on this host."""
+    kept = [word for word in words if word.partition("=")[0] not in HOSTS_OWN_KEYS]
+    alone = len(kept) < len(words)  # an -o may have lost all its values
+    return [
+        word
+        for word, following in zip(kept, [*kept[1:], "-"])
+        if not (alone and word == "-o" and following.startswith("-"))
+    ]
+
+
+def _may_differ(own: str, other: str) -> bool:
+    """True for two paths to a file of one name."""
+    has_path = ("/" in own or "/" in other) and "=" not in own + other
+    return has_path and PurePath(own).name == PurePath(other).name != ""
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+BEAT_SECONDS = 5.0
+SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
+_NOTE_SECONDS = 10.0
+_CALLERS = 32  # answered at one look
+_CLOSE_SECONDS = 3.0
+_NO_CAUSE = (
+    "No host knows a cause, each lost another one: a rank stood still, or the network between the "
+    "hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py --ips"
+)
+_MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the ranks of one host ended."""
+
+    host: str
+    code: int
+    message: str  # as the other hosts read it
+    is_consequence: bool  # of what happened on another host
+    time: float  # of the failure, by time.monotonic() of the first host
+    step: int | None = None  # that failed, from 1
+    stopped: bool = False  # a signal asked the run to stop
+    is_guess: bool = False  # the cause of one host that others do not contradict
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (0, STOPPED)
+
+
+def verdict(reports: Sequence[Report]) -> Report:
+    """The report of the host that decides for all: of the cause, if any failed.
+
+    Wrong input goes before everything else, as among the ranks of one host (outcome.py).
+    """
+    failed = [report for report in reports if report.failed]
+    if failed:
+        wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
+        decisive = min(
+            wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
+        )
+    else:
+        decisive = max(reports, key=lambda report: report.code == STOPPED)
+    # All have to know, or some would restart a run that others have left.
+    return replace(decisive, stopped=any(report.stopped for report in reports))
+
+
+class ControlChannel:
+    """The connections of one host to the others; on the first host one to each, else one to it.
+
+    Attributes:
+        stopped_by: SIGTERM when another host was stopped by a signal, else None.
+        cause_known: a host has said why its ranks failed, and not only that they lost others.
+        attempt: how often the run was restarted, by what its hosts agreed on when they met.
+        skip: steps whose images this attempt leaves out, likewise.
+        drawn: by the first host at random, for the name of the job.
+        restarts: whether the run restarts after a failure, so that who calls may wait for that.
+    """
+
+    attempt = 0
+    skip: tuple[int, ...] = ()
+    drawn = ""
+    restarts = False
+
+    def __init__(
+        self,
+        own: str,
+        hosts: Sequence[str],
+        peers: Mapping[str, Connection],
+        listener: socket.socket | None,
+        say: Callable[[str], None],
+        silence: float = SILENCE_SECONDS,
+    ) -> None:
+        self._own, self._hosts, self._peers = own, tuple(hosts), dict(peers)
+        self._is_first = own == hosts[0]
+        self._listener, self._say, self._silence = listener, say, silence
+        self.stopped_by: int | None = None
+        self.cause_known = False
+        self._stopping = self._must_stop = self._told_signal = False
+        self._reports: dict[str, Report] = {}  # on the first host: of all that have ended
+        self._verdict: Report | None = None
+        self._beat = 0.0
+        for peer in self._peers.values():
+            peer.heard = time.monotonic()
+
+    def watch(self, received: Sequence[int]) -> bool:
+        """Keeps the line alive, never blocks; True once other hosts want this one's ranks stopped.
+
+        Args:
+            received: the signals that stopped this fleetrun.
+        """
+        if received and not self._told_signal:
+            self._told_signal = True
+            name = signal.Signals(received[0]).name
+            self._tell(_stop_message(self._own, f"got {name}", True, False))
+        for host, peer in self._peers.items():
+            for message in peer.receive():
+                self._hear(host, message)
+            silent = time.monotonic() - peer.heard
+            if peer.closed is not None:
+                self._lose(
+                    host, "its fleetrun is gone: it was killed, or the host was switched off"
+                )
+            elif silent > self._silence:
+                self._lose(
+                    host,
+                    f"no word from it for {self._silence:.0f} s: it is switched off or suspended, "
+                    f"or the network between the hosts is down",
+                )
+        if time.monotonic() - self._beat > BEAT_SECONDS:
+            self._beat = time.monotonic()
+            self._tell({"type": "beat"})
+        self._refuse_callers()
+        return self._must_stop
+
+    def tell_failure(self, failure: Outcome) -> None:
+        """Other hosts are to stop now, before all ranks of this one have ended."""
+        if not self._stopping:
+            why = failure.told.partition("\n")[0]
+            known = not (failure.is_consequence or failure.is_guess)
+            self._stop(self._own, why, False, known, self._own)
+            if not self._is_first:
+                self._tell(_stop_message(self._own, why, False, known))
+
+    def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
+        """Says how this host ended, waits for all others, and returns how the run ended.
+
+        Args:
+            received: the signals that stopped this fleetrun; one that comes now stops the others,
+                a second one ends the waiting.
+        """
+        self._report(outcome, bool(received))
+        begin, noted = time.monotonic(), False
+        while self._verdict is None:
+            self.watch(received)
+            if at_once(received):
+                self._close()
+                return outcome
+            if self._is_first and len(self._reports) == len(self._hosts):
+                self._verdict = verdict(list(self._reports.values()))
+                break
+            if not noted and time.monotonic() - begin > _NOTE_SECONDS:
+                noted = True
+                self._say("the ranks of this host have ended; waiting for the other hosts")
+            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
+            select.select(open_ones, [], [], _POLL_SECONDS)
+        if self._is_first:
+            self._tell(_as_message("verdict", self._verdict, 0.0))
+        self._close()
+        ended = _as_seen_by(self._own, outcome, self._verdict)
+        if self._verdict.stopped and ended.stopped is None:
+            ended = replace(ended, stopped=signal.SIGTERM)
+        stopped = self._verdict.stopped or bool(received)
+        if stopped or not (self._verdict.failed and self._verdict.is_consequence):
+            return ended
+        return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
+
+    def _report(self, outcome: Outcome, stopped: bool) -> None:
+        age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
+        told = outcome.told or outcome.message
+        mine = Report(
+            host=self._own,
+            code=outcome.code,
+            message=_shortened(told),
+            is_consequence=outcome.is_consequence,
+            time=time.monotonic(),
+            step=outcome.step,
+            stopped=stopped,
+            is_guess=outcome.is_guess,
+        )
+        if self._is_first:
+            self._end(replace(mine, time=mine.time - age))
+        else:
+            self._tell(_as_message("ended", mine, age))
+
+    def _hear(self, host: str, message: Message) -> None:
+        if message["type"] == "stop":
+            origin = text_of(message, "host", 300)
+            why, known = text_of(message, "why", 300), bool(message.get("known"))
+            self._stop(origin, why, bool(message.get("signal")), known, host)
+        elif message["type"] == "ended" and self._is_first and host not in self._reports:
+            self._end(_from_message(message, host))
+        elif message["type"] == "verdict" and not self._is_first:
+            self._verdict = _from_message(message, text_of(message, "host", 300))
+
+    def _end(self, report: Report) -> None:
+        """The first host has learned how one host ended."""
+        self._reports[report.host] = report
+        if report.failed:
+            why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
+            known = not (report.is_consequence or report.is_guess)
+            self._stop(report.host, why, False, known, report.host)
+
+    def _lose(self, host: str, why: str) -> None:
+        if host in self._reports or self._verdict is not None:
+            return  # it has said all
+        lost = Report(host, 1, why, False, self._peers[host].heard)
+        self._peers[host].close()
+        if self._is_first:
+            self._end(lost)
+            return
+        self._verdict = lost
+        self._stop(host, why, False, True, host)
+
+    def _stop(self, origin: str, why: str, by_signal: bool, known: bool, sender: str) -> None:
+        """The ranks of all hosts are to stop; said once, and passed on by the first host.
+
+        Args: known: this is the cause, not what it has led to on another host.
+        """
+        if self._stopping:
+            return
+        self._stopping, self._must_stop, self.cause_known = True, origin != self._own, known
+        if by_signal:
+            self.stopped_by = signal.SIGTERM
+        if origin != self._own:
+            self._say(f"host {origin}: {why}; stopping the ranks here too")
+        if self._is_first:
+            self._tell(_stop_message(origin, why, by_signal, known), but=sender)
+
+    def _tell(self, message: Message, but: str = "") -> None:
+        for host, peer in self._peers.items():
+            if host != but and peer.closed is None:
+                peer.send(message)
+
+    def _refuse_callers(self) -> None:
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+            for _ in range(_CALLERS):
+                caller = Connection(self._listener.accept()[0])
+                text = f"a run is in progress there (process {os.getpid()} on host {self._own})"
+                caller.send({"type": "busy" if self.restarts else "refused", "text": text})
+                caller.close()
+
+    def _close(self) -> None:
+        """The first host leaves last, so that its words arrive before the end of the line."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._is_first and time.monotonic() < deadline:
+            for peer in self._peers.values():
+                peer.receive()
+            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
+            if not open_ones:
+                break
+            select.select(open_ones, [], [], _POLL_SECONDS)
+        for peer in self._peers.values():
+            peer.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _as_seen_by(own: str, outcome: Outcome, decisive: Report) -> Outcome:
+    """The outcome of the run on one host: everyone's code, and the culprit's message."""
+    if decisive.host == own or not decisive.failed:
+        return replace(outcome, code=decisive.code)
+    outcome = replace(outcome, step=decisive.step)
+    same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
+    if same:  # most often the same wrong input, in this host's own words
+        return outcome
+    return replace(
+        outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
+    )
+
+
+def _stop_message(origin: str, why: str, by_signal: bool, known: bool) -> Message:
+    signals, knows = int(by_signal), int(known)
+    return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
+
+
+def _as_message(kind: str, report: Report, age: float) -> Message:
+    """A report as it is sent; clocks differ between hosts, so it says how long ago it was."""
+    return {
+        "type": kind,
+        "host": report.host,
+        "code": report.code,
+        "message": report.message,
+        "consequence": int(report.is_consequence),
+        "age_ms": int(min(age, 3600.0) * 1000),
+        "step": report.step,
+        "stopped": int(report.stopped),
+        "guess": int(report.is_guess),
+    }
+
+
+def _from_message(message: Message, host: str) -> Report:
+    code = integer_of(message, "code", 0, 255)
+    age = integer_of(message, "age_ms", 0, 3_600_000) or 0
+    return Report(
+        host=host,
+        code=1 if code is None else code,
+        message=text_of(message, "message"),
+        is_consequence=bool(message.get("consequence")),
+        time=time.monotonic() - age / 1000,
+        step=integer_of(message, "step", 1, 10**12),
+        stopped=bool(message.get("stopped")),
+        is_guess=bool(message.get("guess")),
+    )
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MESSAGE_LIMIT:
+        return text
+    return text[:2000] + "\n...\n" + text[2000 - _MESSAGE_LIMIT :]
+
+
+REPORT_SECONDS = 10.0  # between two lines that say who is missing
+_LOOK_SECONDS = 5.0  # between two looks whether names of --ips have other addresses
+_CALL_SECONDS = 1.0  # between two calls of one host
+_GREETING_SECONDS = 10.0  # for an answer of who has taken the call
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_GUESTS = 256  # callers that have not said who they are
+_MOST_REFUSED = 20  # lines about callers that were refused
+_OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
+
+
+class Moved(Exception):
+    """While hosts are waited for, a name of --ips got another address: meet anew, with that."""
+
+
+def rendezvous(
+    mine: Handshake,
+    port: int,
+    seconds: float,
+    say: Callable[[str], None],
+    received: Sequence[int] = (),
+    token: str = "",
+    look: Look = lambda: None,
+) -> ControlChannel:
+    """Waits until all hosts of the run are there; the connections stay open as the line of the run.
+
+    For a restart they meet again.  A host that was lost and is started again joins them: it takes
+    over from the others how often the run was restarted, and which steps are left out.
+
+    Args:
+        port: of the first host.
+        seconds: how long to wait.
+        say: prints a line for the user.
+        received: signals so far; with one the waiting ends.
+        token: of the job; hosts that do not know it are refused.
+        look: what names of --ips mean by now, as `Lookout.look` says it.
+    Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
+        Moved.
+    """
+    meeting = _Meeting(mine, port, say, token)
+    try:
+        meeting.wait(seconds, received, look)
+        return meeting.line()
+    except BaseException:
+        meeting.leave()
+        raise
+
+
+class _Meeting:
+    def __init__(self, mine: Handshake, port: int, say: Callable[[str], None], token: str) -> None:
+        self.mine, self.port, self.say, self.token = mine, port, say, token
+        self.first = mine.hosts[0]
+        self.joined: dict[str, Connection] = {}  # the first host has all the others', they have its
+        self.identities: dict[str, str] = {}
+        self.guests: list[Connection] = []  # have called and not yet said who they are
+        self.calls: dict[str, Connection] = {}  # begun here and not yet answered
+        self.tried: dict[str, str] = {}  # host -> what came of the last call
+        self.called: dict[str, float] = {}
+        self.refused: set[str] = set()  # what was said of callers
+        self.dispute = Dispute()
+        self.complete = False
+        self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
+        self.listener = _listen(mine, port)
+
+    @property
+    def missing(self) -> list[str]:
+        expected = self.mine.hosts[1:] if self.mine.is_first else [self.first]
+        return [host for host in expected if host not in self.joined]
+
+    def wait(self, seconds: float, received: Sequence[int], look: Look) -> None:
+        begin = time.monotonic()
+        reported = looked = begin
+        while not self.complete:
+            if received:
+                self._stop()
+            self._call_missing()
+            self._pause()
+            self._take_calls()
+            self._hear_guests()
+            self._hear_calls()
+            self._hear_joined()
+            if self.mine.is_first and not self.missing:
+                go = {"type": "go", "attempt": self.attempt, "skip": sorted(self.skip)}
+                self._tell_joined(go)
+                self.complete = True
+            now = time.monotonic()
+            if self.missing and now - looked >= _LOOK_SECONDS:
+                looked = now
+                self._learn(look())
+            # Who has joined leaves it to the first host, which knows who is missing.
+            patience = seconds + _PATIENCE_SECONDS * (not self.mine.is_first and not self.missing)
+            if not self.complete and now - begin > patience:
+                self._fail(
+                    LaunchError(
+                        f"gave up after {seconds:g} s (--start_timeout): {self._who()}",
+                        code="hosts_missing",
+                    )
+                )
+            if not self.complete and now - reported >= REPORT_SECONDS:
+                reported = now
+                self._report(now - begin)
+
+    def _learn(self, found: tuple[str | None, ...] | None) -> None:
+        """Raises: Moved.  LaunchError: hosts keep disagreeing about names."""
+        if found is None:
+            return
+        if None not in found and found != self.mine.hosts:
+            raise Moved
+        lasting = self.dispute.lasts(found)
+        if lasting:
+            self._fail(LaunchError(lasting, code="hosts_disagree"))
+
+    def _stop(self) -> NoReturn:
+        """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
+
+        At the very start they may: the command is being typed again.
+        """
+        if self.attempt:
+            self._tell_joined({"type": "stopped"})
+        raise Stopped
+
+    def line(self) -> ControlChannel:
+        self._hang_up()
+        if not self.mine.is_first and self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        self.say(f"all {len(self.mine.hosts)} hosts are here")
+        line = ControlChannel(self.mine.host, self.mine.hosts, self.joined, self.listener, self.say)
+        line.drawn = self.identities.get(self.first, self.mine.identity)
+        line.attempt, line.skip = self.attempt, tuple(sorted(self.skip))
+        line.restarts = self.mine.max_restart > 0
+        return line
+
+    def leave(self) -> None:
+        self._hang_up()
+        for connection in self.joined.values():
+            connection.close()
+        if self.listener is not None:
+            self.listener.close()
+
+    def _hang_up(self) -> None:
+        for connection in (*self.guests, *self.calls.values()):
+            connection.close()
+
+    def _call_missing(self) -> None:
+        now = time.monotonic()
+        for host in self.missing:
+            pause = _CALL_SECONDS * (3 if self.mine.is_first else 1)  # they call as well
+            if host not in self.calls and now - self.called.get(host, -pause) >= pause:
+                self.called[host] = now
+                self.calls[host] = Connection.call(host, self.port)
+                self.calls[host].send(self.mine.message())
+
+    def _pause(self) -> None:
+        open_ones = [*self.guests, *self.joined.values(), *self.calls.values()]
+        reading: list[Connection | socket.socket] = [
+            each for each in open_ones if each.closed is None and not each.connecting
+        ]
+        if self.listener is not None:
+            reading.append(self.listener)
+        calling = [each for each in self.calls.values() if each.closed is None and each.connecting]
+        select.select(reading, calling, [], _POLL_SECONDS)
+
+    def _take_calls(self) -> None:
+        if self.listener is None:
+            return
+        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+            for _ in range(_GUESTS):
+                self.guests.append(Connection(self.listener.accept()[0]))
+        # A host says at once who it is, so those who say nothing for longest make room for others.
+        for guest in self.guests[:-_GUESTS]:
+            self._hear_guest(guest)
+        for guest in self.guests[:-_GUESTS]:
+            guest.close()
+        self.guests = self.guests[-_GUESTS:]
+
+    def _hear_guests(self) -> None:
+        for guest in list(self.guests):
+            self._hear_guest(guest)
+
+    def _hear_guest(self, guest: Connection) -> None:
+        messages = guest.receive()
+        late = time.monotonic() - guest.opened > _GREETING_SECONDS
+        theirs = read_handshake(messages[0]) if messages else None
+        if theirs is None and guest.closed is None and not late and not messages:
+            return
+        self.guests.remove(guest)
+        if theirs is None or not self._receive_guest(guest, theirs):
+            guest.close()
+
+    def _receive_guest(self, guest: Connection, theirs: Handshake) -> bool:
+        """Answers who has called; True when it has joined, False when the call is over."""
+        if theirs.is_signed(self.token) and self.mine.means_others(theirs):
+            kind, refusal = "later", differences(self.mine, theirs)[0]
+            self.dispute.hear(refusal)
+        else:
+            kind, refusal = "refused", self._refusal(theirs)
+        if refusal:
+            signed = proof(self.token, {"text": refusal, "to": theirs.identity})
+            guest.send({"type": kind, "text": refusal, "proof": signed})
+            return False
+        guest.send(self.mine.message())
+        try:
+            self._compare(theirs)
+        except LaunchError:
+            guest.close()
+            raise
+        if not self.mine.is_first:  # the first host asks where we are; our own call is on its way
+            return False
+        self._join(theirs, guest)
+        return True
+
+    def _refusal(self, theirs: Handshake) -> str:
+        """Why a caller has no place in this run, "" when it has one."""
+        if not theirs.is_signed(self.token):
+            self._say_refused(f"refused who says it is host {theirs.host[:60]}: it {_OTHER_TOKEN}")
+            return f"this one {_OTHER_TOKEN}"
+        if theirs.host not in self.mine.hosts:
+            self._say_refused(
+                f"refused {theirs.host[:60]}, which has called and is not among --ips of this host"
+            )
+            return f"it is not among --ips {','.join(self.mine.hosts)} there"
+        known = self.identities.get(theirs.host)
+        if theirs.host == self.mine.host or (known is not None and known != theirs.identity):
+            self._say_refused(f"refused a second fleetrun that says it is host {theirs.host}")
+            return (
+                f"another fleetrun is host {theirs.host} of this run already: it was started "
+                f"twice, or --host is wrong on one of the two"
+            )
+        if self.joined and not self.mine.is_first and theirs.host != self.first:
+            return f"host {self.mine.host} is in a run of host {self.first} already"
+        return ""
+
+    def _say_refused(self, text: str) -> None:
+        """Once each, and not for ever: it calls again every second, and may be a stranger."""
+        if text not in self.refused and len(self.refused) < _MOST_REFUSED:
+            self.refused.add(text)
+            self.say(text)
+
+    def _compare(self, theirs: Handshake) -> None:
+        found = differences(self.mine, theirs)
+        if found:
+            lines = "\n".join(found)
+            self._fail(
+                LaunchError(
+                    f"host {theirs.host} was started otherwise.\n{lines}", code="hosts_differ"
+                )
+            )
+
+    def _join(self, theirs: Handshake, connection: Connection) -> None:
+        for line in remarks(self.mine, theirs):
+            self.say(line)
+        self.joined[theirs.host] = connection
+        self.attempt = max(self.attempt, theirs.attempt)
+        self.skip |= set(theirs.skip)
+        self.identities[theirs.host] = theirs.identity
+
+    def _hear_calls(self) -> None:
+        for host, call in list(self.calls.items()):
+            messages = call.receive()
+            theirs = read_handshake(messages[0]) if messages else None
+            doubtful = ""
+            if messages and messages[0]["type"] in ("refused", "later"):
+                doubtful = self._hear_refusal(host, messages[0])
+            elif theirs is not None and not theirs.is_signed(self.token):
+                doubtful = f"who answers there {_OTHER_TOKEN}"
+            if doubtful:
+                self.tried[host] = doubtful
+                del self.calls[host]
+                call.close()
+                continue
+            if theirs is not None:
+                self._compare(theirs)
+            if theirs is not None and not self.mine.is_first:
+                del self.calls[host]
+                self._join(theirs, call)
+                self._follow(messages[1:])
+                continue
+            busy = bool(messages) and messages[0]["type"] == "busy"
+            silent = time.monotonic() - call.heard > _GREETING_SECONDS and not call.connecting
+            if theirs is not None:
+                self.tried[host] = f"it is there, but has not reached {self.mine.host}:{self.port}"
+            elif busy:
+                self.tried[host] = f"{text_of(messages[0], 'text')}; this one joins its restart"
+            elif messages or silent or call.is_foreign:
+                self.tried[host] = (
+                    "what answers there is not a fleetrun: another program has the port; take "
+                    "another with --start_port P on every host"
+                )
+            elif call.closed is not None:
+                self.tried[host] = call.closed
+            else:
+                continue
+            del self.calls[host]
+            call.close()
+
+    def _hear_refusal(self, host: str, message: Message) -> str:
+        """What is to be thought of it, where a stranger may have said it.
+
+        Raises: LaunchError: a host of this job has no place for this one, and never will.
+        """
+        text, given = text_of(message, "text"), text_of(message, "proof")
+        if self.token and not proves(self.token, {"text": text, "to": self.mine.identity}, given):
+            return f"who answers there refuses this one: {text}"
+        if message["type"] == "later":
+            self.dispute.hear(text)
+            return f"{text}; both look again"
+        refused = f"host {host} refused this one, {self.mine.host}: {text}"
+        if self.token or not self.mine.has_names:
+            self._fail(LaunchError(refused, code="host_refused"))
+        self.dispute.hear(refused)  # a host of another run may have the address by now
+        return f"it refuses this one: {text}"
+
+    def _hear_joined(self) -> None:
+        for host, connection in list(self.joined.items()):
+            messages = connection.receive()
+            if not self.mine.is_first:
+                self._follow(messages)
+            elif any(message["type"] == "stopped" for message in messages):
+                self._stop()
+            if connection.closed is not None and not self.complete:
+                del self.joined[host], self.identities[host]
+                self.tried[host] = "it was here and went away"
+                self.say(f"host {host} went away before the run began")
+
+    def _follow(self, messages: list[Message]) -> None:
+        """What the first host says to one that has joined."""
+        for message in messages:
+            if message["type"] == "go":
+                self.complete = True
+                self.attempt = integer_of(message, "attempt", 0, MOST_RESTARTS) or 0
+                self.skip = set(steps_of(message) or ())
+            elif message["type"] == "stopped":
+                raise Stopped
+            elif message["type"] == "waiting":
+                self.say(text_of(message, "text"))
+            elif message["type"] == "refused":
+                text, code = text_of(message, "text"), text_of(message, "code", 100)
+                raise Failure(LaunchError.kind, code, f"host {self.first}: {text}").error()
+
+    def _report(self, waited: float) -> None:
+        if self.missing:
+            self.say(f"{self._who()} ({waited:.0f} s)")
+        if self.mine.is_first:
+            text = f"host {self.first}: {self._who()} ({waited:.0f} s)"
+            self._tell_joined({"type": "waiting", "text": text})
+
+    def _who(self) -> str:
+        if not self.missing:
+            return f"waiting for host {self.first} to say that all are there"
+        each = [
+            f"host {host} ({host}:{self.port}: {self.tried.get(host, 'no answer yet')})"
+            for host in self.missing
+        ]
+        return f"still waiting for {', '.join(each)}"
+
+    def _fail(self, error: LaunchError) -> NoReturn:
+        """Raises: this error, which the hosts that have joined get as well."""
+        if self.mine.is_first:
+            self._tell_joined({"type": "refused", "text": str(error), "code": error.code})
+        raise error
+
+    def _tell_joined(self, message: Message) -> None:
+        for connection in self.joined.values():
+            connection.send(message)
+
+
+def _listen(mine: Handshake, port: int) -> socket.socket | None:
+    """Where the others call; None where they need not and cannot."""
+    for address in (mine.host, ""):  # an address of --host may be one that only others see
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        try:
+            listener.bind((address, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            break
+        return listener
+    if mine.is_first:
+        raise port_in_use(port, len(mine.hosts))
+    return None

@@ -1,0 +1,135 @@
+"""Training losses.  Each takes raw outputs and padded ground truth; none talks to other ranks."""
+
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import Tensor, nn
+
+from ppdist.losses.distillation import Teaching
+
+
+class LossOutput(NamedTuple):
+    """One micro-batch's loss, not yet normalised.
+
+        loss of a step = sum of totals / max(1, sum of normalizers)
+
+    over all micro-batches and ranks of the step, and the same of `apart` added.  The trainer
+    divides: only it sees them all.
+
+    total: 0-D float32, weighted SUM over this micro-batch; the gradient flows here, and reaches
+        every output of the model even where no image has an object.
+    normalizer: 0-D float32 without gradient: sum of the assigned soft labels; 0 for a loss that
+        has divided by `totals` (see `Loss.counts`) already.
+    parts: the unweighted sums by name, 0-D float32, detached, for the log.
+    apart: a loss with a normalizer of its own, and nothing `apart` of its own.  Its gradient
+        reaches the parameters of `Loss.apart` and no others, and only it reaches these, so that
+        the trainer can divide gradients that have been added up.  None: there is none.
+    normalizer_B: float32 without gradient: what each image has of the normalizer, for `distil`.
+    """
+
+    total: Tensor
+    normalizer: Tensor
+    parts: dict[str, Tensor]
+    apart: "LossOutput | None" = None
+    normalizer_B: Tensor | None = None
+
+
+class Loss(nn.Layer):
+    """Base of all losses: what the training step needs to know of one.
+
+    Attributes:
+        apart: state-dict key prefixes of what only `LossOutput.apart` trains; with any of them
+            every output for the training step has an `apart`.
+    """
+
+    apart: tuple[str, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        model: Any,
+        steps_per_epoch: float,
+        reference_batch: int = 64,
+    ) -> "Loss":
+        """The loss of a `loss:` section for the model it belongs to; every rank builds one.
+
+        Args:
+            steps_per_epoch: optimizer steps of an epoch as the section counts them; not whole
+                where the run was lengthened (train.epochs_compensation).
+            reference_batch: images of a step that the learning rate was tuned for.
+        """
+        raise NotImplementedError
+
+    def prepare(self, model: Any, step: int) -> None:
+        """Before the forward passes of a step: sets what in the model depends on the step."""
+
+    def counts(
+        self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
+    ) -> Tensor | None:
+        """What the targets alone say about normalisation, float32 [K]; None: nothing.
+
+        The step adds these up over its micro-batches and over all ranks, before any forward pass,
+        and hands the sum to every `forward` as `totals`.  For losses with several terms that are
+        each divided by a number of their own.
+
+        Args:
+            size: (height, width) of the input in pixels.
+        """
+        return None
+
+    def forward(
+        self,
+        outputs: Any,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+        totals: Tensor | None = None,
+    ) -> LossOutput:
+        """The loss of one micro-batch.
+
+        Args:
+            outputs: raw outputs of the model, any floating precision; computed in float32.
+            boxes_BM4: xyxy input pixels, zero padded, M >= 1.
+            labels_BM: int64 in [0, C); anything where padded.
+            mask_BM: 1 for a real box, 0 for padding.
+            step: optimizer step, counted from 0; the same on every rank.
+            totals: the step's sum of `counts`, where those are not None.
+        """
+        raise NotImplementedError
+
+    def misfit(self, teacher: Any) -> str:
+        """Why the outputs of a teacher, a detector of the same family, classes and strides, mean
+        something else than the student's, and what to do; "": they mean the same."""
+        return ""
+
+    def distil(
+        self,
+        output: LossOutput,
+        outputs: Any,
+        taught: Any,
+        teaching: Teaching,
+        totals: Tensor | None,
+    ) -> LossOutput:
+        """The loss of one micro-batch with what a teacher adds to it; computed in float32.
+
+        Args:
+            output: of `forward`.
+            outputs, taught: raw outputs of student and teacher for the same images.
+            teaching: which terms.  A weight of 1 makes logits count like the classes of the ground
+                truth, and features and boxes like its boxes (a PP-YOLOE's boxes like its
+                distributions of sides).
+            totals: as in `forward`.
+        Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` besides,
+            weights and gains included.
+        """
+        raise NotImplementedError
+
+
+def with_terms(output: LossOutput, terms: dict[str, Tensor], factor: float = 1.0) -> LossOutput:
+    """A loss with the terms of a distillation added, their sum `factor` times; see `distil`."""
+    return output._replace(
+        total=output.total + factor * paddle.add_n(list(terms.values())),
+        parts=output.parts | {f"loss_distill_{k}": each.detach() for k, each in terms.items()},
+    )

@@ -1,0 +1,345 @@
+"""What every model offers (normalise, forward, decode, fuse), and detectors besides.
+
+The stages of a model, from the image to the prediction: what freezing and layer decay count.
+
+Frozen parts of a model: weights and statistics that training leaves as they are.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from ppdist.common.errors import ConfigError
+from ppdist.models.layers import ConvBNLayer, RepConv
+
+
+class ImageModel(nn.Layer):
+    """Base of all models.
+
+        outputs = model(model.normalize(images_B3HW))     # in eval mode as in train mode
+        loss = criterion(outputs, ...)                    # training
+        model.predict(images_B3HW)                        # inference: normalise, forward, decode
+
+    Attributes:
+        num_classes: C.
+        size_multiple: height and width of the input are multiples of this, pixels.
+        pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
+        class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
+            another class count leave exactly these fresh.
+        training_only: state-dict key prefixes of what only training uses; weights may lack it.
+        twins: pairs of state-dict key prefixes: of a part, and of the one that it starts as a copy
+            of where weights lack it.  Training goes on from that; nothing is predicted with it.
+    """
+
+    class_layers: tuple[str, ...] = ()
+    training_only: tuple[str, ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
+
+    def __init__(
+        self,
+        num_classes: int,
+        size_multiple: int,
+        pixel_mean: tuple[float, float, float],
+        pixel_std: tuple[float, float, float],
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.size_multiple = size_multiple
+        self.pixel_mean = list(pixel_mean)
+        self.pixel_std = list(pixel_std)
+        self._statistics: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def official_keys(self) -> dict[str, str]:
+        """Our state-dict key -> the key under which the original implementation keeps the entry.
+
+        Equal where the names are the original's own; otherwise the original is a torch model.
+        """
+        return {key: key for key in self.state_dict()}
+
+    def normalize(self, images_B3HW: Tensor) -> Tensor:
+        """RGB images 0..255, uint8 or float, to float32 with (value - mean) / std per channel."""
+        images = images_B3HW
+        if images.dtype != paddle.float32:
+            images = images.astype("float32")
+        if not any(self.pixel_mean) and len(set(self.pixel_std)) == 1:
+            scale = 1.0 / self.pixel_std[0]
+            return images if scale == 1 else images * scale
+        mean, std = self._pixel_statistics(images)
+        return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
+
+    def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation [1, 3, 1, 1] beside the images, copied to their device once."""
+        if not paddle.in_dynamic_mode():
+            return _channels(self.pixel_mean), _channels(self.pixel_std)
+        place = str(images.place)
+        if place not in self._statistics:
+            self._statistics[place] = _channels(self.pixel_mean), _channels(self.pixel_std)
+        return self._statistics[place]
+
+    def forward(self, images_B3HW: Tensor) -> Any:
+        """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""
+        raise NotImplementedError
+
+    def decode(self, outputs: Any) -> Any:
+        """Raw outputs to what a user wants to know."""
+        raise NotImplementedError
+
+    def predict(self, images_B3HW: Tensor) -> Any:
+        """What a user wants to know of RGB images 0..255; the caller sets mode and gradients."""
+        return self.decode(self(self.normalize(images_B3HW)))
+
+    def parameter_count(self) -> int:
+        """Weights, biases and norm scales, frozen ones too; running statistics are not counted."""
+        return sum(
+            math.prod(value.shape)
+            for key, value in self.named_parameters()
+            if not key.endswith(("._mean", "._variance"))
+        )
+
+    def fuse(self) -> None:
+        """Re-parameterises in place for deployment; eval outputs stay the same to rounding."""
+        for layer in self.sublayers():
+            if isinstance(layer, RepConv):
+                layer.fuse()
+        self.eval()
+
+    def fold_norms(self) -> None:
+        """Folds every batch norm into its convolution, in place; eval outputs as after `fuse`."""
+        for layer in self.sublayers():
+            if isinstance(layer, ConvBNLayer):
+                layer.fold_norm()
+
+    @paddle.no_grad()
+    def fold_pixel_scale(self) -> None:
+        """Moves the division by `pixel_std` into the first convolution, in place.
+
+        The mean is still subtracted before it: the convolution pads the borders with zeros, and
+        zero stands for the mean colour only where the mean was subtracted.
+        """
+        first = next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
+        first.weight.set_value(first.weight / _channels(self.pixel_std))
+        self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
+
+    def set_pixel_statistics(self, mean: list[float], std: list[float]) -> None:
+        """What `normalize` does from now on; a mean of 0 and a deviation of 1: nothing."""
+        self.pixel_mean, self.pixel_std = mean, std
+        self._statistics.clear()
+
+
+class Detector(ImageModel):
+    """Base of all detectors.
+
+        scores_BNC, boxes_BN4 = model.predict(images_B3HW)
+
+    Attributes:
+        strides: pixels per cell of each output level, in the order of the outputs.
+        distillation: takes the neck's features, level by level in the order of the outputs, and
+            its tuple becomes `outputs.features`; None: nobody compares them with a teacher's.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        strides: tuple[int, ...],
+        pixel_mean: tuple[float, float, float],
+        pixel_std: tuple[float, float, float],
+    ) -> None:
+        super().__init__(num_classes, max(strides), pixel_mean, pixel_std)
+        self.strides = strides
+        self.distillation: nn.Layer | None = None
+
+    def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped."""
+        raise NotImplementedError
+
+    def become_teacher(self) -> None:
+        """In place, with its weights loaded: from now on its raw outputs are those that a student
+        is to learn from."""
+
+
+def _channels(values: list[float]) -> Tensor:
+    return paddle.to_tensor(values, dtype="float32").reshape([1, 3, 1, 1])
+
+
+def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
+
+    Made once per set of level sizes; in a static graph computed from the run-time sizes.
+    """
+    if paddle.in_dynamic_mode():
+        sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
+        return _fixed_points(sizes, strides, str(features[0].place))
+    points, stride = [], []
+    for feature, step in zip(features, strides):
+        shape = paddle.shape(feature)
+        y = (paddle.arange(0, shape[2], dtype="float32") + 0.5) * step
+        x = (paddle.arange(0, shape[3], dtype="float32") + 0.5) * step
+        grid_y, grid_x = paddle.meshgrid(y, x)
+        level = paddle.stack([grid_x.flatten(), grid_y.flatten()], axis=1)
+        points.append(level)
+        stride.append(paddle.full_like(level[:, :1], float(step)))
+    return paddle.concat(points), paddle.concat(stride)
+
+
+@lru_cache(maxsize=64)
+def _fixed_points(
+    sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], place: str
+) -> tuple[Tensor, Tensor]:
+    points, stride = [], []
+    for (height, width), step in zip(sizes, strides):
+        y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+        points.append((np.stack([x.ravel(), y.ravel()], axis=1) + 0.5) * step)
+        stride.append(np.full((height * width, 1), step))
+    return (
+        paddle.to_tensor(np.concatenate(points).astype("float32")),
+        paddle.to_tensor(np.concatenate(stride).astype("float32")),
+    )
+
+
+# Where a stage of a backbone begins; what follows in the state dict belongs to it, up to the next:
+# `down3` begins what `stage3` goes on with, and pooling belongs to the last level.
+_BEGINS = re.compile(r"(backbone\.(?:stem|stages\.\d+|down\d+))\.")
+_NECKS = ("neck.", "aux_neck.")
+NECK, HEAD = "neck", "head"
+
+
+def stages_of(keys: Iterable[str]) -> dict[str, list[str]]:
+    """State-dict keys by stage, in the order in which an image passes the stages.
+
+        PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
+        YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
+
+    Args: keys: of a model's state dict, in its order.
+    """
+    backbone: dict[str, list[str]] = {}
+    neck: list[str] = []
+    head: list[str] = []
+    stage = "backbone"
+    for key in keys:
+        if key.startswith("backbone."):
+            begins = _BEGINS.match(key)
+            stage = begins[1] if begins else stage
+            backbone.setdefault(stage, []).append(key)
+        elif key.startswith(_NECKS):
+            neck.append(key)
+        else:
+            head.append(key)
+    stages = backbone | {NECK: neck, HEAD: head}
+    return {name: found for name, found in stages.items() if found}
+
+
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
+Freeze = int | Sequence[str] | None  # see `frozen_keys`
+
+
+def freeze(model: nn.Layer, what: Freeze) -> frozenset[str]:
+    """Stops the training of parts of a model, in place; every rank calls it alike, before an
+    optimizer is built.
+
+    Their weights get no gradient and so neither an update nor decay; their batch norms normalise
+    by the running statistics and leave them alone, also in training mode.  Nothing is computed
+    backwards for what comes before the first weight that trains.
+
+    Args: what: see `frozen_keys`.
+    Returns: state-dict keys of what does not change any more.
+    Raises: ConfigError: see `frozen_keys`.
+    """
+    keys = frozen_keys(model, what)
+    for key, parameter in model.named_parameters():
+        if key in keys:
+            parameter.stop_gradient = True
+    for name, layer in model.named_sublayers():
+        if isinstance(layer, _NORMS) and f"{name}._mean" in keys:
+            layer._use_global_stats = True
+    return keys
+
+
+def frozen_keys(model: nn.Layer, what: Freeze) -> frozenset[str]:
+    """The state-dict keys that `train.freeze` means.
+
+    Args:
+        what: so many stages of the backbone, counted from the image (the stem is the first; see
+            `stages_of`), or the beginnings of keys, whole names between dots, such as `backbone` or
+            `neck.fpn_stages.0`.  None: nothing.
+    Raises: ConfigError: the backbone has fewer stages, no weight has such a key, or nothing is left
+        to train.
+    """
+    if what is None:
+        return frozenset()
+    keys = list(model.state_dict())
+    if isinstance(what, int):
+        stages = stages_of(keys)
+        backbone = [name for name in stages if name.startswith("backbone")]
+        if what > len(backbone):
+            raise ConfigError(
+                f"{what}: the backbone of this model has {len(backbone)} stages "
+                f"({', '.join(backbone)})",
+                code="freeze_too_many_stages",
+                where="train.freeze",
+                fix=(
+                    "to freeze more than it, give the beginnings of keys, such as [backbone, "
+                    f"{next(n for n in stages if n not in backbone)}]"
+                ),
+            )
+        frozen = frozenset(key for name in backbone[:what] for key in stages[name])
+    else:
+        frozen = frozenset(key for prefix in what for key in _beginning_with(prefix, keys))
+    if all(key in frozen for key, each in model.named_parameters() if not each.stop_gradient):
+        raise ConfigError(
+            "nothing is left to train",
+            code="freeze_leaves_nothing",
+            where="train.freeze",
+            fix="freeze less",
+        )
+    return frozen
+
+
+def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
+    """Raises: ConfigError: none does."""
+    beginning = prefix.rstrip(".")
+    found = [key for key in keys if key == beginning or key.startswith(f"{beginning}.")]
+    if beginning and found:
+        return found
+    # As far as the key is right, what could go on there.
+    parts = beginning.split(".")
+    known, after = "", keys
+    while parts and (inside := [k for k in keys if k.startswith(f"{known}{parts[0]}.")]):
+        known += f"{parts.pop(0)}."
+        after = inside
+    choices = dict.fromkeys(key.removeprefix(known).split(".")[0] for key in after)
+    raise ConfigError(
+        f"no weight of this model has a key that begins with {prefix!r}; expected "
+        f"{known or 'one of '}{'{' if known else ''}{', '.join(choices)}{'}' if known else ''}",
+        code="freeze_unknown_key",
+        where="train.freeze",
+    )
+
+
+def freezing(model: nn.Layer, what: Freeze) -> list[str]:
+    """A line for the log: what of the model is frozen; nothing where nothing is.
+
+    Raises: ConfigError: see `frozen_keys`.
+    """
+    keys = frozen_keys(model, what)
+    if not keys:
+        return []
+    sizes = {key: math.prod(value.shape) for key, value in _weights(model).items()}
+    frozen = sum(size for key, size in sizes.items() if key in keys)
+    whole = [name for name, inside in stages_of(model.state_dict()).items() if keys >= {*inside}]
+    which = f" ({', '.join(whole)})" if whole else ""
+    return [
+        f"frozen: {frozen} of {sum(sizes.values())} weights{which}; they and their running "
+        f"statistics stay as they are"
+    ]
+
+
+def _weights(model: nn.Layer) -> dict:
+    """Parameters by key, without the running statistics, which Paddle counts among them."""
+    named = model.named_parameters()
+    return {key: each for key, each in named if not key.endswith(("._mean", "._variance"))}

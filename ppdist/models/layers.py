@@ -1,0 +1,267 @@
+"""Building blocks of convolutional detectors.
+
+Attribute names (`conv`, `bn`, `conv1`, `fc`, ...) are part of the contract: they are the keys under
+which the published weights are stored.
+
+Batch normalisation over the batches of all ranks, for gloo (Paddle has no CPU kernel for it).
+"""
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+
+from ppdist.distributed import comm
+
+
+def upsample2x(feature: Tensor) -> Tensor:
+    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
+
+    Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
+    predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
+    """
+    feature = paddle.stack([feature, feature], axis=-1).flatten(3, 4)
+    return paddle.stack([feature, feature], axis=3).flatten(2, 3)
+
+
+def swish(x: Tensor) -> Tensor:
+    """x * sigmoid(x).
+
+    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
+    of the convolution before it; `silu` it does not know.
+    """
+    return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
+
+
+class ConvBNLayer(nn.Layer):
+    """Convolution without bias, batch norm, and swish if `activate`.
+
+    Args:
+        padding: zeros on each side, pixels; None: (kernel - 1) // 2.
+        epsilon: added to the variance; Paddle's default.
+        momentum: weight of the old value in the running statistics (torch counts the new one's).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        stride: int = 1,
+        activate: bool = True,
+        *,
+        padding: int | None = None,
+        epsilon: float = 1e-5,
+        momentum: float = 0.9,
+    ) -> None:
+        super().__init__()
+        if padding is None:
+            padding = (kernel - 1) // 2
+        self.conv = nn.Conv2D(
+            in_channels, out_channels, kernel, stride, padding=padding, bias_attr=False
+        )
+        self.bn = nn.BatchNorm2D(out_channels, momentum=momentum, epsilon=epsilon)
+        self.activate = activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        return swish(x) if self.activate else x
+
+    @paddle.no_grad()
+    def fold_norm(self) -> None:
+        """Folds the batch norm into the convolution, which gets a bias; same eval output."""
+        if isinstance(self.bn, nn.Identity):
+            return
+        kernel, bias = _fold_norm(self)
+        self.conv.weight.set_value(kernel)
+        self.conv.bias = self.conv.create_parameter(bias.shape, is_bias=True)
+        self.conv.bias.set_value(bias)
+        self.bn = nn.Identity()
+
+
+class RepConv(nn.Layer):
+    """Parallel 3x3 and 1x1 convolutions, summed, swish; one 3x3 convolution after `fuse()`.
+
+        y = swish(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x)))
+
+    alpha is 1, or with `scaled_branch` a learned scalar (PP-YOLOE+).
+    Source: RepVGG, arXiv:2101.03697, section 3.3 for the fusion.
+    """
+
+    def __init__(self, channels: int, scaled_branch: bool = False) -> None:
+        super().__init__()
+        self.conv1 = ConvBNLayer(channels, channels, 3, activate=False)
+        self.conv2 = ConvBNLayer(channels, channels, 1, activate=False)
+        self.alpha = None
+        if scaled_branch:
+            self.alpha = self.create_parameter(
+                [1], default_initializer=nn.initializer.Constant(1.0)
+            )
+        self.conv: nn.Conv2D | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is not None:
+            return swish(self.conv(x))
+        side = self.conv2(x)
+        if self.alpha is not None:
+            side = self.alpha * side
+        return swish(self.conv1(x) + side)
+
+    @paddle.no_grad()
+    def fuse(self) -> None:
+        """Replaces both branches by the 3x3 convolution (with bias) of the same eval output."""
+        if self.conv is not None:
+            return
+        kernel, bias = _fold_norm(self.conv1)
+        kernel_1x1, bias_1x1 = _fold_norm(self.conv2)
+        if self.alpha is not None:
+            kernel_1x1, bias_1x1 = self.alpha * kernel_1x1, self.alpha * bias_1x1
+        channels = kernel.shape[0]
+        fused = nn.Conv2D(channels, channels, 3, padding=1)
+        fused.weight.set_value(kernel + F.pad(kernel_1x1, [1, 1, 1, 1]))
+        fused.bias.set_value(bias + bias_1x1)
+        del self.conv1, self.conv2, self.alpha
+        self.conv = fused
+
+
+def _fold_norm(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
+    """Kernel and bias of one convolution that equals convolution plus frozen batch norm."""
+    norm = block.bn
+    scale = norm.weight / paddle.sqrt(norm._variance + norm._epsilon)
+    return block.conv.weight * scale.reshape([-1, 1, 1, 1]), norm.bias - norm._mean * scale
+
+
+class RepBlock(nn.Layer):
+    """3x3 ConvBNLayer, then RepConv; plus the input when `residual`."""
+
+    def __init__(self, channels: int, residual: bool, scaled_branch: bool) -> None:
+        super().__init__()
+        self.conv1 = ConvBNLayer(channels, channels, 3)
+        self.conv2 = RepConv(channels, scaled_branch)
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.conv1(x))
+        return x + y if self.residual else y
+
+
+class EffectiveSELayer(nn.Layer):
+    """x * hardsigmoid(fc(mean over H and W of x)): the "effective SE" of arXiv:1911.06667."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc = nn.Conv2D(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.hardsigmoid(self.fc(F.adaptive_avg_pool2d(x, 1)))
+
+
+class SPP(nn.Layer):
+    """The input beside its max-poolings of several sizes (stride 1), mixed by a 1x1 ConvBNLayer."""
+
+    def __init__(self, channels: int, sizes: tuple[int, ...] = (5, 9, 13)) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.conv = ConvBNLayer(channels * (len(sizes) + 1), channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = [F.max_pool2d(x, size, stride=1, padding=size // 2) for size in self.sizes]
+        return self.conv(paddle.concat([x, *pooled], axis=1))
+
+
+class _Normalize(PyLayer):
+    """y = gamma * (x - mean) / sqrt(var + eps) + beta with mean and var over all ranks.
+
+    Source of the gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3, with the two sums
+    over the batch taken over all ranks.  Gradients of gamma and beta stay local: the gradient
+    all-reduce of data parallel training averages them like every other parameter's.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BCHW, gamma_C, beta_C, epsilon, running_mean_C, running_var_C, momentum):
+        batch, _, height, width = x_BCHW.shape
+        local_count = paddle.to_tensor(float(batch * height * width))
+        local_mean_C = x_BCHW.mean([0, 2, 3])
+        local_square_C = ((x_BCHW - local_mean_C.reshape([1, -1, 1, 1])) ** 2).sum([0, 2, 3])
+        count, mean_C, var_C = _combine(local_count, local_mean_C, local_square_C)
+        inverse_C = paddle.rsqrt(var_C + epsilon)
+        normal_BCHW = (x_BCHW - mean_C.reshape([1, -1, 1, 1])) * inverse_C.reshape([1, -1, 1, 1])
+        ctx.save_for_backward(normal_BCHW, gamma_C, inverse_C, count)
+        # Paddle on CPU keeps the biased variance (1/n) as its running statistic; so do we.
+        paddle.assign(momentum * running_mean_C + (1 - momentum) * mean_C, running_mean_C)
+        paddle.assign(momentum * running_var_C + (1 - momentum) * var_C, running_var_C)
+        return normal_BCHW * gamma_C.reshape([1, -1, 1, 1]) + beta_C.reshape([1, -1, 1, 1])
+
+    @staticmethod
+    def backward(ctx, dy_BCHW):
+        normal_BCHW, gamma_C, inverse_C, count = ctx.saved_tensor()
+        dbeta_C = dy_BCHW.sum([0, 2, 3])
+        dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])
+        sums_2C = comm.all_reduce_sum(paddle.stack([dbeta_C, dgamma_C])) / count
+        mean_dy_1C11, mean_dy_normal_1C11 = sums_2C.reshape([2, 1, -1, 1, 1])
+        scale_1C11 = (gamma_C * inverse_C).reshape([1, -1, 1, 1])
+        dx_BCHW = scale_1C11 * (dy_BCHW - mean_dy_1C11 - normal_BCHW * mean_dy_normal_1C11)
+        return dx_BCHW, dgamma_C, dbeta_C
+
+
+def _combine(
+    count: paddle.Tensor, mean_C: paddle.Tensor, square_C: paddle.Tensor
+) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+    """Count, mean and biased variance of all ranks from each rank's count, mean and sum of squared
+    deviations, in one collective.  Source: Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 2.1.
+    (Summing x and x**2 instead would lose digits where the mean is far from 0.)
+    """
+    counts_C = paddle.full_like(mean_C, 1.0) * count
+    gathered_W3C = comm.all_gather(paddle.stack([counts_C, mean_C, square_C]))
+    counts_WC, means_WC, squares_WC = gathered_W3C.unbind(1)
+    total_C = counts_WC.sum(0)
+    all_mean_C = (counts_WC * means_WC).sum(0) / total_C
+    spread_WC = counts_WC * (means_WC - all_mean_C) ** 2
+    return total_C[0], all_mean_C, (squares_WC + spread_WC).sum(0) / total_C
+
+
+class GlooSyncBatchNorm2D(nn.BatchNorm2D):
+    """nn.BatchNorm2D whose training statistics are those of all ranks.
+
+    Every rank runs the same layers in the same order, so every rank reaches each collective.
+    Parameters, statistics and state-dict keys are those of nn.BatchNorm2D.
+    """
+
+    def forward(self, x_BCHW: paddle.Tensor) -> paddle.Tensor:
+        if not self.training or self._use_global_stats:
+            return super().forward(x_BCHW)
+        return _Normalize.apply(
+            x_BCHW, self.weight, self.bias, self._epsilon, self._mean, self._variance,
+            self._momentum,
+        )  # fmt: skip
+
+
+def synchronize_batch_norm(model: nn.Layer) -> nn.Layer:
+    """Makes every BatchNorm2D of a model use statistics of all ranks; returns the model.
+
+    Those that normalise by their running statistics (frozen) stay as they are.  On GPUs Paddle's
+    own SyncBatchNorm (NCCL); on gloo ranks ours.  One process: unchanged.
+    """
+    if comm.world_size() == 1:
+        return model
+    if comm.on_gpu():
+        _take_paddles_own(model)
+        return model
+    take_gloo_batch_norm(model)
+    return model
+
+
+def _take_paddles_own(model: nn.Layer) -> None:
+    """As nn.SyncBatchNorm.convert_sync_batchnorm, but for frozen layers, whose running statistics
+    Paddle's SyncBatchNorm would take from the batches."""
+    for layer in model.sublayers(include_self=True):
+        for name, child in list(layer.named_children()):
+            if isinstance(child, nn.BatchNorm2D) and not child._use_global_stats:
+                setattr(layer, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+
+
+def take_gloo_batch_norm(model: nn.Layer) -> None:
+    """Makes every BatchNorm2D of a model ours, also on one rank."""
+    for layer in model.sublayers():
+        if type(layer) is nn.BatchNorm2D:
+            layer.__class__ = GlooSyncBatchNorm2D  # same attributes; only forward differs

@@ -1,0 +1,195 @@
+"""Fast convolutions for training on CPU: a switch from Paddle's kernels to oneDNN's, and its proof.
+
+`use_onednn_convolutions(model)` changes the class of layers inside a built model in place:
+parameters, buffers and state-dict keys stay the same objects; `plain_convolutions(model)` changes
+it back (before export).  The values are those of the plain layers up to the order of float32 sums;
+`self_check(model)` holds both against each other on this machine, and training stays eager when
+they differ.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from ppdist.models.layers import ConvBNLayer, RepConv
+from ppdist.models.onednn import ops
+from ppdist.models.onednn.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
+
+LAYER_TOLERANCE = 2e-4  # of the largest value; measured 1e-7 to 1e-5, a wrong kernel gives > 1e-1
+MODEL_TOLERANCE = 2e-3  # of the gradient's norm over all parameters; measured 2e-5 to 4e-5
+_LAYER_SIZE = 10  # pixels, one layer's input
+
+_FAST: dict[type[nn.Layer], type[nn.Layer]] = {
+    nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
+}  # fmt: skip
+_PLAIN = {fast: plain for plain, fast in _FAST.items()}
+
+
+def use_onednn_convolutions(model: nn.Layer) -> int:
+    """Switches a model's convolutions to oneDNN, in place; returns how many.
+
+    Any rank may do it or not: the values agree to rounding.
+
+    Raises: OSError, onednn.OneDNNError: there is no usable library; `self_check` says so before.
+    """
+    ops.library()
+    return _change_classes(model, _FAST)
+
+
+def plain_convolutions(model: nn.Layer) -> int:
+    """Undoes `use_onednn_convolutions`, in place; returns how many convolutions changed."""
+    return _change_classes(model, _PLAIN)
+
+
+def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer]]) -> int:
+    count = 0
+    for layer in model.sublayers(include_self=True):
+        if type(layer) in classes:
+            layer.__class__ = classes[type(layer)]
+            count += isinstance(layer, nn.Conv2D)
+    return count
+
+
+def self_check(model: nn.Layer, size: int = 64) -> str | None:
+    """Compares every kind of convolution in a model, and the model as a whole, with eager.
+
+    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  Of
+    each: output, gradients of input and parameters, running statistics; then a scalar of the
+    model's outputs on two small images with the gradients of all parameters.  Takes 1-3 s, draws
+    nothing from paddle's generators, and leaves the model (which may be plain or switched) with
+    the values, gradients, mode and classes it had.
+
+    Args:
+        size: pixels of the two images: twice the largest stride, because batch norm over fewer
+            cells than that makes much of every rounding.
+    Returns: None if all agree, else the first reason, in words for a log.
+    """
+    switched = any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
+    training = model.training
+    plain_convolutions(model)
+    model.train()
+    for layer in model.sublayers():
+        if isinstance(layer, nn.Dropout):  # it would drop other values the second time
+            layer.training = False
+    try:
+        return _check_layers(model) or _check_model(model, size)
+    except (OSError, ops.OneDNNError) as error:
+        return str(error)
+    finally:
+        model.train() if training else model.eval()
+        if switched:
+            use_onednn_convolutions(model)
+
+
+def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
+    """(name, layer, its first convolution), one of each kind."""
+    seen = set()
+    for name, layer in model.named_sublayers(include_self=True):
+        if type(layer) is nn.Conv2D:
+            conv, form = layer, ""
+        elif type(layer) is ConvBNLayer:
+            conv, form = layer.conv, f"norm, swish {layer.activate}"
+        elif type(layer) is RepConv and layer.conv is None:
+            conv, form = layer.conv1.conv, f"two branches, {layer.alpha is not None}"
+        else:
+            continue
+        kind = (form, tuple(conv.weight.shape), conv.bias is None, *map(str, (
+            conv._stride, conv._padding, conv._dilation, conv._groups)))  # fmt: skip
+        if kind not in seen:
+            seen.add(kind)
+            yield name, layer, conv
+
+
+def _check_layers(model: nn.Layer) -> str | None:
+    rng = np.random.default_rng(0)
+    for name, layer, conv in _kinds(model):
+        values = rng.standard_normal((2, conv._in_channels, _LAYER_SIZE, _LAYER_SIZE))
+        x = paddle.to_tensor(values.astype(np.float32))
+        x.stop_gradient = False
+        plain, fast = _both_ways(layer, partial(layer, x), [x])
+        for what, expected in plain.items():
+            largest = float(np.abs(expected).max())
+            error = float(np.abs(fast[what] - expected).max())
+            if not error <= LAYER_TOLERANCE * max(largest, 1e-3):
+                return (
+                    f"{what} of {name} ({type(layer).__name__} {conv.weight.shape}) differs from "
+                    f"eager by {error:.2g} where the largest value is {largest:.2g}"
+                )
+    return None
+
+
+def _check_model(model: nn.Layer, size: int) -> str | None:
+    images = np.random.default_rng(1).standard_normal((2, 3, size, size))
+    x = paddle.to_tensor(images.astype(np.float32))
+
+    def scalar() -> Tensor:
+        return paddle.add_n([out.square().mean() for out in _tensors(model(x))]).reshape([1])
+
+    plain, fast = _both_ways(model, scalar, [])
+    value, other = plain.pop("output").item(), fast.pop("output").item()
+    if not abs(value - other) <= LAYER_TOLERANCE * abs(value):
+        return f"a scalar of the model's outputs is {other:.7g}, in eager {value:.7g}"
+    gradients = [what for what in plain if what.startswith("gradient")]
+    norm = sum(float(np.square(plain[what]).sum()) for what in gradients) ** 0.5
+    error = sum(float(np.square(fast[w] - plain[w]).sum()) for w in gradients) ** 0.5
+    if not error <= MODEL_TOLERANCE * norm:
+        return f"the gradient of all parameters differs by {error / norm:.2g} of its norm"
+    return None
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples and lists."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    else:
+        for part in outputs:
+            yield from _tensors(part)
+
+
+_Values = dict[str, np.ndarray]
+
+
+def _both_ways(
+    layer: nn.Layer, call: Callable[[], Tensor], inputs: list[Tensor]
+) -> tuple[_Values, _Values]:
+    """Output, gradients and running statistics of `call` with the layer plain and on oneDNN.
+
+    The layer is plain before and after, its running statistics and gradients as they were.
+    """
+    statistics = {n: t for n, t in layer.state_dict().items() if t.stop_gradient}
+    kept_statistics = {name: tensor.numpy().copy() for name, tensor in statistics.items()}
+    kept_gradients = [(p, None if p.grad is None else p.grad.clone()) for p in layer.parameters()]
+    results = []
+    for fast in (False, True):
+        if fast:
+            use_onednn_convolutions(layer)
+        try:
+            results.append(_measure(layer, call, inputs))
+        finally:
+            plain_convolutions(layer)
+            for name, tensor in statistics.items():
+                tensor.set_value(kept_statistics[name])
+            for parameter, gradient in kept_gradients:
+                parameter.clear_gradient(False)
+                if gradient is not None:  # Paddle 3.2 cannot assign None
+                    parameter.grad = gradient
+    return results[0], results[1]
+
+
+def _measure(layer: nn.Layer, call: Callable[[], Tensor], inputs: list[Tensor]) -> _Values:
+    parameters = {n: p for n, p in layer.named_parameters() if not p.stop_gradient}
+    for tensor in [*parameters.values(), *inputs]:
+        tensor.clear_gradient(False)  # to None; the binding ignores the keyword set_to_zero
+    output = call()
+    weight = np.random.default_rng(2).uniform(0.5, 1.5, output.shape).astype(np.float32)
+    (output * paddle.to_tensor(weight)).sum().backward()
+    found = {"output": output.numpy()}
+    found |= {f"gradient of input {i}": t.grad.numpy() for i, t in enumerate(inputs)}
+    reached = {n: p for n, p in parameters.items() if p.grad is not None}
+    found |= {f"gradient of {n}": p.grad.numpy() for n, p in reached.items()}
+    found |= {n: t.numpy().copy() for n, t in layer.state_dict().items() if t.stop_gradient}
+    return found

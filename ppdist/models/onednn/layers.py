@@ -1,0 +1,274 @@
+"""Layers on oneDNN's CPU kernels, one for each plain layer that holds a convolution.
+
+`ConvBNLayer` and `RepConv` stay in oneDNN's own layout from the convolution through batch norm and
+swish; any other `nn.Conv2D` is converted at its two ends.  Each class only changes `forward` of the
+plain layer it derives from, so that a built layer can be switched by its class (cpu_conv.py).  What
+oneDNN has no kernel for, other dtypes and other kinds of batch norm run as they always did.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+
+from ppdist.models.layers import ConvBNLayer, RepConv
+from ppdist.models.onednn import ops
+
+_CACHED_SHAPES = 4096  # kinds of convolution x image sizes x batch sizes
+
+
+class _Unit:
+    """The kernels of one convolution, and those of what may follow it in its layout."""
+
+    def __init__(self, convolution: ops.Convolution) -> None:
+        self.conv = convolution
+        self._norms: dict[float, ops.BatchNorm] = {}
+        self._swish: ops.Swish | None = None
+
+    def norm(self, epsilon: float) -> ops.BatchNorm:
+        if epsilon not in self._norms:
+            self._norms[epsilon] = ops.BatchNorm(self.conv.y, epsilon)
+        return self._norms[epsilon]
+
+    def swish(self) -> ops.Swish:
+        if self._swish is None:
+            self._swish = ops.Swish(self.conv.y)
+        return self._swish
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(v) is int for v in value):
+        return value[0], value[1]
+    return None
+
+
+@lru_cache(_CACHED_SHAPES)
+def _make_unit(*key: Any) -> _Unit | None:
+    """Layers of one kind share their kernels; None: oneDNN cannot."""
+    try:
+        return _Unit(ops.Convolution(*key))
+    except ops.OneDNNError:
+        return None
+
+
+def _unit(conv: nn.Conv2D, x: Tensor) -> _Unit | None:
+    """Kernels for this layer and this input; None: run the plain layer."""
+    stride, padding, dilation = _pair(conv._stride), _pair(conv._padding), _pair(conv._dilation)
+    if stride is None or padding is None or dilation is None or x.dtype != paddle.float32:
+        return None
+    if conv._data_format != "NCHW" or conv._padding_mode != "zeros" or 0 in x.shape:
+        return None
+    return _make_unit(
+        tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, conv._groups,
+        conv.bias is not None,
+    )  # fmt: skip
+
+
+def _by_batch(norm: nn.Layer) -> bool:
+    """Whether it is plain batch norm that normalises by the statistics of this batch."""
+    return type(norm) is nn.BatchNorm2D and norm.training and not norm._use_global_stats
+
+
+def _by_constants(norm: nn.BatchNorm2D, inputs: Sequence[Tensor]) -> bool:
+    """Whether it normalises by its running statistics, and no gradient is wanted of what it and its
+    convolution take in: in evaluation, and in training where all up to it is frozen."""
+    wanted = paddle.is_grad_enabled() and any(_needs(*inputs))
+    return bool(not norm.training or norm._use_global_stats) and not wanted
+
+
+def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Of each tensor, whether backward shall return its gradient (else None, or Paddle raises)."""
+    return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
+
+
+def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+class _Convolve(PyLayer):
+    """Convolution of plain tensors."""
+
+    @staticmethod
+    def forward(ctx, x_BCHW, weight, bias, unit, needs):
+        conv = unit.conv
+        x = conv.x_in(_contiguous(x_BCHW))
+        ctx.save_for_backward(weight)
+        ctx.kept = unit, x, needs
+        return conv.y_out.to_tensor(conv.forward(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx, dy_BOHW):
+        (weight,) = ctx.saved_tensor()
+        unit, x, needs = ctx.kept
+        conv = unit.conv
+        dy = conv.y_in(_contiguous(dy_BOHW))
+        dw, db = conv.weight_gradient(x, dy)
+        dx = conv.x_out.to_tensor(conv.data_gradient(dy, weight)) if needs[0] else None
+        return _only((dx, dw, db) if conv.has_bias else (dx, dw), needs)
+
+
+class OneDNNConv2D(nn.Conv2D):
+    """nn.Conv2D on oneDNN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = _unit(self, x)
+        if unit is None:
+            return super().forward(x)
+        inputs = (x, self.weight, self.bias)
+        return _Convolve.apply(*inputs, unit, _needs(*inputs))
+
+
+class _Branch:
+    """Convolution and batch norm of one call, between its forward and its backward."""
+
+    def __init__(self, unit: _Unit, norm: nn.BatchNorm2D) -> None:
+        self.unit, self.norm = unit, norm
+        self.bn = unit.norm(norm._epsilon)
+
+    def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
+        """Buffers in the convolution's layouts; also moves the running statistics."""
+        self.z = self.unit.conv.forward(x, weight, None)
+        out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
+        keep, norm = self.norm._momentum, self.norm
+        # Paddle's CPU kernel keeps the biased variance (1/n) as its running statistic; so do we.
+        paddle.assign(keep * norm._mean + (1 - keep) * self.mean_O, norm._mean)
+        paddle.assign(keep * norm._variance + (1 - keep) * self.var_O, norm._variance)
+        return out
+
+    def infer(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Buffers in the convolution's layouts; running statistics, nothing kept."""
+        z, norm = self.unit.conv.forward(x, weight, None), self.norm
+        return self.bn.infer(z, norm.weight, norm.bias, norm._mean, norm._variance)
+
+    def backward(
+        self, x: Tensor, dy: Tensor, weight: Tensor, gamma_O: Tensor, needs_dx: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """dx (a buffer), dweight, dgamma, dbeta."""
+        conv = self.unit.conv
+        dz, dgamma_O, dbeta_O = self.bn.gradient(self.z, gamma_O, self.mean_O, self.var_O, dy)
+        dweight, _ = conv.weight_gradient(x, dz)
+        return conv.data_gradient(dz, weight) if needs_dx else None, dweight, dgamma_O, dbeta_O
+
+
+class _ConvolveNormalize(PyLayer):
+    """swish(batch_norm(conv(x))), or without the swish."""
+
+    @staticmethod
+    def forward(ctx, x_BCHW, weight, gamma_O, beta_O, branch, activate, needs):
+        conv = branch.unit.conv
+        x = conv.x_in(_contiguous(x_BCHW))
+        normal = branch.forward(x, weight, gamma_O, beta_O)
+        ctx.save_for_backward(weight, gamma_O)
+        ctx.kept = branch, x, normal if activate else None, needs
+        return conv.y_out.to_tensor(branch.unit.swish().forward(normal) if activate else normal)
+
+    @staticmethod
+    def backward(ctx, dy_BOHW):
+        weight, gamma_O = ctx.saved_tensor()
+        branch, x, normal, needs = ctx.kept
+        conv = branch.unit.conv
+        dy = conv.y_in(_contiguous(dy_BOHW))
+        if normal is not None:
+            dy = branch.unit.swish().gradient(normal, dy)
+        dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0])
+        return _only((None if dx is None else conv.x_out.to_tensor(dx), *rest), needs)
+
+
+class OneDNNConvBNLayer(ConvBNLayer):
+    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.bn, nn.BatchNorm2D):  # folded
+            return super().forward(x)
+        inputs = (x, self.conv.weight, self.bn.weight, self.bn.bias)
+        constants = _by_constants(self.bn, inputs)
+        unit = _unit(self.conv, x) if constants or _by_batch(self.bn) else None
+        if unit is None:
+            return super().forward(x)
+        if constants:
+            y = _Branch(unit, self.bn).infer(unit.conv.x_in(_contiguous(x)), self.conv.weight)
+            return unit.conv.y_out.to_tensor(unit.swish().forward(y) if self.activate else y)
+        return _ConvolveNormalize.apply(
+            *inputs, _Branch(unit, self.bn), self.activate, _needs(*inputs)
+        )
+
+
+class _TwoBranches(PyLayer):
+    """swish(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both convolutions share their layouts."""
+
+    @staticmethod
+    def forward(ctx, x_BCHW, w3, gamma3_O, beta3_O, w1, gamma1_O, beta1_O, alpha, *rest):
+        wide, side, needs = rest
+        conv = wide.unit.conv
+        x = conv.x_in(_contiguous(x_BCHW))
+        total = wide.forward(x, w3, gamma3_O, beta3_O)
+        addend = side.forward(x, w1, gamma1_O, beta1_O)
+        total = total.add_(addend if alpha is None else alpha * addend)
+        ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O)
+        ctx.kept = wide, side, x, total, alpha, None if alpha is None else addend, needs
+        return conv.y_out.to_tensor(wide.unit.swish().forward(total))
+
+    @staticmethod
+    def backward(ctx, dy_BOHW):
+        w3, gamma3_O, w1, gamma1_O = ctx.saved_tensor()
+        wide, side, x, total, alpha, addend, needs = ctx.kept
+        conv = wide.unit.conv
+        dtotal = wide.unit.swish().gradient(total, conv.y_in(_contiguous(dy_BOHW)))
+        dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0])
+        dside = dtotal if alpha is None else alpha * dtotal
+        dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0])
+        if needs[0]:
+            dx = conv.x_out.to_tensor(dx.add_(dx_side))
+        dalpha = [] if alpha is None else [paddle.dot(dtotal, addend).reshape([1])]
+        return _only((dx, *rest3, *rest1, *dalpha), needs)
+
+
+class OneDNNRepConv(RepConv):
+    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is not None:
+            return super().forward(x)
+        parameters = [
+            p
+            for layer in (self.conv1, self.conv2)
+            for p in (layer.conv.weight, layer.bn.weight, layer.bn.bias)
+        ]
+        inputs = (x, *parameters, self.alpha)
+        constants = all(_by_constants(layer.bn, inputs) for layer in (self.conv1, self.conv2))
+        branches = self._branches(x, constants)
+        if branches is None:
+            return super().forward(x)
+        if constants:
+            return self._infer(x, *branches)
+        return _TwoBranches.apply(*inputs, *branches, _needs(*inputs))
+
+    def _branches(self, x: Tensor, constants: bool) -> list[_Branch] | None:
+        layers = (self.conv1, self.conv2)
+        if not constants and not all(_by_batch(layer.bn) for layer in layers):
+            return None
+        units = [_unit(layer.conv, x) for layer in layers]
+        if units[0] is None or units[1] is None or not _same_layouts(units[0], units[1]):
+            return None
+        return [_Branch(u, layer.bn) for u, layer in zip(units, layers, strict=True) if u]
+
+    def _infer(self, x: Tensor, wide: _Branch, side: _Branch) -> Tensor:
+        conv = wide.unit.conv
+        x = conv.x_in(_contiguous(x))
+        addend = side.infer(x, self.conv2.conv.weight)
+        addend = addend if self.alpha is None else self.alpha * addend
+        total = wide.infer(x, self.conv1.conv.weight).add_(addend)
+        return conv.y_out.to_tensor(wide.unit.swish().forward(total))
+
+
+def _same_layouts(a: _Unit, b: _Unit) -> bool:
+    return a.conv.x.equals(b.conv.x) and a.conv.y.equals(b.conv.y)

@@ -1,0 +1,549 @@
+"""How the gradients of all ranks become one: what a step calls between backward and update.
+
+The step hands over gradients of sums and the factor that makes them the gradient of the mean loss
+(see engine/train_step.py).  Whatever happens to them here, every rank ends with the same ones, or
+says by `synchronised` that it does not.
+
+Optimizer state in shares: each rank keeps that of the parameters which it updates.
+
+Gradients with fewer bytes on the wire: lower precision, lower rank, or only the largest entries.
+
+What the last two do not send, each rank keeps and adds to its next gradient (error feedback), so
+nothing is lost but delayed.  Biases and everything of normalisation layers (one axis) is averaged
+in float32 by all of them: it is little and what it says is precise.
+Not run on a GPU.
+
+Local SGD: ranks step by themselves and meet only now and then, for slow links.
+
+How the ranks of a configuration become one: what is averaged, and who updates what.
+"""
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import paddle
+
+from ppdist.common.errors import CheckpointError
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+
+
+class AllReduceSync:
+    """Mean over ranks after backward, in float32 and exact.
+
+    Attributes:
+        during_backward: the wrapped model's own backward communicates, so `gradients` need not.
+        every: after so many steps, at the latest, all ranks hold the same weights.
+    """
+
+    during_backward = False
+    every = 1
+
+    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+        """Replaces this rank's gradients by their mean over ranks, in place.  Every rank calls it.
+
+        Args:
+            gradients: float32, in the same order on every rank.
+            factor: what they will be multiplied by afterwards: gradient * factor is that of the
+                mean loss, whatever the number of objects or the loss scale of this step.  nan:
+                the loss is not finite somewhere, and no rank will apply this step.
+        """
+        comm.mean_tensors(gradients)
+
+    def norm(self, own: float) -> float:
+        """The gradient norm by which all ranks decide alike, from that of this rank's gradients.
+
+        Every rank calls it.  Averaged gradients have the same norm everywhere.
+        """
+        return own
+
+    def updated(self, step: int) -> None:
+        """Called after the weights of a step (0-based) were updated, or left as they are."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a resumed run needs, of all ranks, the same on every rank.  Every rank calls it."""
+        return {}
+
+    def load(self, arrays: dict[str, np.ndarray]) -> str:
+        """Continues from what `state` gave, of any way to average and on any number of ranks.
+
+        Every rank calls it.
+        Returns: a warning if not all of it has a place here (on one rank nothing has: it sends
+            nothing, so it keeps nothing back); else nothing.
+        Raises: CheckpointError: it belongs to other parameters.
+        """
+        return lost(arrays)
+
+    def synchronised(self, step: int) -> bool:
+        """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
+        return True
+
+
+def next_synchronised(steps: int, every: int) -> int:
+    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
+    can a run stop, be saved, and go on as if it had not.
+
+    Args: every: `Averaging.every`.
+    """
+    return math.ceil(steps / every) * every
+
+
+def lost(entries: Collection[str]) -> str:
+    """A warning about what a checkpoint holds of gradients, and a resumed run does not take."""
+    if not entries:
+        return ""
+    return (
+        f"what ranks had kept of gradients to send it later (in the checkpoint: {min(entries)}"
+        f"{f' and {len(entries) - 1} more' if len(entries) > 1 else ''}) is left out, because this "
+        f"run does not compress them so; resume on several ranks and with the same "
+        f"distributed.gradient_rank or topk_fraction to use it"
+    )
+
+
+class DuringBackward(AllReduceSync):
+    """Paddle's DataParallel does it, bucket by bucket, overlapped with backward (NCCL)."""
+
+    during_backward = True
+
+    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+        """Nothing is left to do."""
+
+
+class Sharding:
+    """Each rank updates its share of the parameters and sends them to the others.
+
+    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
+    is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
+    whole on every rank, an update looks at one parameter only, and so the weights are bit for bit
+    those without shares.  Price: after each step every weight travels once more.
+
+    Not Paddle's own: DygraphShardingOptimizer does the same, but asks for its
+    HybridParallelOptimizer and model wrapper, which fold clipping and loss scaling into the update.
+    Not run on a GPU.
+    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
+    gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
+    """
+
+    def __init__(self, parameters: dict[str, paddle.Tensor]) -> None:
+        """
+        Args:
+            parameters: what the optimizer trains, float32, by state-dict key; in the same order on
+                every rank.
+        """
+        sizes = [parameter.size for parameter in parameters.values()]
+        owners = share_out(sizes, comm.world_size())
+        self._owner = dict(zip(parameters, owners))
+        self._shares: list[list[paddle.Tensor]] = [[] for _ in range(comm.world_size())]
+        for parameter, owner in zip(parameters.values(), owners):
+            self._shares[owner].append(parameter)
+
+    @contextlib.contextmanager
+    def only_mine(self) -> Iterator[None]:
+        """Inside, a step of the optimizer updates this rank's share and makes state for it alone.
+
+        Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
+        """
+        mine = self._shares[comm.rank()]
+        others = [each for share in self._shares if share is not mine for each in share]
+        for parameter in others:
+            parameter.stop_gradient = True
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.stop_gradient = False
+
+    @paddle.no_grad()
+    def exchange(self) -> None:
+        """Gives all ranks the weights that each has updated.  Every rank calls it."""
+        for owner, share in enumerate(self._shares):
+            comm.broadcast_tensors(share, owner)
+
+    def whole(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The optimizer state of all ranks together, on rank 0; the others get back their own.
+
+        Every rank calls it; they may be minutes apart.
+        Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
+        """
+        everything = {} if comm.is_main() else dict(arrays)
+        shapes_W = comm.all_gather_objects({key: array.shape for key, array in arrays.items()})
+        for owner, shapes in enumerate(shapes_W):
+            if owner == comm.rank():
+                tensors = [paddle.to_tensor(arrays[key]) for key in shapes]
+            else:
+                tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
+            comm.broadcast_tensors(tensors, owner)
+            if comm.is_main():  # the others need the memory that they were to save
+                everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
+        return everything
+
+    def mine(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's share of the whole state; what belongs to no parameter stays, to be named."""
+        rank = comm.rank()
+        return {
+            entry: array
+            for entry, array in arrays.items()
+            if self._owner.get(entry.rpartition("/")[0], rank) == rank
+        }
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each parameter: the largest first, each to the rank that has least so far."""
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        owner = loads.index(min(loads))
+        owners[at] = owner
+        loads[owner] += sizes[at]
+    return owners
+
+
+_SAFE_FLOAT16 = 32768.0  # the largest power of two below its maximum, 65504
+
+
+class LowPrecision(AllReduceSync):
+    """Half the bytes: cast, sum, cast back; the weights and their update stay float32.
+
+    Every entry is rounded when cast, and again at each of the ranks that its sum passes:
+    bfloat16 keeps 8 bits, float16 11 as long as entries are not far below the largest.
+    """
+
+    def __init__(self, dtype: Literal["bfloat16", "float16"]) -> None:
+        self.dtype = dtype
+
+    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+        """See `Averaging`."""
+        super().gradients([each for each in gradients if each.ndim < 2], factor)
+        large = [each for each in gradients if each.ndim >= 2]
+        scale = 1.0 / comm.world_size()
+        if self.dtype == "float16":
+            scale = _float16_scale(_square_of_all_ranks(gradients))
+        low = [(each * scale).astype(self.dtype) for each in large]
+        comm.sum_tensors(low)
+        for gradient, total in zip(large, low):
+            back = total.astype("float32") * (1.0 / (scale * comm.world_size()))
+            paddle.assign(back, gradient)
+
+
+def _float16_scale(square: float) -> float:
+    """Power of two by which gradients fit float16, whatever the loss scale and objects of a step.
+
+        |sum_r g_r| <= sum_r |g_r| <= sqrt(W * sum_r |g_r|^2)
+
+    holds for every entry and for sums over some of the ranks too, so with this scale none of them
+    overflows, and the largest lie as far above float16's smallest numbers as they can.
+
+    Args: square: sum over ranks of the squared norms of their gradients.
+    """
+    bound = math.sqrt(comm.world_size() * square)
+    if not math.isfinite(bound) or bound == 0.0:
+        return 1.0  # not finite: neither will be what is sent, so no rank applies it
+    return 2.0 ** max(-126, min(126, math.floor(math.log2(_SAFE_FLOAT16 / bound))))
+
+
+def _square_of_all_ranks(gradients: Sequence[paddle.Tensor]) -> float:
+    """Sum over ranks of the squared norm of their gradients.  Every rank calls it."""
+    squares = [paddle.dot(each.flatten(), each.flatten()) for each in gradients]
+    return comm.all_reduce_sum(paddle.stack(squares).sum().reshape([1])).item()
+
+
+class _Feedback(AllReduceSync):
+    """Error feedback around what a subclass sends of large gradients.
+
+    Attributes:
+        rest: for each compressed gradient what this rank has not sent yet, [N, K] float32 with the
+            gradient's first axis and all others, as its share of the mean loss's gradient: the sum
+            over ranks is what the weights have not seen yet.
+    """
+
+    name: str  # of the arrays in a checkpoint
+
+    def __init__(self, parameters: Mapping[str, paddle.Tensor], compressed: Sequence[bool]) -> None:
+        """
+        Args:
+            parameters: by state-dict key, whose gradients `gradients` will get in this order.
+            compressed: which of them have a part in this.
+        """
+        self._compressed = compressed
+        chosen = {key: p for (key, p), yes in zip(parameters.items(), compressed) if yes}
+        self.keys = list(chosen)
+        self.rest = [paddle.zeros([p.shape[0], p.size // p.shape[0]]) for p in chosen.values()]
+
+    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+        """See `Averaging`.  All ranks look first whether those of all are finite: one that is not
+        would stay in the rest, and spoil every later step."""
+        assert len(gradients) == len(self._compressed), "a parameter has no gradient"
+        if not math.isfinite(_square_of_all_ranks(gradients) * factor * factor):
+            for gradient in gradients:
+                gradient.scale_(math.nan)
+            return
+        chosen = list(zip(gradients, self._compressed))
+        super().gradients([gradient for gradient, yes in chosen if not yes], factor)
+        large = [gradient for gradient, yes in chosen if yes]
+        for gradient, rest in zip(large, self.rest):
+            rest.add_(gradient.reshape(rest.shape) * (factor / comm.world_size()))
+        for gradient, mean in zip(large, self._exchange()):
+            paddle.assign((mean / factor).reshape(gradient.shape), gradient)
+
+    def _exchange(self) -> Iterator[paddle.Tensor]:
+        """Sends some of each rest and takes it off; yields what all ranks sent of each, summed."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, np.ndarray]:
+        """`<name>/rest/<key>` -> [W, N, K]: W times the gradients in all, so use few ranks."""
+        comm.barrier()  # ranks may be minutes apart, but a collective of gloo has 30 s:
+        # one by one, too, because links are slow where this is used.
+        gathered = [comm.all_gather(rest).numpy() for rest in self.rest]
+        return {f"{self.name}/rest/{key}": each for key, each in zip(self.keys, gathered)}
+
+    def load(self, arrays: dict[str, np.ndarray]) -> str:
+        """As it was on the same number of ranks; on another, each gets an equal part of the sum.
+
+        Of a gradient that was not compressed so (by a run that compressed none, or otherwise) it
+        starts with nothing kept.  Returns, raises: see `Averaging`.
+        """
+        for key, rest in zip(self.keys, self.rest):
+            saved_WNK = arrays.get(f"{self.name}/rest/{key}")
+            if saved_WNK is None:
+                continue
+            if list(saved_WNK.shape[1:]) != list(rest.shape):
+                raise CheckpointError(
+                    f"the checkpoint holds what was kept of the gradient of {key} as a matrix "
+                    f"{list(saved_WNK.shape[1:])}, the model has {list(rest.shape)}",
+                    code="checkpoint_of_other_config",
+                    fix="resume with the configuration the run was started with",
+                )
+            if len(saved_WNK) == comm.world_size():
+                mine = saved_WNK[comm.rank()]
+            else:
+                mine = saved_WNK.sum(0) / comm.world_size()
+            paddle.assign(paddle.to_tensor(mine.astype("float32")), rest)
+        taken = {f"{self.name}/rest/{key}" for key in self.keys}
+        return lost([each for each in arrays if "/rest/" in each and each not in taken])
+
+
+class PowerSGD(_Feedback):
+    """Sends each gradient, seen as a matrix [out, in * height * width], as a product of two thin
+    ones (PowerSGD): one power iteration a step, which starts from the previous step's.
+
+        M_r = gradient + rest             on rank r
+        P = orthonormal(sum_r M_r Q)      [N, R], all-reduced
+        Q = sum_r M_r^T P                 [K, R], all-reduced
+        sum_r M_r is taken as P Q^T;      rest = M_r - P (M_r^T P)^T
+
+    Every step is linear in M_r, so N ranks do what one would with the sum.
+    Source: Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2.  Their rest is M_r - P Q^T,
+    which has the same sum; ours leaves out what ranks differ in and all have sent.
+    """
+
+    name = "low_rank"
+
+    def __init__(self, parameters: Mapping[str, paddle.Tensor], rank: int) -> None:
+        """
+        Args:
+            rank: R; a gradient whose two factors would be larger than itself is sent as it is.
+        """
+        shapes = [(p.shape[0], p.size // max(1, p.shape[0])) for p in parameters.values()]
+        smaller = [
+            p.ndim > 1 and rank * (rows + columns) < rows * columns
+            for p, (rows, columns) in zip(parameters.values(), shapes)
+        ]
+        super().__init__(parameters, smaller)
+        draw = np.random.RandomState(0)  # the same on every rank
+        self._q = [
+            paddle.to_tensor(draw.standard_normal((rest.shape[1], rank)).astype("float32"))
+            for rest in self.rest
+        ]
+
+    def _exchange(self) -> Iterator[paddle.Tensor]:
+        products = [paddle.matmul(rest, q) for rest, q in zip(self.rest, self._q)]
+        comm.sum_tensors(products)
+        bases = [paddle.linalg.qr(product)[0] for product in products]
+        own = [paddle.matmul(m, p, transpose_x=True) for m, p in zip(self.rest, bases)]
+        self._q = [each.clone() for each in own]
+        comm.sum_tensors(self._q)
+        for rest, p, mine, q in zip(self.rest, bases, own, self._q):
+            rest.subtract_(paddle.matmul(p, mine, transpose_y=True))
+            yield paddle.matmul(p, q, transpose_y=True)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """And `low_rank/q/<key>` -> [K, R], from which the next power iteration starts."""
+        return super().state() | {
+            f"low_rank/q/{key}": q.numpy() for key, q in zip(self.keys, self._q)
+        }
+
+    def load(self, arrays: dict[str, np.ndarray]) -> str:
+        """See `_Feedback`; of another rank R it starts the power iteration anew."""
+        warning = super().load(arrays)
+        for key, q in zip(self.keys, self._q):
+            saved = arrays.get(f"low_rank/q/{key}")
+            if saved is not None and list(saved.shape) == list(q.shape):
+                paddle.assign(paddle.to_tensor(saved), q)
+        return warning
+
+
+class TopKSparsify(_Feedback):
+    """Sends the largest entries of each gradient plus rest, as position and value: 8 bytes each,
+    to every other rank.
+
+    Source: error feedback as in Stich et al. 2018, arXiv:1809.07599, algorithm 1; the share of
+    each layer by itself as in Lin et al. 2018, arXiv:1712.01887 (DGC).
+    """
+
+    name = "topk"
+
+    def __init__(self, parameters: Mapping[str, paddle.Tensor], fraction: float) -> None:
+        """
+        Args:
+            fraction: of the entries of each gradient, at least one of each.
+        """
+        super().__init__(parameters, [each.ndim > 1 for each in parameters.values()])
+        self.fraction = fraction
+
+    def _exchange(self) -> Iterator[paddle.Tensor]:
+        positions, values, start = [], [], 0
+        for rest in self.rest:
+            flat = rest.flatten()
+            at = _largest(flat, math.ceil(self.fraction * flat.size))
+            values.append(flat[at])
+            positions.append((at + start).astype("int32"))
+            paddle.assign(
+                paddle.scatter(flat, at, paddle.zeros([at.size])).reshape(rest.shape), rest
+            )
+            start += flat.size
+        message = paddle.concat([*positions, *(each.view("int32") for each in values)])
+        count, total = message.size // 2, paddle.zeros([start])
+        # Rank by rank, each without a position twice: the same order of sums on every rank.
+        for sent in comm.all_gather(message):
+            at, value = sent[:count].reshape([-1, 1]), sent[count:].view("float32")
+            total = paddle.scatter_nd_add(total, at, value)
+        yield from paddle.split(total, [rest.size for rest in self.rest])
+
+
+def _largest(values_N: paddle.Tensor, count: int) -> paddle.Tensor:
+    """Positions of the `count` entries of largest magnitude, in any order."""
+    if comm.on_gpu():
+        return paddle.topk(values_N.abs(), count, sorted=False)[1]
+    # On a CPU Paddle's topk took five times as long.
+    return paddle.to_tensor(np.argpartition(np.abs(values_N.numpy()), -count)[-count:])
+
+
+class LocalSGD(AllReduceSync):
+    """Each rank applies its own gradient; every few steps all take the mean of their weights.
+
+        w_r <- w_r - lr * update(g_r)           each step, on each rank r
+        w_r <- mean over ranks of w             after steps every, 2 * every, ... and the last one
+
+    and the moments of the optimizer like w, so that momentum does not remember one rank's images.
+    A rank's g_r is divided by the mean normalizer of all ranks, not its own: the mean over ranks of
+    g_r is the gradient of the mean loss, however unevenly the objects fall.  Whatever is linear in
+    the gradient (SGD, momentum, Nesterov, coupled weight decay) therefore makes `every` = 1 the
+    synchronous step itself; Adam divides by the root of a moment, and clipping looks at the norm of
+    single ranks, so these are near it only.
+
+    The mean needs weights + moments on the wire once in `every` steps (momentum: 2 / every of what
+    averaging gradients sends; AdamW: 3 / every).  Every rank holds the same state after a
+    synchronised step and at no other time.
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1; moments as in Lin et al. 2020,
+    arXiv:1808.07217 (global momentum); to be local only late in training (their post-local SGD),
+    resume with another `every`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        optimizer: paddle.optimizer.Optimizer,
+        every: int,
+        last: int,
+    ) -> None:
+        """
+        Args:
+            parameters: what the optimizer trains, float32, in the same order on every rank.
+            every: steps from one synchronisation to the next.
+            last: the number of steps of the run, whose end is synchronised in any case.
+        """
+        self.every = every
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._last = last
+
+    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+        """They stay this rank's own."""
+
+    def norm(self, own: float) -> float:
+        """The root of the mean square of all ranks' norms.  Every rank calls it.
+
+        Not finite if one is not, and the same everywhere: all ranks clip alike, so none has more
+        say than another, and all apply their gradients or none does.  It exceeds the norm of the
+        averaged gradient, by sqrt(ranks) where the ranks' gradients have nothing in common.
+        """
+        squares = comm.all_reduce_sum(paddle.to_tensor([own * own], dtype="float32"))
+        return (squares.item() / comm.world_size()) ** 0.5
+
+    def synchronised(self, step: int) -> bool:
+        """Whether weights and moments are the same on all ranks after a step (0-based)."""
+        return (step + 1) % self.every == 0 or step + 1 == self._last
+
+    @paddle.no_grad()
+    def updated(self, step: int) -> None:
+        """Averages weights and moments if this step is to be synchronised.  Every rank calls it."""
+        if self.synchronised(step):
+            comm.mean_tensors([*self._parameters, *_moments(self._optimizer)])
+
+
+def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
+    """Velocities or moments, in the same order on every rank; none before the first update.
+
+    Powers of beta (Adam) count updates, which are the same on all ranks.
+    """
+    state = optimizer.state_dict()
+    return [
+        value
+        for name, value in state.items()
+        if isinstance(value, paddle.Tensor) and "_pow_acc" not in name
+    ]
+
+
+def build_grad_sync(
+    config: DistributedConfig,
+    parameters: dict[str, paddle.Tensor],
+    optimizer: paddle.optimizer.Optimizer,
+    steps: int,
+) -> AllReduceSync:
+    """What the configuration and the device call for; on one rank nothing needs to be sent.
+
+    Args:
+        parameters: what the optimizer trains, by state-dict key.
+        steps: of the whole run.
+    """
+    if comm.world_size() == 1:
+        return DuringBackward()
+    if config.sync_every is not None:
+        return LocalSGD([*parameters.values()], optimizer, config.sync_every, steps)
+    if config.gradient_dtype != "float32":
+        return LowPrecision(config.gradient_dtype)
+    if config.gradient_rank is not None:
+        return PowerSGD(parameters, config.gradient_rank)
+    if config.topk_fraction is not None:
+        return TopKSparsify(parameters, config.topk_fraction)
+    # gloo overlaps nothing with backward, so nothing is lost by coming after it.
+    return DuringBackward() if comm.on_gpu() else AllReduceSync()
+
+
+def build_sharding(
+    config: DistributedConfig, parameters: dict[str, paddle.Tensor]
+) -> Sharding | None:
+    """The shares of the optimizer's state; None: each rank holds all of it."""
+    if not config.shard_optimizer or comm.world_size() == 1:
+        return None
+    return Sharding(parameters)
+
+
+def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
+    """`train.max_steps`, or the next step at which the ranks of this run can stop."""
+    if max_steps is None or config.sync_every is None or comm.world_size() == 1:
+        return max_steps
+    return next_synchronised(max_steps, config.sync_every)

@@ -1,0 +1,212 @@
+"""Learning rate as a function of the optimizer step: warm-up and decay.
+
+Everything here is plain arithmetic in O(1) per step, so resuming needs only the step number.
+
+What a total batch other than the reference changes: rate, decay, moments, warm-up, length.
+
+    kappa = total batch / reference batch
+
+The reference batch is the one all values of a configuration were tuned for.  How the rate moves
+over the steps of a run is in schedule.py, the average of the weights in ema.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.optimizer import ScheduleConfig
+
+
+class LearningRates(NamedTuple):
+    """What one optimizer step uses."""
+
+    lr: float
+    bias_lr: float  # of biases
+    momentum: float
+
+    def scaled(self, factor: float) -> "LearningRates":
+        """With other learning rates; momentum stays."""
+        return LearningRates(self.lr * factor, self.bias_lr * factor, self.momentum)
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """lr(step) for steps 0 .. total_steps - 1; linear warm-up from 0, then the named decay."""
+
+    config: ScheduleConfig
+    peak_lr: float
+    momentum: float
+    bias_start_lr: float  # scaled like peak_lr
+    warmup_steps: int
+    total_steps: int
+    steps_per_epoch: float  # as step_epochs counts them
+
+    def rates(self, step: int) -> LearningRates:
+        """Everything a step needs; biases and momentum differ in warm-up only."""
+        lr, warm = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
+        start = self.config.warmup_momentum
+        momentum = self.momentum if start is None else start + (self.momentum - start) * warm
+        if self.config.warmup_bias_lr is None or warm == 1.0:
+            return LearningRates(lr, lr, momentum)
+        bias_lr = self.bias_start_lr + (self.peak_lr - self.bias_start_lr) * warm
+        return LearningRates(lr, bias_lr, momentum)
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of one optimizer step (0-based)."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        return self.peak_lr * self._decay(min(progress, 1.0), step)
+
+    def _decay(self, progress: float, step: int) -> float:
+        config = self.config
+        if config.name == "step":
+            passed = sum(step >= epoch * self.steps_per_epoch for epoch in config.step_epochs)
+            return config.step_factor**passed
+        if config.name == "linear":
+            return 1 - (1 - config.final_factor) * progress
+        if config.name == "flat_cosine":
+            progress = max(0.0, progress - config.flat_fraction) / (1 - config.flat_fraction)
+        return config.final_factor + (1 - config.final_factor) * (
+            0.5 * (1 + math.cos(math.pi * progress))
+        )
+
+
+# The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
+# 2300 steps); below it a warm-up protects little.
+LEAST_WARMUP_STEPS = 500
+_MOST_WARMUP_EPOCHS = 4.0
+
+
+def effective_batch_ratio(
+    total_batch: int, reference_batch: int, noise_scale: float | None
+) -> float:
+    """By how much a larger batch improves a step, as a multiple of a step at the reference.
+
+        kappa_eff = kappa * (1 + r) / (1 + kappa * r),   r = reference_batch / noise_scale
+
+    A gradient of B images allows the step eps(B) = eps_max / (1 + B_noise / B); this is
+    eps(total) / eps(reference).  It is kappa while batches are far below the noise scale, and never
+    more than 1 + 1 / r.  Without a noise scale it is kappa.
+    Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.6.
+
+    Args:
+        noise_scale: B_noise in images; None: without end.
+    """
+    kappa = total_batch / reference_batch
+    if noise_scale is None:
+        return kappa
+    r = reference_batch / noise_scale
+    return kappa * (1 + r) / (1 + kappa * r)
+
+
+def rate_factor(effective: float, rule: str) -> float:
+    """Learning rate / learning rate at the reference batch.
+
+        linear: kappa_eff        (SGD; Goyal et al. 2017, arXiv:1706.02677, section 2.1)
+        sqrt:   sqrt(kappa_eff)  (Adam; Malladi et al. 2022, arXiv:2205.10287)
+        none:   1
+
+    SGD's momentum stays what it is: Goyal et al. keep 0.9 up to batches of 8192 images, for the
+    rule scales lr / (1 - momentum), the sum of one gradient's parts in all updates.  Their momentum
+    correction (section 3, remark 2) belongs to the form v = m v + lr g.  Paddle's is v = m v + g,
+    w -= lr v: the rate stands outside v, so nothing needs correction when it changes.
+
+    Args:
+        effective: `effective_kappa`.
+    """
+    return {"linear": effective, "sqrt": math.sqrt(effective), "none": 1.0}[rule]
+
+
+def decay_factor(kappa: float, lr_factor: float) -> float:
+    """Weight decay / weight decay at the reference batch.
+
+        kappa / lr_factor
+
+    One step shrinks a weight by lr * decay, an epoch by lr * decay * steps, and a batch kappa times
+    as large makes kappa times fewer steps: so lr * decay per image stays the same.  With the linear
+    rule that is 1, with the square-root rule sqrt(kappa).
+    Source: Wang and Aitchison 2024, arXiv:2405.13698 (1 / (lr * decay), in epochs, is what stays);
+    for L2 with batch norm van Laarhoven 2017, arXiv:1706.05350 (lr * decay is what acts).
+    """
+    return kappa / lr_factor
+
+
+def adam_moments(
+    betas: tuple[float, float], epsilon: float, kappa: float
+) -> tuple[tuple[float, float], float]:
+    """Betas and epsilon of Adam so that its moments span the same images as at the reference.
+
+        1 - beta' = kappa * (1 - beta) for both,   epsilon' = epsilon / sqrt(kappa)
+
+    The rest of the square-root rule.  epsilon goes with the noise of the gradient, which falls by
+    sqrt(kappa).  Past kappa * (1 - beta) = 1 a moment would have to forget within less than a step:
+    the rule has no answer there, and an invented one (0) would pass for it, so that is an error.
+    Source: Malladi et al. 2022, arXiv:2205.10287, the square root scaling rule for Adam.
+
+    Raises: ConfigError: kappa is that large.
+    """
+    fastest = max(1 - beta for beta in betas)
+    if kappa * fastest >= 1:
+        raise ConfigError(
+            f"auto: the total batch is {kappa:g} times optimizer.reference_batch_size, and betas "
+            f"{list(betas)} allow less than {1 / fastest:g} times: 1 - beta grows with the batch "
+            "and must stay below 1",
+            code="betas_not_scalable",
+            where="optimizer.betas_scaling",
+            fix="use fewer cards, a smaller batch, or optimizer.betas_scaling: none",
+        )
+    first, second = (1 - kappa * (1 - beta) for beta in betas)
+    return (first, second), epsilon / math.sqrt(kappa)
+
+
+def warmup_images(
+    epochs: float,
+    dataset_size: int,
+    total_batch: int,
+    reference_batch: int,
+    compensation: str,
+    beta2: float | None = None,
+) -> float:
+    """Images over which the learning rate warms up.
+
+        ref = epochs * dataset_size
+        kappa <= 1 or compensation none:  ref
+        otherwise:  ref * kappa ** p, at most max(ref, 4 epochs)
+
+    A larger batch takes a larger rate and fewer steps per epoch, so a warm-up constant in epochs
+    gets too few steps.  p is 1/2, and up to 1 (as many steps as at the reference) where that would
+    be below 500 reference steps * sqrt(kappa), or with Adam below 2 / (1 - beta2) steps.
+
+    The form follows published runs: MLPerf Mask R-CNN entries went from 4k to 460k warm-up images
+    (0.03 to 3.9 epochs) between batch 8 and 256 (mlcommons/training_results v3.0 to v4.1); the cap
+    is their longest.  Adam: Ma and Yarats 2019, arXiv:1910.04209.
+
+    Args:
+        beta2: of Adam, as this run uses it; None for an optimizer without a second moment.
+    """
+    reference = epochs * dataset_size
+    kappa = total_batch / reference_batch
+    if compensation == "none" or kappa <= 1 or epochs == 0:
+        return reference
+    wanted = LEAST_WARMUP_STEPS * reference_batch * math.sqrt(kappa)
+    if beta2 is not None:
+        wanted = max(wanted, 2 / (1 - beta2) * total_batch)
+    grown = min(max(wanted, reference * math.sqrt(kappa)), reference * kappa)
+    return min(grown, max(reference, _MOST_WARMUP_EPOCHS * dataset_size))
+
+
+def epochs_factor(total_batch: int, reference_batch: int, noise_scale: float) -> float:
+    """Epochs to the same loss / epochs at the reference batch; never below 1.
+
+        E(B) = E_min * (1 + B / B_c):   (1 + total / B_c) / (1 + reference / B_c)
+
+    A configuration's epochs are what its author settled on, so a smaller batch does not cut them.
+    Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.11 (B_c = E_min / S_min is about
+    the noise scale).  MLPerf's RetinaNet (mlcommons/logging, training 4.1.0, rcps_ssd.json) follows
+    it from batch 256 to 2560 with B_c near 1800: 4.0 to 8.6 epochs; Mask R-CNN (3.1.0) went from
+    14.0 to 17.1 between batch 128 and 256, which is a B_c near 450.
+    """
+    factor = (1 + total_batch / noise_scale) / (1 + reference_batch / noise_scale)
+    return max(1.0, factor)

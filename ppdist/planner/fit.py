@@ -1,0 +1,196 @@
+"""The numbers of a step (t0, t1, jitter, delta) from measured rows: least squares, none below 0."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from ppdist.common.errors import ConfigError
+from ppdist.planner.network import Cluster
+from ppdist.planner.step import Job, slowest_of, step_time
+
+_GRID, _ZOOMS = 41, 4  # jitter is found to 1e-6
+_ROUNDS, _SETTLED = 100, 1e-9  # seconds
+_EXACT = 1e-6  # relative: all of it rounding
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step."""
+
+    cards: int
+    batch: int  # images of a card
+    seconds: float
+    known: float = 0.0  # of them on the network and in SyncBN
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits the rows best, in relative error."""
+
+    fixed_seconds: float
+    image_seconds: float
+    jitter: float
+    parallel_seconds: float
+    parameters: tuple[str, ...]  # those the rows could tell; the others are 0, or were given
+    rows: tuple[Row, ...]
+
+    def seconds(self, row: Row) -> float:
+        """Of a step like that of the row."""
+        compute = self.fixed_seconds + row.batch * self.image_seconds
+        slowest = 1 + self.jitter * slowest_of(row.cards)
+        return compute * slowest + self.parallel_seconds * (row.cards > 1) + row.known
+
+    def error(self, row: Row) -> float:
+        """Predicted / measured - 1."""
+        return self.seconds(row) / row.seconds - 1
+
+    @property
+    def worst(self) -> float:
+        """Largest error of a row, without its sign."""
+        return max(abs(self.error(row)) for row in self.rows)
+
+
+def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None = None) -> Fit:
+    """Fits (t0 + b t1) (1 + jitter c(N)) + delta [N > 1].
+
+    A parameter is left out where the rows cannot tell it from another: t0 needs two batch sizes,
+    delta rows on one card and on several, jitter yet another number of cards.
+
+    Args: jitter, parallel: given, so not fitted.
+    Raises: ConfigError: no rows, or one that measured nothing.
+    """
+    apart = [row.known + (parallel or 0.0) * (row.cards > 1) for row in rows]
+    if not rows or any(row.seconds <= off or row.batch < 1 for row, off in zip(rows, apart)):
+        found = ", ".join(
+            f"{row.cards}x{row.batch}={1000 * row.seconds:g} ms (of these {1000 * off:.4g} ms)"
+            for row, off in zip(rows, apart)
+        )
+        raise ConfigError(
+            "the step cannot be fitted: expected rows of cards, batch per card and seconds "
+            "above those of the network, SyncBN and the fixed cost of several cards, found "
+            f"{found or 'none'}; is a link, --parameters or --parallel-ms not that of these rows?",
+            code="rows_do_not_fit",
+        )
+    told = identifiable(rows)
+    given = {"jitter": jitter, "parallel": parallel}
+    names = tuple(name for name in told if given.get(name) is None)
+    rest = [replace(row, known=off) for row, off in zip(rows, apart)]
+    jitter = jitter or 0.0
+    low, high = 0.0, 1.0
+    for _ in range(_ZOOMS if "jitter" in names else 0):
+        tried = np.linspace(low, high, _GRID)
+        jitter = float(min(tried, key=lambda value: _linear(rest, names, value)[0]))
+        step = float(tried[1] - tried[0])
+        low, high = max(0.0, jitter - step), jitter + step
+    fixed, image, delta = _linear(rest, names, jitter)[1]
+    return Fit(fixed, image, jitter, parallel or delta, names, tuple(rows))
+
+
+def fit_in_model(
+    rows: Sequence[Row],
+    job: Job,
+    cluster: Cluster,
+    jitter: float | None = None,
+    parallel: float | None = None,
+) -> Fit:
+    """`fit` after what the model itself gives to the network and SyncBN of each row, so that
+    `step_time` of a row is the row.
+
+    How much of the network the backward pass hides depends on what is fitted: repeated until it
+    settles.  It does: a step shorter by x hides less than x, and so is charged that much more.
+
+    Args:
+        job: its gradients, overlap and SyncBN are those of the rows.
+        cluster: the links; rows fill one of its hosts after another.
+    Raises: ConfigError: as `fit`; a row is faster than its all-reduce could be.
+    """
+    rows = [replace(row, known=0.0) for row in rows]
+    for _ in range(_ROUNDS):
+        found = fit(rows, jitter, parallel)
+        known = [_communicating(row, found, job, cluster) for row in rows]
+        if max(abs(new - row.known) for new, row in zip(known, rows)) < _SETTLED:
+            break
+        rows = [replace(row, known=new) for new, row in zip(known, rows)]
+    return found
+
+
+def fit_at_most(
+    rows: Sequence[Row], job: Job, cluster: Cluster, jitter: float, parallel: float | None
+) -> Fit:
+    """`fit_in_model` at an assumed jitter, or at the largest below it that fits the rows as well
+    as any: what was measured counts for more than what is assumed."""
+    fits = []
+    for tried in np.linspace(jitter, 0.0, _GRID):
+        fits.append(fit_in_model(rows, job, cluster, float(tried), parallel))
+        if fits[-1].worst < _EXACT:
+            return fits[-1]
+    least = min(found.worst for found in fits)
+    return next(found for found in fits if found.worst < least + _EXACT)
+
+
+def _communicating(row: Row, found: Fit, job: Job, cluster: Cluster) -> float:
+    """Seconds of the row on the network and in SyncBN, by the model."""
+    hosts = min(cluster.hosts, math.ceil(row.cards / cluster.cards))
+    of_row = replace(
+        job,
+        fixed_seconds=found.fixed_seconds,
+        image_seconds=found.image_seconds,
+        batch=row.batch,
+        accumulate=1,
+    )
+    step = step_time(of_row, replace(cluster, hosts=hosts, cards=math.ceil(row.cards / hosts)))
+    return step.network + step.sync_bn
+
+
+def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The parameters that these rows can tell, no more than rows."""
+    several = {row.cards for row in rows if row.cards > 1}
+    alone = any(row.cards == 1 for row in rows)
+    names = ["image"]
+    if several and alone:
+        names.append("parallel")
+    if len({row.batch for row in rows}) > 1:
+        names.append("fixed")
+    if len(several) > 1:
+        names.append("jitter")
+    return tuple(names[: len(rows)])
+
+
+def _linear(
+    rows: Sequence[Row], names: Sequence[str], jitter: float
+) -> tuple[float, tuple[float, float, float]]:
+    """(squared relative error, (t0, t1, delta)) of the best values, none below 0, at a jitter.
+
+    Three columns at most, so every choice of those that may be above 0 is tried.
+    """
+    columns = {
+        "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
+        "image": [row.batch * (1 + jitter * slowest_of(row.cards)) for row in rows],
+        "parallel": [float(row.cards > 1) for row in rows],
+    }
+    measured = np.array([row.seconds for row in rows])
+    target = (measured - [row.known for row in rows]) / measured
+    best = (float("inf"), (0.0, 0.0, 0.0))
+    linear = [name for name in columns if name in names]
+    for count in range(1, len(linear) + 1):
+        for chosen in combinations(linear, count):
+            matrix = np.array([columns[name] for name in chosen]).T / measured[:, None]
+            values = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            error = float(((matrix @ values - target) ** 2).sum())
+            if values.min() >= 0 and error < best[0] - 1e-18:
+                found = dict(zip(chosen, map(float, values)))
+                best = (error, (found.get("fixed", 0.0), found.get("image", 0.0),
+                                found.get("parallel", 0.0)))  # fmt: skip
+    return best
+
+
+def left_out(rows: Sequence[Row]) -> list[float]:
+    """Of each row, the error of a fit to all others: what the model predicts, not reproduces.
+    Not a number where nothing is left to fit."""
+    return [
+        fit([*rows[:i], *rows[i + 1 :]]).error(row) if len(rows) > 1 else float("nan")
+        for i, row in enumerate(rows)
+    ]

@@ -1,0 +1,228 @@
+"""The page itself: templates, style, script and pictures as one HTML file that loads nothing.
+
+Jinja2 escapes everything that the templates print.  Beside that the page forbids, by a content
+security policy, any script but ours and any address: what a name of a class or a file says can
+be read, but not run.
+"""
+
+import base64
+import hashlib
+import io
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
+from ppdist.common.errors import printable
+from ppdist.common.files import make_parent, writing
+from ppdist.common.logging import duration
+from ppdist.report import charts
+from ppdist.report.of_one import show
+from ppdist.report.of_several import compare
+from ppdist.report.run import Run, read_run
+from ppdist.report.settings import settings_of, written
+
+_HERE = Path(__file__).parent
+_MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is
+_MOST_FILE_BYTES = 100_000_000  # of one that is opened at all
+_MOST_PICTURE_PIXELS = 64_000_000
+_LARGEST_SIDE = 1600
+# What the engine and ppdist/plots draw: pattern in plots/ -> what it shows.
+_TRAIN_PICTURES = {
+    "train_batch_[0-9].jpg": "a training batch, as the network sees it",
+    "train_batch_epoch_*.jpg": "a training batch since augmentation changed",
+}
+_VAL_PICTURES = {"val_batch_*.jpg": "validation images, truth beside prediction"}
+_WORST_PICTURES = {"worst.jpg": "the worst images", "best.jpg": "the best images"}
+_DATA_PICTURES = {
+    "classes.png": "objects of each class",
+    "boxes.png": "sizes and shapes of boxes",
+    "positions.png": "where boxes lie",
+    "images.png": "objects in an image, sizes of images",
+}
+_MOST_PER_PATTERN = 3
+_FILES = {
+    "checkpoints/best": "the weights with the best score",
+    "checkpoints/last": "the newest weights; --resume goes on from here",
+    "config.yml": "the whole configuration",
+    "environment.json": "software, machine, command",
+    "metrics.jsonl": "every number, one record a line",
+    "evaluation.json": "the evaluation in detail",
+    "train.log": "what the run said",
+    "bad_steps.jsonl": "steps that were not finite or left out, with their images",
+    "tables.txt": "the tables as text",
+    "detections.json": "every detection, as COCO has it",
+    "plots": "pictures",
+    "vdl": "curves for VisualDL",
+}
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A picture in the page."""
+
+    name: str
+    what: str
+    address: Markup  # data:image/...
+
+
+def write_report(folders: Sequence[Path], out: Path) -> list[str]:
+    """Writes the page about one run, or about how several differ.
+
+    Returns: what could not be read and is therefore missing, one line each.
+    Raises: UserError: a folder holds no run; the page cannot be written.
+    """
+    distinct = list({folder.resolve(): folder for folder in folders}.values())
+    runs = [read_run(folder) for folder in distinct]
+    text = _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs)
+    make_parent(out)
+    with writing(out):
+        out.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return [f"{run.folder}: {problem}" for run in runs for problem in run.problems]
+
+
+def _page_of_one(run: Run) -> str:
+    settings, why_none = settings_of(run.config_tree)
+    pictures = {
+        "train": _pictures(run, _TRAIN_PICTURES),
+        "val": _pictures(run, _VAL_PICTURES),
+        "worst": _pictures(run, _WORST_PICTURES),
+        "data": _pictures(run, _DATA_PICTURES),
+        "confusion": [],
+    }
+    page = show(run)
+    if page.scores and page.scores.matrix is None:  # too many classes to draw it here
+        pictures["confusion"] = _pictures(run, {"confusion.png": "confusion of the classes"})
+    return _render(
+        "one.html",
+        title=f"{run.name} · run",
+        page=page,
+        settings=settings,
+        why_none=why_none,
+        config=[(key, written(value)) for key, value in run.config.items()],
+        environment=[(key, _in_words(value)) for key, value in run.environment.items()],
+        files=[(name, what) for name, what in _FILES.items() if (run.folder / name).exists()],
+        commands=_commands(run),
+        pictures=pictures,
+    )
+
+
+def _page_of_several(runs: list[Run]) -> str:
+    page = compare(runs)
+    pictures = {run.name: _pictures(run, _VAL_PICTURES)[:1] for run in runs}
+    return _render(
+        "several.html",
+        title=f"{len(runs)} runs compared",
+        page=page,
+        runs=runs,
+        pictures={name: found[0] for name, found in pictures.items() if found},
+    )
+
+
+def _commands(run: Run) -> list[tuple[str, str]]:
+    folder = shlex.quote(str(run.folder))
+    commands = []
+    if (run.folder / "vdl").is_dir():
+        commands.append(("all curves", f"visualdl --logdir {folder}/vdl"))
+    if (run.folder / "checkpoints" / "best").exists():
+        weights = f"-c {folder}/config.yml -w {folder}/checkpoints/best"
+        commands.append(("evaluate the best weights", f"tools/eval.py {weights}"))
+        commands.append(
+            ("look at predictions", f"tools/infer.py {weights} --source IMAGES --out DIR")
+        )
+    return commands
+
+
+def _pictures(run: Run, patterns: dict[str, str]) -> list[Embedded]:
+    found = []
+    for pattern, what in patterns.items():
+        for path in sorted((run.folder / "plots").glob(pattern))[:_MOST_PER_PATTERN]:
+            try:
+                found.append(Embedded(path.name, what, _address(path)))
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                run.problems.append(f"plots/{path.name} cannot be shown: {error}")
+    return found
+
+
+def _address(path: Path) -> Markup:
+    """A picture as an address that holds it, smaller where it is large.
+
+    Raises: OSError, ValueError, SyntaxError, DecompressionBombError: it is no JPEG or PNG, or one
+        of absurd size.
+    """
+    if not path.is_file():  # a pipe would never end
+        raise ValueError("it is no file")
+    size = path.stat().st_size
+    if size > _MOST_FILE_BYTES:
+        raise ValueError(f"it has {size} bytes")
+    content = path.read_bytes()
+    with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+        kind = str(image.format).lower()
+        width, height = image.size
+        if width * height > _MOST_PICTURE_PIXELS:
+            raise ValueError(f"it has {width} x {height} pixels")
+        if size > _MOST_PICTURE_BYTES:
+            image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+            smaller = io.BytesIO()
+            image.convert("RGB").save(smaller, "JPEG", quality=85)
+            content, kind = smaller.getvalue(), "jpeg"
+    return Markup(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, list):
+        return shlex.join(str(item) for item in value)
+    return written(value)
+
+
+def _render(template: str, **content: Any) -> str:
+    style, script = (
+        (_HERE / "templates" / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    environment.filters |= {"number": number, "duration": duration, "clock": clock}
+    environment.globals |= {
+        "style": Markup(style), "style_hash": _digest(style),
+        "script": Markup(script), "script_hash": _digest(script),
+        "made": clock(time.time()), "geometry": charts,
+    }  # fmt: skip
+    return environment.get_template(template).render(**content)
+
+
+def _shown(value: Any) -> Any:
+    """Names of strangers may hold characters that turn the text around them."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def number(value: object) -> str:
+    """A cell of a table: a share with three places, a count with separators, a dash for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def clock(seconds: float) -> str:
+    """Local date and time of seconds since 1970."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"

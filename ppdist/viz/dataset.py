@@ -1,0 +1,124 @@
+"""Samples to look at, drawn as the model gets them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+
+import cv2
+import numpy as np
+
+from ppdist.config.data import DataConfig
+from ppdist.data.loader import EvalLoader, TrainLoader
+from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.transforms.pipeline import require_outlines
+from ppdist.data.types import Batch, DetectionSet
+from ppdist.viz.draw import draw_boxes, draw_classes
+
+_READABLE = 640  # pixels; smaller inputs are shown with each pixel as a square of several
+
+
+def training_pictures(
+    dataset: DetectionSet,
+    config: DataConfig,
+    *,
+    sizes: Sequence[tuple[int, int]],
+    batch_size: int,
+    seed: int,
+    epochs: int,
+    epoch: int,
+    count: int,
+) -> list[np.ndarray]:
+    """The first `count` training samples of an epoch with their boxes, uint8 RGB [H, W, 3] each.
+
+    Those that one process with this batch size would train on; with data.sampling: difficulty,
+    before the first evaluation.
+
+    Args:
+        sizes: (height, width) of the inputs, one drawn each step.
+        epochs: of the whole run.
+        epoch: from 0.
+    Raises: DataError: as training would.
+    """
+    require_outlines(dataset, config.augment)
+    sampler = TrainSampler(
+        dataset_size=len(dataset.records),
+        batch_size_per_card=batch_size,
+        accumulate=1,
+        rank=0,
+        world=1,
+        seed=seed,
+        start_step=0,
+        end_step=0,
+        sizes=sizes,
+        copies_N=copies(dataset, config.sampling, None),
+    )
+    first = epoch * sampler.steps_per_epoch
+    sampler = replace(sampler, start_step=first, end_step=first + sampler.steps_per_epoch)
+    loader = TrainLoader(dataset, _in_process(config), sampler, seed=seed, epochs=epochs)
+    with closing(iter(loader)) as batches:
+        return list(islice(_drawn(batches, dataset, config.classifies), count))
+
+
+def evaluation_pictures(
+    dataset: DetectionSet,
+    config: DataConfig,
+    *,
+    image_size: tuple[int, int],
+    shape_multiple: int | None,
+    count: int,
+) -> list[np.ndarray]:
+    """The first `count` evaluation inputs of a split with their boxes, uint8 RGB each.
+
+    Args:
+        image_size: (height, width) of the input, or the largest.
+        shape_multiple: of rectangular inputs; None: all have `image_size`.
+    """
+    loader = EvalLoader(
+        dataset,
+        _in_process(config),
+        image_size=image_size,
+        batch_size=1,
+        rank=0,
+        world=1,
+        shape_multiple=shape_multiple,
+    )
+    with closing(iter(loader)) as batches:
+        return list(islice(_drawn(batches, dataset, config.classifies), count))
+
+
+def _in_process(config: DataConfig) -> DataConfig:
+    return config.model_copy(update={"workers": 0, "cache": "none"})
+
+
+def _drawn(
+    batches: Iterable[Batch], dataset: DetectionSet, classified: bool
+) -> Iterator[np.ndarray]:
+    for batch in batches:
+        yield from drawn_samples(batch, dataset.class_names, classified)
+
+
+def drawn_samples(
+    batch: Batch, class_names: tuple[str, ...], classified: bool
+) -> Iterator[np.ndarray]:
+    """Each image of a batch with the boxes, or the class, that the loss gets; uint8 RGB."""
+    images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
+    boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
+    real_BM = batch.mask_BM.numpy() > 0
+    for position, index in enumerate(batch.image_index_B.numpy().tolist()):
+        if index < 0:
+            continue
+        image_HW3, real_M = images_BHW3[position], real_BM[position]
+        labels_M = labels_BM[position, real_M]
+        zoom = max(1, _READABLE // max(image_HW3.shape))
+        image_HW3 = image_HW3.repeat(zoom, axis=0).repeat(zoom, axis=1)
+        if classified:
+            yield draw_classes(image_HW3, labels_M, class_names)
+        else:
+            boxes_M4 = boxes_BM4[position, real_M] * zoom
+            yield draw_boxes(image_HW3, boxes_M4, labels_M, class_names)
+
+
+def png(image_HW3: np.ndarray) -> bytes:
+    """A uint8 RGB image as the content of a PNG file."""
+    return cv2.imencode(".png", cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR))[1].tobytes()

@@ -1,0 +1,323 @@
+"""Text on images; also in letters that OpenCV lacks, where the system has a font with them.
+
+Boxes with labels, and classes of whole images, drawn on images; images side by side.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ppdist.common.errors import UserError
+from ppdist.common.files import make_parent, writing
+
+_PLAIN = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
+_PIXELS = 30  # height of another font at scale 1, which looks as large as OpenCV's
+_NO_LETTER = "\uffff"  # a place that Unicode leaves empty: fonts show their sign for that
+_FOLDERS = (
+    "/usr/share/fonts",
+    "/usr/local/share/fonts",
+    "~/.local/share/fonts",
+    "~/.fonts",
+    "/System/Library/Fonts",
+    "/Library/Fonts",
+    "C:/Windows/Fonts",
+)
+# Two with the letters of Europe, then some with Chinese ones.
+_FILES = (
+    "DejaVuSans.ttf",
+    "arial.ttf",
+    "NotoSansCJK-Regular.ttc",
+    "NotoSansCJKsc-Regular.otf",
+    "NotoSansSC-Regular.otf",
+    "wqy-microhei.ttc",
+    "wqy-zenhei.ttc",
+    "SourceHanSansSC-Regular.otf",
+    "PingFang.ttc",
+    "Hiragino Sans GB.ttc",
+    "msyh.ttc",
+    "simhei.ttf",
+)
+
+
+def readable(name: str, label: int) -> str:
+    """A class's name, or `#label` where there is no font here with all its letters."""
+    return name if name.isascii() or _font_of(name) else f"#{label}"
+
+
+def text_size(text: str, scale: float) -> tuple[int, int, int]:
+    """Width, height and what is below the baseline, in pixels, of a text that is `readable`."""
+    if text.isascii():
+        (width, height), below = cv2.getTextSize(text, _PLAIN, scale, 1)
+        return width, height, below
+    font = _sized(text, scale)
+    above, below = font.getmetrics()
+    return round(font.getlength(text)), above, below
+
+
+def write_text(
+    canvas_HW3: np.ndarray,
+    text: str,
+    origin: tuple[int, int],
+    scale: float,
+    ink: tuple[int, int, int],
+) -> None:
+    """Writes a `readable` text into a uint8 image.
+
+    Args: origin: x and y of the left end of its baseline.
+    """
+    if text.isascii():
+        cv2.putText(canvas_HW3, text, origin, _PLAIN, scale, ink, 1, cv2.LINE_AA)
+        return
+    width, above, below = text_size(text, scale)
+    left, top = origin[0], origin[1] - above
+    # Only the pixels that the text covers go to Pillow and back.
+    field = canvas_HW3[max(0, top) : top + above + below, max(0, left) : left + width + 1]
+    if not field.size:
+        return
+    picture = Image.fromarray(np.ascontiguousarray(field))
+    place = min(0, left), min(0, top)
+    ImageDraw.Draw(picture).text(place, text, font=_sized(text, scale), fill=ink)
+    field[:] = np.asarray(picture)
+
+
+def _sized(text: str, scale: float) -> ImageFont.FreeTypeFont:
+    file = _font_of(text)
+    assert file is not None, "the caller asked `readable` before"
+    return _opened(file, max(12, round(_PIXELS * scale)))
+
+
+@cache
+def _opened(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(str(file), pixels)
+
+
+@cache
+def _font_of(text: str) -> Path | None:
+    """The first font that has all letters of a text."""
+    return next((file for file in _fonts() if _has(file, text)), None)
+
+
+def _has(file: Path, text: str) -> bool:
+    try:
+        font = _opened(file, 16)
+        nothing = bytes(font.getmask(_NO_LETTER))
+        return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
+    except OSError:  # no font after all
+        return False
+
+
+@cache
+def _fonts() -> tuple[Path, ...]:
+    """Those of `_FILES` that are installed, in that order."""
+    found: dict[str, Path] = {}
+    for file in _installed():
+        found.setdefault(file.name, file)
+    return tuple(found[name] for name in _FILES if name in found)
+
+
+def _installed() -> Iterator[Path]:
+    for folder in _FOLDERS:
+        try:
+            yield from sorted(Path(folder).expanduser().rglob("*.[to]t[fc]"))
+        except (OSError, RuntimeError):  # not ours to read; a user without a home
+            continue
+
+
+Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
+# Eight colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color
+# Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.  With more
+# classes than colours the label tells them apart.
+PALETTE = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+    (153, 153, 153),
+)
+_PADDING = 2
+_GAP = 6  # pixels between the pictures of a grid
+_WHITE = 255
+_MOST_PIXELS = 1920  # across or down, of a picture that is written for looking at
+_JPEG_QUALITY = 90
+_JPEG_PIXELS = 65500  # across or down: libjpeg's limit
+
+
+def draw_boxes(
+    image_HW3: np.ndarray,
+    boxes_N4: np.ndarray,
+    labels_N: np.ndarray,
+    class_names: tuple[str, ...],
+    scores_N: np.ndarray | None = None,
+) -> np.ndarray:
+    """A copy of the image with each box outlined in its class's colour and labelled.
+
+    Boxes are drawn in the order of rising score, so the surest lie on top.  A box that is not
+    finite is left out; parts outside the image are cut off.  A class name with letters that no
+    font here has is shown as `#index`.
+
+    Args:
+        image_HW3: uint8 RGB; not changed.
+        boxes_N4: xyxy in pixels of this image.
+        labels_N: class indices in [0, C).
+        class_names: C names.
+        scores_N: in [0, 1], written behind the name; None writes the name alone.
+
+    Returns: uint8 RGB [H, W, 3].
+    """
+    canvas = np.ascontiguousarray(image_HW3).copy()
+    order = np.arange(len(boxes_N4)) if scores_N is None else np.argsort(scores_N, kind="stable")
+    for index in order:
+        label = int(labels_N[index])
+        score = None if scores_N is None else float(scores_N[index])
+        text = _text(label, class_names, score)
+        outline(canvas, boxes_N4[index], text, PALETTE[label % len(PALETTE)])
+    return canvas
+
+
+def draw_classes(
+    image_HW3: np.ndarray,
+    labels_K: np.ndarray,
+    class_names: tuple[str, ...],
+    scores_K: np.ndarray | None = None,
+) -> np.ndarray:
+    """A copy of the image with classes of the whole of it in its corner, one below the other.
+
+    Lines for which there is no room are left out; for names see `draw_boxes`.
+
+    Args:
+        image_HW3: uint8 RGB; not changed.
+        labels_K: class indices in [0, C), the surest first.
+        class_names: C names.
+        scores_K: in [0, 1], written behind the names; None writes the names alone.
+
+    Returns: uint8 RGB [H, W, 3].
+    """
+    canvas = np.ascontiguousarray(image_HW3).copy()
+    top = 0
+    for position, label in enumerate(labels_K.astype(int).tolist()):
+        score = None if scores_K is None else float(scores_K[position])
+        text = _text(label, class_names, score)
+        bottom = top + _plate_size(canvas, text)[1]
+        if bottom > canvas.shape[0] and position:
+            break
+        _draw_plate(canvas, (0, top), text, PALETTE[label % len(PALETTE)])
+        top = bottom
+    return canvas
+
+
+def outline(canvas_HW3: np.ndarray, box_4: np.ndarray, text: str, colour: Colour) -> None:
+    """Outlines a box with a text at its corner, in place; none where it is not finite.
+
+    Args:
+        canvas_HW3: uint8 RGB.
+        box_4: xyxy in its pixels; parts outside are cut off.
+    """
+    if not np.isfinite(box_4).all():
+        return
+    height, width = canvas_HW3.shape[:2]
+    limits = np.array([width - 1, height - 1, width - 1, height - 1])
+    x1, y1, x2, y2 = np.clip(np.rint(box_4), 0, limits).astype(int).tolist()
+    thickness = max(2, round(max(height, width) / 320))
+    cv2.rectangle(canvas_HW3, (x1, y1), (x2, y2), colour, thickness)
+    if not text:
+        return
+    plate_width, plate_height = _plate_size(canvas_HW3, text)
+    left = max(0, min(x1, width - plate_width))
+    top = y1 - plate_height if y1 >= plate_height else y1  # inside, where there is no room above
+    _draw_plate(canvas_HW3, (left, top), text, colour)
+
+
+def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:
+    """The image with a line of text on white below, cut where the image ends; uint8 RGB."""
+    scale = 0.45
+    _, above, below = text_size(text, scale)
+    strip = np.full((above + below + 8, image_HW3.shape[1], 3), _WHITE, np.uint8)
+    write_text(strip, text, (3, above + 4), scale, (0, 0, 0))
+    return np.concatenate([image_HW3, strip])
+
+
+def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
+    """Two uint8 RGB images of one height with a white bar between: [H, W1 + 4 + W2, 3]."""
+    bar = np.full((left_HW3.shape[0], 4, 3), 255, np.uint8)
+    return np.concatenate([left_HW3, bar, right_HW3], axis=1)
+
+
+def grid(pictures: Sequence[np.ndarray], across: int | None = None) -> np.ndarray:
+    """Pictures in rows, white between: uint8 RGB.
+
+    Each keeps its pixels; the fields are as large as the largest picture.
+
+    Args: across: how many in a row; None: about as many as there are rows.
+    """
+    across = across or math.ceil(math.sqrt(len(pictures)))
+    down = math.ceil(len(pictures) / across)
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    field_y, field_x = height + _GAP, width + _GAP
+    canvas = np.full((down * field_y - _GAP, across * field_x - _GAP, 3), _WHITE, np.uint8)
+    for position, picture in enumerate(pictures):
+        top, left = position // across * field_y, position % across * field_x
+        canvas[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    return canvas
+
+
+def within(image_HW3: np.ndarray, pixels: int = _MOST_PIXELS) -> np.ndarray:
+    """The image, made smaller where it is wider or higher than so many pixels."""
+    scale = pixels / max(image_HW3.shape[:2])
+    if scale >= 1:
+        return image_HW3
+    size = [max(1, round(side * scale)) for side in (image_HW3.shape[1], image_HW3.shape[0])]
+    return cv2.resize(image_HW3, size, interpolation=cv2.INTER_AREA)
+
+
+def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
+    """Writes a uint8 RGB image.  Raises: UserError: it cannot be written."""
+    height, width = image_HW3.shape[:2]
+    if max(height, width) > _JPEG_PIXELS:
+        raise UserError(
+            f"cannot be written: a picture of {width} x {height} pixels; expected at most "
+            f"{_JPEG_PIXELS} across and down, which is all that a JPEG has room for",
+            code="picture_too_large",
+            where=str(path),
+        )
+    image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+    _, encoded = cv2.imencode(".jpg", image_bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
+    make_parent(path)
+    with writing(path):
+        path.write_bytes(encoded.tobytes())
+
+
+def _text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
+    name = readable(class_names[label], label)
+    return name if score is None else f"{name} {score:.2f}"
+
+
+def _text_scale(canvas: np.ndarray) -> float:
+    return max(0.4, max(canvas.shape[:2]) / 1600)
+
+
+def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
+    """Width and height of the coloured ground of a text."""
+    width, height, below = text_size(text, _text_scale(canvas))
+    return width + 2 * _PADDING, height + below + _PADDING
+
+
+def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, color: Colour) -> None:
+    """Draws a text on its coloured ground, whose upper left corner is given."""
+    left, top = corner
+    width, height = _plate_size(canvas, text)
+    scale = _text_scale(canvas)
+    _, text_height, _ = text_size(text, scale)
+    cv2.rectangle(canvas, corner, (left + width, top + height), color, cv2.FILLED)
+    red, green, blue = color
+    luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
+    ink = (0, 0, 0) if luminance > 110 else (255, 255, 255)
+    origin = (left + _PADDING, top + text_height + _PADDING)
+    write_text(canvas, text, origin, scale, ink)

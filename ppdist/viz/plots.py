@@ -1,0 +1,1222 @@
+"""Plots of a run and of its data; see `draw_run`.
+
+metrics.jsonl    -> results.png, lr.png, speed.png              history.py
+evaluation.json  -> confusion.png                               matrix.py
+                    pr_curve, p_curve, r_curve, f1_curve        common/writers.py
+                    per_class, calibration, errors              scores.py
+                    worst.jpg, best.jpg                         examples.py
+the data set     -> classes, boxes, positions, images           statistics.py
+
+What a user asked for raises when it fails; what is drawn at the end of a run never does.
+
+What all plots have in common: colours, letters, how they are written.
+
+Figures are made and written by themselves; pyplot, with its state and its choice of a window
+system, is never imported.
+
+Precision, recall and F1 over the confidence, precision over recall; at IoU 0.5.
+
+Letters: C classes, T confidences, R recalls.
+
+The worst and the best images of an evaluation, each with its verdict.
+
+A run over its epochs, from metrics.jsonl: losses and scores, learning rate, speed.
+
+Letters: R records, W ranks.
+
+The confusion matrix: what each true class was taken for.
+
+Letters: C classes; rows are true, columns predicted, and the last of both is the background.
+
+Scores of each class, whether confidences can be believed, what kinds of errors there are.
+
+What a data set holds: classes, box sizes, positions, images.
+
+Plots of a study: what its settings measured over time, and what decides about the value.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.scale import LogScale, SymmetricalLogScale
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from ppdist.common.errors import DataError
+from ppdist.common.files import make_folder, writing
+from ppdist.common.logging import Record, RunRecords
+from ppdist.data.image import read_image
+from ppdist.data.statistics import Objects, per_class
+from ppdist.viz.draw import Colour, caption, grid, outline, readable
+
+if TYPE_CHECKING:
+    from ppdist.config.data import DataConfig
+    from ppdist.data.types import DetectionSet
+
+
+_LOGGER = logging.getLogger("ppdist")
+
+
+def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> list[Path]:
+    """Draws what metrics.jsonl and evaluation.json of a folder say into its folder `plots`.
+
+    Whatever fails costs a warning and the picture; nothing is raised.  A picture of which there is
+    nothing to show (a run without evaluation, a classifier without boxes) is not made.
+
+    Args:
+        image_folders: images in them may be shown, others are not; None: the folders of the set
+            in the configuration that is in output_dir.
+    Returns: the files that were written.
+    """
+    try:  # a broken matplotlib is as good as none
+        return _draw(output_dir, image_folders)
+    except Exception as error:
+        _LOGGER.warning(f"{output_dir / 'plots'}: nothing can be drawn: {_said(error)}")
+        return []
+
+
+def draw_labels(
+    output_dir: Path,
+    sets: "Mapping[str, DetectionSet]",
+    config: "DataConfig",
+    image_size: tuple[int, int],
+) -> list[Path]:
+    """Draws what objects the sets of a run hold into `plots` of its folder; raises as little.
+
+    Args:
+        sets: by the name of the split; two at most.
+        image_size: (height, width) of the input in pixels.
+    """
+    folder = output_dir / "plots"
+    try:
+        from ppdist.data.statistics import objects_of
+        from ppdist.viz.plots import plot_statistics
+
+        objects = {
+            split: objects_of(each, image_size, config.resize) for split, each in sets.items()
+        }
+        names = next(iter(sets.values())).class_names
+        return plot_statistics(objects, names, folder, boxes=not config.classifies)
+    except Exception as error:
+        _LOGGER.warning(f"{folder}: the objects of the sets cannot be drawn: {_said(error)}")
+        return []
+
+
+def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
+    from ppdist.common.files import make_folder
+
+    config = _read_config(output_dir / "config.yml")
+    folders = folders_of_images(config) if image_folders is None else image_folders
+    pictures: dict[str, Callable[[Path], bool]] = {}
+    written, failed = [], []
+    for file, pictures_of in {
+        "metrics.jsonl": lambda file: _of_run(file, config),
+        "evaluation.json": lambda file: _of_evaluation(file, folders),
+    }.items():
+        try:
+            if (output_dir / file).exists():
+                pictures |= pictures_of(output_dir / file)
+        except Exception as error:  # one bad file costs no picture of the other
+            failed.append(f"what {file} says ({_said(error)})")
+    make_folder(output_dir / "plots")
+    for name, draw in pictures.items():
+        path = output_dir / "plots" / name
+        try:
+            if draw(path):
+                written.append(path)
+        except Exception as error:
+            failed.append(f"{name} ({_said(error)})")
+    if failed:
+        _LOGGER.warning(f"{output_dir / 'plots'}: could not draw {', '.join(failed)}")
+    return written
+
+
+def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path], bool]]:
+    """Name of each picture -> what draws it into a file and says whether there was anything."""
+    from ppdist.common.logging import RunRecords, read_metrics
+    from ppdist.viz.plots import save
+
+    found = RunRecords.of(read_metrics(file))
+    run = History.of(found, str(_section(config, "evaluate").get("metric")))
+    title = file.parent.resolve().name + (f" (ended: {found.finished})" if found.finished else "")
+    return {
+        "results.png": lambda path: save(results(run, title), path),
+        "lr.png": lambda path: save(rate(run, title), path),
+        "speed.png": lambda path: save(speed(run, title), path),
+    }
+
+
+def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[Path], bool]]:
+    """As `_of_run`.  Args: folders: of images that may be shown."""
+    from ppdist.viz.draw import write_jpeg
+    from ppdist.viz.plots import save
+
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not isinstance(found.get("class_names"), list):
+        raise ValueError("it is not what an evaluation writes")
+
+    def write_examples(path: Path) -> bool:
+        picture = mosaic(found.get(path.stem) or [], found["class_names"], folders)
+        if picture is not None:
+            write_jpeg(path, picture)
+        return picture is not None
+
+    return {
+        "confusion.png": lambda path: save(confusion(found), path),
+        "pr_curve.png": lambda path: save(precision_over_recall(found), path),
+        "p_curve.png": lambda path: save(precision_over_confidence(found), path),
+        "r_curve.png": lambda path: save(recall_over_confidence(found), path),
+        "f1_curve.png": lambda path: save(f1_over_confidence(found), path),
+        "per_class.png": lambda path: save(per_class_scores(found), path),
+        "calibration.png": lambda path: save(calibration(found), path),
+        "errors.png": lambda path: save(errors(found), path),
+        "worst.jpg": write_examples,
+        "best.jpg": write_examples,
+    }
+
+
+def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
+    """Where a configuration says that the images of the validation set are."""
+    data = _section(config, "data")
+    if not isinstance(data.get("root"), str):
+        return []
+    root = Path(data["root"])
+    return [root / str(_section(data, "val").get("images") or ""), root]
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    """config.yml of a run; empty where there is none that can be read."""
+    from ppdist.common.errors import ConfigError
+    from ppdist.config.yaml import Reader
+
+    try:
+        found = Reader().read_alone(str(file)).plain()
+    except (ConfigError, OSError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# Blue, orange, green, vermilion, purple, sky blue of Okabe & Ito 2008, as in viz/draw.py, and grey:
+# those of them that can be seen on white.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f")
+DASHES = ("-", "--", ":", "-.")  # where there are more lines than colours
+MARKERS = "os^"
+MAP = "Blues"  # one hue, so all eyes see the same; more is darker
+_DOTS = 110  # per inch
+_MOST_LETTERS = 40  # of a class's name
+# Fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows.
+_EASTERN = (
+    "Noto Sans CJK SC",
+    "Noto Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "Source Han Sans SC",
+    "PingFang SC",
+    "Hiragino Sans GB",
+    "Microsoft YaHei",
+    "SimHei",
+)
+
+
+def save(figure: Figure | None, path: Path) -> bool:
+    """Writes a PNG file and returns True; there is nothing to write without a figure.
+
+    Raises: UserError: the system refused.
+    """
+    if figure is None:
+        return False
+    with writing(path):
+        figure.savefig(path, dpi=_DOTS)
+    return True
+
+
+@cache
+def fonts() -> list[str]:
+    """Families to take letters from, in this order: those of `_EASTERN` that are installed."""
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _EASTERN if name in installed)]
+
+
+def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
+    """A class's name, cut where it is long, or `#label` where no font here has its letters."""
+    name = name if len(name) <= most else f"{name[: most - 3]}..."
+    missing = set(map(ord, name))
+    for family in fonts():
+        font = font_manager.get_font(font_manager.findfont(family))
+        missing -= set(font.get_charmap())
+    if missing:
+        return f"#{label}"
+    return f" {name}" if name.startswith("_") else name  # legends leave out what begins so
+
+
+def as_written(*texts: Text) -> None:
+    """Class names as they are: no `$` begins mathematics, and any font may give a letter."""
+    for text in texts:
+        text.set_parse_math(False)
+        text.set_fontfamily(fonts())
+
+
+def legend(axes: Axes, **placing: Any) -> None:
+    """A legend whose names are shown as they are; none where nothing has a name."""
+    handles, names = axes.get_legend_handles_labels()
+    if names:
+        as_written(*axes.legend(handles, names, **placing).get_texts())
+
+
+def empty(axes: Axes, why: str) -> None:
+    """Says in the middle of a panel why there is nothing in it."""
+    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
+
+
+_MOST_NAMED = 16  # classes with a line and a name of their own
+_NAME = 24  # letters
+
+
+def precision_over_recall(evaluation: Mapping[str, Any]) -> Figure | None:
+    return _figure(evaluation, ("recall_R", "precision_CR", "mean_precision_R"), "AP50")
+
+
+def precision_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
+    return _figure(evaluation, ("confidence_T", "precision_CT", "mean_precision_T"), "precision")
+
+
+def recall_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
+    return _figure(evaluation, ("confidence_T", "recall_CT", "mean_recall_T"), "recall")
+
+
+def f1_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
+    return _figure(evaluation, ("confidence_T", "f1_CT", "mean_f1_T"), "f1")
+
+
+def _figure(evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: str) -> Figure | None:
+    """A line for each class, and a thick one for their mean; None: there are no such curves.
+
+    Args:
+        keys: of `curves`: what lies across, the curves of classes, their mean.
+        score: of `per_class`, to stand beside the names.
+    """
+    curves = evaluation.get("curves") or {}
+    across, each, mean = keys
+    if not curves.get(each):
+        return None
+    at_X, value_CX = _numbers(curves[across]), _numbers(curves[each])
+    labels = [name.split("_")[0].replace("f1", "F1") for name in (across, each)]
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    axes = figure.subplots()
+    names = [_named(evaluation, label, score) for label in curves["curve_classes"]]
+    _lines(axes, at_X, value_CX, names)
+    _mean(axes, at_X, _numbers(curves[mean]), evaluation.get("metrics") or {}, score)
+    axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.01))
+    axes.set_title(f"{labels[1]} over {labels[0]}, IoU 0.5")
+    axes.grid(alpha=0.25)
+    legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    return figure
+
+
+def _lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequence[str]) -> None:
+    known_C = np.isfinite(value_CX).any(1)
+    if known_C.sum() > _MOST_NAMED:
+        axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
+        axes.plot([], [], color="0.7", label=f"{known_C.sum()} classes")
+        return
+    for position, index in enumerate(np.flatnonzero(known_C).tolist()):
+        colour = COLOURS[position % len(COLOURS)]
+        dashes = DASHES[position // len(COLOURS)]
+        axes.plot(
+            at_X, value_CX[index], dashes, color=colour, linewidth=1.4, label=names[index]
+        )  # fmt: skip
+
+
+def _mean(
+    axes: Axes, at_X: np.ndarray, mean_X: np.ndarray, metrics: Mapping[str, Any], score: str
+) -> None:
+    """The mean of the classes that have objects, with its number where there is one."""
+    value = metrics.get({"AP50": "mAP50"}.get(score, score))
+    if not np.isfinite(mean_X).any():
+        return
+    text = "mean" if value is None else f"mean {value:.3f}"
+    axes.plot(at_X, mean_X, color="black", linewidth=3, label=text)
+    confidence = metrics.get("confidence")
+    if score != "AP50" and confidence is not None:
+        label = f"confidence {confidence:.3f}:\nthe best mean F1"
+        axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)
+
+
+def _named(evaluation: Mapping[str, Any], label: int, score: str) -> str:
+    """A class and its score."""
+    name = drawable(evaluation["class_names"][label], label, _NAME)
+    value = evaluation["per_class"][label].get(score)
+    return name if value is None else f"{name} {value:.3f}"
+
+
+def _numbers(values: Any) -> np.ndarray:
+    """float64, NaN for null."""
+    return np.array(values, np.float64)
+
+
+_MOST = 12  # images
+_ACROSS = 4
+_WIDTH = 474  # pixels of one, so that four with their gaps are as wide as a screen
+_MOST_HEIGHT = 2 * _WIDTH
+# Okabe & Ito 2008, as in viz/draw.py: bluish green, vermilion, sky blue.
+_FOUND, _MISSED, _WRONG = (0, 158, 115), (213, 94, 0), (86, 180, 233)
+
+
+def mosaic(
+    entries: Sequence[Mapping[str, Any]], class_names: Sequence[str], folders: Sequence[Path]
+) -> np.ndarray | None:
+    """Images in rows, below each what was found; uint8 RGB.  None: none of them can be read.
+
+    Found objects are outlined in green, missed ones in vermilion, wrong detections in blue.
+
+    Args:
+        entries: `worst` or `best` of evaluation.json.
+        folders: where the files are; what lies elsewhere is not shown, because who made the file
+            that names it may be a stranger.
+    """
+    tiles = [_tile(entry, class_names, folders) for entry in entries[:_MOST]]
+    shown = [tile for tile in tiles if tile is not None]
+    if not shown:
+        return None
+    picture = grid(shown, across=min(_ACROSS, len(shown)))
+    return caption(picture, "green: found; red: missed; blue: wrong, with its score")
+
+
+def _tile(
+    entry: Mapping[str, Any], class_names: Sequence[str], folders: Sequence[Path]
+) -> np.ndarray | None:
+    image_HW3 = _read(str(entry["file"]), folders)
+    if image_HW3 is None:
+        return None
+    height, width = image_HW3.shape[:2]
+    scale = min(_WIDTH / width, _MOST_HEIGHT / height)
+    size = max(1, round(scale * width)), max(1, round(scale * height))
+    image_HW3 = cv2.resize(
+        image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
+    )
+    _verdicts(image_HW3, entry, class_names, scale)
+    beside = (0, 0, 0, max(0, _WIDTH - size[0]))  # of a narrow one, so that there is room to write
+    image_HW3 = cv2.copyMakeBorder(image_HW3, *beside, cv2.BORDER_CONSTANT, value=(255, 255, 255))
+    counts = (f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
+    named = caption(image_HW3, ", ".join(counts))
+    return caption(named, readable(Path(str(entry["file"])).name, 0))
+
+
+def _verdicts(
+    image_HW3: np.ndarray, entry: Mapping[str, Any], class_names: Sequence[str], scale: float
+) -> None:
+    """Outlines what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
+
+    def draw(box_4: Sequence[float], colour: Colour, label: int, score: float | None) -> None:
+        name = readable(str(class_names[label]), label)
+        text = name if score is None else f"{name} {score:.2f}"
+        outline(image_HW3, scale * np.array(box_4, np.float64), text, colour)
+
+    for label, *box_4, found in entry.get("true") or ():
+        draw(box_4, _FOUND if found else _MISSED, label, None)
+    for label, score, *box_4, kind in entry.get("predicted") or ():
+        if kind != "correct":
+            draw(box_4, _WRONG, label, score)
+
+
+def _read(file: str, folders: Sequence[Path]) -> np.ndarray | None:
+    """The first that can be read and lies in one of the folders; links in them are followed."""
+    allowed = [Path(os.path.abspath(folder)) for folder in folders]
+    for folder in (Path(), *folders):
+        path = Path(os.path.abspath(folder / file))  # without `..`
+        try:
+            if any(path.is_relative_to(each) for each in allowed):
+                return read_image(path)
+        except (DataError, OSError, ValueError):  # a name with a zero in it is a ValueError
+            continue
+    return None
+
+
+# Panels of scores that are read together; those that the run has are drawn.
+_SCORES = {
+    "mean average precision": ("mAP", "mAP50", "mAP75"),
+    "mAP by size of the objects": ("mAP_small", "mAP_medium", "mAP_large"),
+    "average recall": ("AR1", "AR10", "AR100"),
+    "at the confidence of the best F1": ("precision", "recall", "f1"),
+    "accuracy": ("top1", "top5"),
+}
+_RULING = ("mAP", "top1")  # what a run is judged by, if its configuration says nothing else
+_SPREAD = 20  # times as much: a linear axis would show the beginning of a curve and a flat rest
+_LOW = 0.3  # a best score below it would lie at the bottom of an axis that ends at 1
+_FEW = 60  # records that are drawn as they are; of more, their running mean, too
+_MOST_RANKS = 64  # whose numbers stand below their bars
+
+
+@dataclass(frozen=True)
+class History:
+    """What metrics.jsonl says, as far as it is drawn."""
+
+    steps: list[Record]
+    evaluations: list[Record]
+    ranks: list[Record]  # such as `_shares` understands
+    derived: Mapping[str, Any]  # what the run made of its configuration
+    metric: str  # what its best evaluation is the best in; "" without evaluations
+
+    @classmethod
+    def of(cls, found: RunRecords, metric: str = "") -> "History":
+        """Args: metric: `evaluate.metric`; one that no evaluation has: the usual one."""
+        have = {name for each in found.evaluations for name in each}
+        return cls(
+            steps=found.steps,
+            evaluations=found.evaluations,
+            ranks=[each for each in found.ranks if _shares(each) is not None],
+            derived=found.starts[-1]["derived"] if found.starts else {},
+            metric=next((name for name in (metric, *_RULING) if name in have), ""),
+        )
+
+    def axis(self, records: Sequence[Record]) -> np.ndarray:
+        """[R] the epochs at which records stand; their steps where no record knows its epoch."""
+        step_R = column(records, "step")
+        pairs = np.array([[0.0, 0.0], *self._places()])
+        if len(pairs) == 1:
+            return step_R
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        return np.interp(step_R, pairs[:, 0], pairs[:, 1])
+
+    @property
+    def unit(self) -> str:
+        return "epoch" if self._places() else "step"
+
+    def _places(self) -> list[list[float]]:
+        known = (*self.steps, *self.evaluations)
+        pairs = [[_number(each.get("step")), _number(each.get("epoch"))] for each in known]
+        return [pair for pair in pairs if np.isfinite(pair).all()]
+
+
+def column(records: Sequence[Record], name: str) -> np.ndarray:
+    """float64 [R], NaN where a record has no such number."""
+    return np.array([_number(each.get(name)) for each in records], np.float64)
+
+
+def results(history: History, title: str) -> Figure | None:
+    """Each loss in training and validation, then scores."""
+    losses = _losses(history.steps)
+    scores = {
+        what: [name for name in names if np.isfinite(_scores(history, name)).any()]
+        for what, names in _SCORES.items()
+    }
+    scores = {what: names for what, names in scores.items() if names}
+    count = len(losses) + len(scores)
+    if not count:
+        return None
+    rows = -(-count // _ACROSS)
+    figure = Figure(figsize=(4 * min(count, _ACROSS), 3.1 * rows + 0.4), layout="constrained")
+    panels = list(np.ravel(figure.subplots(rows, min(count, _ACROSS), squeeze=False)))
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    for axes, name in zip(panels, losses):
+        _loss(axes, history, name)
+    for axes, (what, names) in zip(panels[len(losses) :], scores.items()):
+        _score(axes, history, names)
+        axes.set_title(what)
+    for axes in panels[:count]:
+        axes.set_xlabel(history.unit)
+        axes.grid(alpha=0.25)
+    as_written(figure.suptitle(title))
+    return figure
+
+
+def rate(history: History, title: str) -> Figure | None:
+    """The learning rate with its warm-up, the norm of the gradient, recorded momentum."""
+    names = {"lr": "learning rate", "momentum": "momentum", "gradient_norm": "norm of the gradient"}
+    names = {
+        name: said for name, said in names.items() if np.isfinite(column(history.steps, name)).any()
+    }
+    if "lr" not in names:
+        return None
+    figure = Figure(figsize=(8, 1 + 3 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    at_R, step_R = history.axis(history.steps), column(history.steps, "step")
+    for axes, (name, said) in zip(panels, names.items()):
+        if name == "gradient_norm":
+            _curve(axes, at_R, column(history.steps, name), "")
+        else:
+            axes.plot(at_R, column(history.steps, name), color=COLOURS[0])
+        _scale(axes, [column(history.steps, name)])
+        axes.set_title(said)
+        axes.grid(alpha=0.25)
+    warm = _fact(history, "warmup_steps")
+    if warm > 0 and step_R[-1] > 0:
+        panels[0].set_title(f"learning rate; warm-up: {warm:g} steps (shaded)")
+        end = min(warm / step_R[-1], 1) * at_R[-1]
+        panels[0].axvspan(0, end, color=COLOURS[1], alpha=0.2, linewidth=0)
+    panels[-1].set_xlabel(history.unit)
+    as_written(figure.suptitle(title))
+    return figure
+
+
+def speed(history: History, title: str) -> Figure | None:
+    """Images a second, and where the time of a step goes: over the run and rank by rank."""
+    if not np.isfinite(column(history.steps, "images_per_second")).any():
+        return None
+    count = 2 + bool(history.ranks)
+    figure = Figure(figsize=(5.3 * count, 4.2), layout="constrained")
+    panels = figure.subplots(1, count)
+    at_R = history.axis(history.steps)
+    images_R = column(history.steps, "images_per_second")
+    _curve(panels[0], at_R, images_R, "")
+    middle = np.nanmedian(images_R)
+    panels[0].axhline(middle, color="0.4", linewidth=0.8, linestyle="--")
+    panels[0].text(
+        0.98, 0.03, f"median {middle:.3g}", transform=panels[0].transAxes, ha="right", color="0.3"
+    )
+    panels[0].set_title("images per second, all ranks")
+    names = {"step_seconds": "whole step", "data_seconds": "waiting for images"}
+    for colour, (name, label) in zip(COLOURS, names.items()):
+        _curve(panels[1], at_R, column(history.steps, name), f"{label}, rank 0", colour)
+    panels[1].set_title("seconds of a step")
+    if history.ranks:
+        _own_seconds(panels[1], history)
+        _ranks(panels[2], history)
+    legend(panels[1])
+    for axes in panels[:2]:
+        axes.set_xlabel(history.unit)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+    as_written(figure.suptitle(title))
+    return figure
+
+
+def _own_seconds(axes: Axes, history: History) -> None:
+    """The band between the fastest and the slowest rank, without the waiting for each other."""
+    records = _of_most_ranks(history.ranks)
+    own_RW = np.stack([_shares(each)[1] for each in records])  # type: ignore[index]
+    axes.fill_between(
+        history.axis(records),
+        own_RW.min(1),
+        own_RW.max(1),
+        color=COLOURS[2],
+        alpha=0.35,
+        linewidth=1,
+        label="own seconds, fastest to slowest rank",
+    )
+
+
+def _ranks(axes: Axes, history: History) -> None:
+    """A bar for each rank: medians over the run, from below data, computing, waiting."""
+    records = _of_most_ranks(history.ranks)
+    step_W, own_W, data_W = np.median([_shares(each) for each in records], axis=0)
+    ranks_W = np.arange(len(step_W))
+    computing_W = np.maximum(own_W - data_W, 0)
+    waiting_W = np.maximum(step_W - own_W, 0)
+    parts = {
+        "waiting for images": (data_W, COLOURS[1]),
+        "computing": (computing_W, COLOURS[2]),
+        "waiting for other ranks": (waiting_W, COLOURS[6]),
+    }
+    below_W = np.zeros(len(step_W))
+    for label, (part_W, colour) in parts.items():
+        axes.bar(ranks_W, part_W, 0.85, bottom=below_W, color=colour, label=label)
+        below_W += part_W
+    axes.set(title="seconds of a step by rank", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
+    axes.set_ylim(0, 1.35 * max(below_W.max(), 1e-9))  # room for the legend
+    if len(step_W) <= _MOST_RANKS:
+        axes.set_xticks(ranks_W[:: -(-len(step_W) // 16)])
+    legend(axes, loc="upper left")
+
+
+def _losses(steps: Sequence[Record]) -> list[str]:
+    """Names of the losses: the whole one, then its parts."""
+    names = dict.fromkeys(name for each in steps for name in each)
+    parts = [name for name in names if name.startswith("loss_")]
+    return [name for name in ("loss", *parts) if np.isfinite(column(steps, name)).any()]
+
+
+def _loss(axes: Axes, history: History, name: str) -> None:
+    trained_R = column(history.steps, name)
+    measured_R = _scores(history, f"val_{name}")
+    _curve(axes, history.axis(history.steps), trained_R, "training")
+    if np.isfinite(measured_R).any():
+        axes.plot(
+            history.axis(history.evaluations),
+            measured_R,
+            color=COLOURS[3],
+            marker=MARKERS[1],
+            markersize=3.5,
+            label="validation",
+        )
+    _scale(axes, [trained_R, measured_R])
+    axes.set_title(name)
+    legend(axes, fontsize=8)
+
+
+def _score(axes: Axes, history: History, names: Sequence[str]) -> None:
+    """Curves of scores between 0 and 1; on the chief of them a mark at the best evaluation."""
+    at_R, most = history.axis(history.evaluations), 0.0
+    for colour, marker, name in zip(COLOURS, MARKERS, names):
+        value_R = _scores(history, name)
+        most = max(most, np.nanmax(value_R))
+        axes.plot(at_R, value_R, color=colour, marker=marker, markersize=3.5, label=name)
+    judged_R = _scores(history, history.metric)
+    if names[0] in _RULING and np.isfinite(judged_R).any():
+        place = int(np.nanargmax(judged_R))
+        on = history.metric if history.metric in names else names[0]  # fitness has no curve
+        axes.plot(
+            at_R[place], _scores(history, on)[place], "o", markersize=10, markerfacecolor="none",
+            color="black", label=f"best {history.metric}: {judged_R[place]:.3f}",
+        )  # fmt: skip
+    axes.set_ylim(0, 1 if most > _LOW or not most else 1.2 * most)
+    legend(axes, fontsize=8)
+
+
+def _scores(history: History, name: str) -> np.ndarray:
+    """[R] of the evaluations; COCO's -1 means that there was nothing to measure."""
+    value_R = column(history.evaluations, name)
+    return value_R if name.startswith("val_") else np.where(value_R < 0, np.nan, value_R)
+
+
+def _curve(
+    axes: Axes, at_R: np.ndarray, value_R: np.ndarray, label: str, colour: str = COLOURS[0]
+) -> None:
+    """A curve; of many values a faint one, with their running mean over it."""
+    if len(value_R) <= _FEW:
+        axes.plot(at_R, value_R, color=colour, marker=".", markersize=3, label=label)
+        return
+    axes.plot(at_R, value_R, color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(at_R, _smooth(value_R, len(value_R) // _FEW + 2), color=colour, label=label)
+
+
+def _smooth(value_R: np.ndarray, reach: int) -> np.ndarray:
+    """Means of each value and so many before and behind it; NaNs do not count."""
+    window = np.ones(2 * reach + 1)
+    known_R = np.isfinite(value_R)
+    total_R = np.convolve(np.where(known_R, value_R, 0), window, "same")
+    count_R = np.convolve(known_R.astype(np.float64), window, "same")
+    return np.where(count_R > 0, total_R / np.maximum(count_R, 1), np.nan)
+
+
+def _scale(axes: Axes, values: Sequence[np.ndarray]) -> None:
+    """A logarithmic axis where values lie far apart, else one from 0."""
+    known = np.concatenate(values)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        empty(axes, "nothing was finite")
+    elif known.min() > 0 and known.max() > _SPREAD * np.median(known):
+        axes.set_yscale("log")
+    elif known.min() >= 0:
+        axes.set_ylim(0, 1.05 * known.max() or 1)
+
+
+def _fact(history: History, key: str) -> float:
+    fact = history.derived.get(key)
+    return _number(fact.get("value")) if isinstance(fact, Mapping) else np.nan
+
+
+def _shares(record: Record) -> np.ndarray | None:
+    """[3, W] seconds of a step, own, for data, of each rank; None: it is another record."""
+    names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
+    found = [record.get(name) for name in names]
+    if not all(isinstance(each, list) and each for each in found):
+        return None
+    if len({len(each) for each in found if each}) != 1:
+        return None
+    seconds_3W = np.array([[_number(value) for value in each or ()] for each in found])
+    return seconds_3W if np.isfinite(seconds_3W).all() else None
+
+
+def _of_most_ranks(records: Sequence[Record]) -> list[Record]:
+    """Those with as many ranks as the last: a resumed run may have others."""
+    count = len(records[-1]["rank_step_seconds"])
+    return [each for each in records if len(each["rank_step_seconds"]) == count]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
+
+
+_BESIDE = 20  # classes; of more, the two matrices stand one below the other
+_MOST_NAMED_matrix = 100  # classes; of more, neither names nor numbers could be read
+_MOST_DRAWN = 2000  # classes; about as many as the picture has pixels
+_NAME_matrix = 18  # letters
+_LETTERS_ACROSS = 50  # of names that lie below a matrix; if there are more, they stand
+_BACKGROUND = "background"
+
+
+def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
+    """Shares of each true class in percent, and the counts; None: there is no matrix."""
+    found = evaluation.get("confusion")
+    counts = _counts(found) if found else None
+    if found is None or counts is None:
+        return None
+    names = [drawable(name, at, _NAME_matrix) for at, name in enumerate(evaluation["class_names"])]
+    if len(counts) == len(names) + 1:  # of a classifier there is no background
+        names.append(_BACKGROUND)
+    size = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
+    beside = len(names) <= _BESIDE
+    figure = Figure(
+        figsize=(2 * size, size) if beside else (size + 0.6, 2 * size), layout="constrained"
+    )
+    shares_axes, counts_axes = figure.subplots(*((1, 2) if beside else (2, 1)))
+    known = np.maximum(found.get("true_counts") or counts.sum(1), 1)
+    percent = 100 * counts / known[:, None]
+    _matrix(shares_axes, percent, names, Normalize(0, 100))
+    _matrix(counts_axes, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
+    shares_axes.set_title("% of each row")
+    counts_axes.set_title("objects" if _BACKGROUND in names[-1:] else "images")
+    as_written(figure.suptitle(_limits(found)))
+    return figure
+
+
+def _counts(found: Mapping[str, Any]) -> np.ndarray | None:
+    """float64 [size, size]; None: too large to be seen."""
+    if "counts" in found:
+        return np.array(found["counts"], np.float64)
+    size = len(found["true_counts"])
+    if size > _MOST_DRAWN:
+        return None
+    counts = np.zeros((size, size))
+    for row, column, count in found["cells"]:
+        counts[row, column] = count
+    return counts
+
+
+def _limits(found: Mapping[str, Any]) -> str:
+    iou, confidence = found.get("iou"), found.get("confidence")
+    if iou is None or confidence is None:
+        return "confusion"
+    return f"confusion of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
+
+
+def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
+    """Fields below a half stay white, in others stands a number."""
+    axes.imshow(np.ma.masked_less(value, 0.5), cmap=MAP, norm=norm, interpolation="nearest")
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(names) > _MOST_NAMED_matrix + 1:
+        return
+    letters = 10.0 if len(names) <= 12 else 7.5 if len(names) <= 40 else 6.5
+    places = range(len(names))
+    upright = len(names) * max(map(len, names)) > _LETTERS_ACROSS
+    axes.set_xticks(places, names, rotation=90 if upright else 0, fontsize=letters)
+    axes.set_yticks(places, names, fontsize=letters)
+    as_written(*axes.get_xticklabels(), *axes.get_yticklabels())
+    digits = 9.0 if len(names) <= 12 else 6.5 if len(names) <= 40 else 5.0
+    for row, column in zip(*np.nonzero(value >= 0.5)):
+        dark = norm(value[row, column]) > 0.5
+        axes.text(
+            column, row, _short(value[row, column]), ha="center", va="center", fontsize=digits,
+            color="white" if dark else "black",
+        )  # fmt: skip
+
+
+def _short(value: float) -> str:
+    """Three characters at most: 7, 42, 650, 3k, 20k."""
+    if value < 999.5:
+        return f"{max(1.0, value):.0f}"
+    return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
+
+
+_MOST_BARS = 100
+# What is drawn of a class: a bar, and where there is one a point.
+_DETECTED, _CLASSIFIED = ("AP", "AP50"), ("top1", "top5")
+_KINDS = {
+    "correct": "correct",
+    "localisation": "badly placed",
+    "class": "another class",
+    "duplicate": "found twice",
+    "background": "nothing there",
+    "missed": "missed",
+}
+
+
+def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
+    """A bar for each class that has objects, the best above."""
+    bar, point = _DETECTED if any("AP" in row for row in evaluation["per_class"]) else _CLASSIFIED
+    rows = [
+        (drawable(str(row["name"]), label), row)
+        for label, row in enumerate(evaluation["per_class"])
+        if row.get(bar) is not None
+    ]
+    if not rows:
+        return None
+    rows.sort(key=lambda named: -named[1][bar])
+    score_C = np.array([row[bar] for _, row in rows])
+    if len(rows) > _MOST_BARS:
+        return _points(score_C, bar)
+    figure = Figure(figsize=(8.5, 1.4 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(rows))
+    axes.barh(places, score_C, 0.75, color=COLOURS[0], label=bar)
+    point_C = np.array([row.get(point) for _, row in rows], np.float64)  # None: NaN
+    axes.plot(point_C, places, "D", color=COLOURS[1], markersize=4.5, label=point)
+    for place, (_, row) in enumerate(rows):
+        count = row.get("objects", row.get("images"))
+        text = f"{row[bar]:.3f}" + (f"  of {count}" if count is not None else "")
+        axes.text(1.01, place, text, va="center", fontsize=8)
+    axes.set_yticks(places, [name for name, _ in rows], fontsize=8)
+    as_written(*axes.get_yticklabels())
+    axes.axvline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
+    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_title(f"{bar} of each class; mean {score_C.mean():.3f}", pad=24)
+    legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    axes.grid(axis="x", alpha=0.25)
+    return figure
+
+
+def _points(score_C: np.ndarray, name: str) -> Figure:
+    """Where there are too many classes for bars."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(score_C, ".", color=COLOURS[0], markersize=3)
+    axes.axhline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="classes, the best first", ylabel=name, ylim=(0, 1))
+    axes.set_title(f"{name} of each class; mean {score_C.mean():.3f}")
+    axes.grid(alpha=0.25)
+    return figure
+
+
+def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
+    """How often detections of a confidence are right, and how many there are."""
+    found = evaluation.get("calibration")
+    if not found or not sum(found["count"]):
+        return None
+    edges = np.array(found["edges"], np.float64)
+    precision_B = np.array(found["precision"], np.float64)  # null: NaN
+    confidence_B = np.array(found["confidence"], np.float64)
+    count_B = np.array(found["count"], np.float64)
+    figure = Figure(figsize=(6, 6.6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    widths_B = np.diff(edges)
+    above.bar(
+        edges[:-1], precision_B, 0.96 * widths_B, align="edge", color=COLOURS[5], label="precision"
+    )
+    above.plot([0, 1], [0, 1], "--", color="0.4", linewidth=1, label="as confident as right")
+    above.plot(confidence_B, precision_B, "o-", color=COLOURS[0], markersize=4, linewidth=1)
+    above.set(ylabel="share that is right", xlim=(0, 1), ylim=(0, 1))
+    error = found.get("expected_error")
+    said = "" if error is None else f"; expected calibration error {error:.3f}"
+    above.set_title(f"calibration{said}")
+    above.legend(loc="upper left")
+    below.bar(edges[:-1], count_B, 0.96 * widths_B, align="edge", color="0.5")
+    below.set(xlabel="confidence", ylabel="detections", yscale="log", ylim=(0.7, None))
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def errors(evaluation: Mapping[str, Any]) -> Figure | None:
+    """How many of each kind, and what AP50 would gain without them."""
+    found = evaluation.get("errors")
+    if not found:
+        return None
+    gains = {kind: gain for kind, gain in found["AP50_gain"].items() if gain is not None}
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    for axes, values, text in zip(
+        figure.subplots(1, 2), (found["counts"], gains), ("{:.0f}", "+{:.3f}")
+    ):
+        names = [_KINDS.get(kind, kind) for kind in values]
+        colours = [COLOURS[2] if kind == "correct" else COLOURS[3] for kind in values]
+        bars = axes.barh(names, list(values.values()), 0.7, color=colours)
+        axes.bar_label(bars, [text.format(value) for value in values.values()], padding=3)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.18 * max(1e-9, *values.values()) if values else 1)
+        axes.grid(axis="x", alpha=0.25)
+    left, right = figure.axes
+    left.set(title="detections and objects by kind", xlabel="number")
+    right.set(title="what AP50 gains where a kind is put right", xlabel="AP50")
+    return figure
+
+
+_MOST_BARS_statistics = 80
+_UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
+_MOST_TICKS = 8
+_MOST_WRITTEN = 12  # powers of two up to 4096 are written out
+_MOST_FIELDS = 40  # across and down of a map of positions
+
+
+def plot_statistics(
+    splits: Mapping[str, Objects], class_names: Sequence[str], folder: Path, *, boxes: bool = True
+) -> list[Path]:
+    """Writes classes.png, boxes.png, positions.png and images.png; returns their paths.
+
+    Args:
+        splits: name of each split -> its objects; two at most, of the same classes.
+        boxes: False for classified images, of which there is classes.png alone.
+    Raises: UserError: the folder cannot be written to.
+    """
+    make_folder(folder)
+    figures = {"classes": _classes(splits, class_names, boxes)}
+    if boxes:
+        figures |= {
+            "boxes": _boxes(splits),
+            "positions": _positions(splits),
+            "images": _images(splits),
+        }
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.png")
+        save(figure, paths[-1])
+    return paths
+
+
+def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: bool) -> Figure:
+    """Objects (with boxes) and images of each class, the most common above."""
+    counts = {name: per_class(objects, len(class_names)) for name, objects in splits.items()}
+    order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
+    shown = len(class_names) <= _MOST_BARS_statistics
+    titles = {0: "objects of each class", 1: "images that show it"}
+    if not boxes:
+        titles = {1: "images of each class"}
+    height = 1.5 + (0.32 * len(class_names) if shown else 5)
+    figure = Figure(figsize=(1 + 6 * len(titles), max(3.0, height)), layout="constrained")
+    panels = figure.subplots(1, len(titles), sharey=shown, squeeze=False)[0]
+    for axes, (what, title) in zip(panels, titles.items()):
+        series = {name: count[what][order_C] for name, count in counts.items()}
+        (_bars if shown else _points_statistics)(axes, series)
+        axes.set_title(title)
+    if shown:
+        with_number = [drawable(class_names[label], label) for label in order_C]
+        panels[0].set_yticks(range(len(order_C)), with_number, parse_math=False)
+        panels[0].set_ylim(len(order_C) - 0.5, -0.5)
+        for text in panels[0].get_yticklabels():
+            text.set_fontfamily(fonts())
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
+    thick = 0.8 / len(series)
+    for position, (name, count_C) in enumerate(series.items()):
+        offset = (position - (len(series) - 1) / 2) * thick
+        bars = axes.barh(
+            np.arange(len(count_C)) + offset, count_C, thick, color=COLOURS[position], label=name
+        )
+        axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
+    _numbers_statistics(axes.xaxis, series)
+
+
+def _points_statistics(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
+    """A point for each class, where there are too many for bars."""
+    for colour, (name, count_C) in zip(COLOURS, series.items()):
+        axes.plot(count_C, ".", color=colour, label=name, markersize=3)
+    _numbers_statistics(axes.yaxis, series)
+    axes.set_xlabel("classes, the most common first")
+
+
+def _numbers_statistics(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
+    """From 0, logarithmic where they lie far apart; an eighth stays free, for what is beside."""
+    everything = np.concatenate(list(series.values()))
+    most, name = max(1, everything.max()), axis.axis_name
+    if most > _UNEVEN * max(1, everything.min()):
+        axis.axes.set(**{f"{name}scale": SymmetricalLogScale(None, linthresh=1)})
+        axis.axes.set(**{f"{name}lim": (0, most * (10 * most) ** (1 / 7))})
+        axis.set_label_text("number, logarithmic")
+    else:
+        axis.axes.set(**{f"{name}lim": (0, most * 8 / 7)})
+        axis.set_major_locator(MaxNLocator("auto", integer=True))
+        axis.set_label_text("number")
+
+
+def _boxes(splits: Mapping[str, Objects]) -> Figure:
+    """Sizes in the input, and shapes; crowds do not count."""
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    plane, sides, shapes = figure.subplots(1, 3)
+    alone = {name: ~objects.crowd_M for name, objects in splits.items()}
+    first, objects = next(iter(splits.items()))
+    input_M2 = np.maximum(objects.input_M2[alone[first]], 0.1)
+    low, high = (input_M2.min(), input_M2.max()) if len(input_M2) else (1, 1)
+    bins = np.geomspace(low / 1.1, high * 1.1, 50)
+    counts, _, _ = np.histogram2d(input_M2[:, 0], input_M2[:, 1], bins=[bins, bins])
+    found = np.ma.masked_equal(counts.T, 0)
+    mesh = plane.pcolormesh(bins, bins, found, norm=PowerNorm(0.5, 0, max(1, counts.max())))
+    plane.set(title=f"box sizes, {first}")
+    plane.set(xlabel="width in the input, pixels", ylabel="height in the input, pixels")
+    for axis in (plane.xaxis, plane.yaxis):
+        _powers_of_two(axis, bins)
+    figure.colorbar(mesh, ax=plane, label="boxes")
+    _shares_statistics(
+        sides,
+        {name: np.sqrt(o.input_M2[alone[name]].prod(1)) for name, o in splits.items()},
+        "side in the input, pixels",
+        "side = square root of the area",
+    )
+    _shares_statistics(
+        shapes,
+        {name: o.shapes_M[alone[name]] for name, o in splits.items()},
+        "width / height in the original",
+        "shapes",
+    )
+    shapes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
+    return figure
+
+
+def _shares_statistics(
+    axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, title: str
+) -> None:
+    """Histograms on one logarithmic axis, each as shares of its own values."""
+    positive = {name: np.maximum(values, 1e-3) for name, values in series.items()}
+    everything = np.concatenate(list(positive.values()))
+    low, high = (everything.min(), everything.max()) if len(everything) else (1, 1)
+    bins = np.geomspace(low / 1.05, high * 1.05, 50)
+    for colour, (name, values) in zip(COLOURS, positive.items()):
+        weights = np.full(len(values), 100 / max(1, len(values)))
+        axes.hist(
+            values,
+            bins.tolist(),
+            weights=weights,
+            histtype="step",
+            color=colour,
+            linewidth=1.6,
+            label=name,
+        )
+    axes.set(xlabel=xlabel, ylabel="% of the boxes", title=title)
+    axes.set_ylim(bottom=0)
+    _powers_of_two(axes.xaxis, bins)
+    axes.legend()
+
+
+def _powers_of_two(axis: XAxis | YAxis, bins: np.ndarray) -> None:
+    """A logarithmic axis, as strides and scales go: 8, 16, 32; from a power to a power."""
+    name = axis.axis_name
+    low, high = np.floor(np.log2(bins[0])), np.ceil(np.log2(bins[-1]))
+    axis.axes.set(**{f"{name}scale": LogScale(None, base=2), f"{name}lim": (2**low, 2**high)})
+    step = int(np.ceil((high - low) / _MOST_TICKS))
+    axis.set_ticks(2.0 ** np.arange(low, high + 1, step), minor=False)
+    axis.set_major_formatter(lambda value, _: _power(round(np.log2(value))))
+
+
+def _power(exponent: int) -> str:
+    if abs(exponent) > _MOST_WRITTEN:
+        return f"$2^{{{exponent}}}$"
+    return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
+
+
+def _positions(splits: Mapping[str, Objects]) -> Figure:
+    """Where the centres of the boxes lie."""
+    figure = Figure(figsize=(6 * len(splits), 5), layout="constrained")
+    for axes, (name, objects) in zip(np.ravel(figure.subplots(1, len(splits))), splits.items()):
+        centres_M2 = objects.centres_M2[~objects.crowd_M]
+        # About eight boxes a field, or chance would be all there is to see.
+        fields = int(np.clip(np.sqrt(len(centres_M2) / 8), 5, _MOST_FIELDS))
+        counts, _, _ = np.histogram2d(
+            centres_M2[:, 1], centres_M2[:, 0], bins=fields, range=((0, 1), (0, 1))
+        )
+        image = axes.imshow(
+            counts, extent=(0, 1, 1, 0), cmap="magma", vmin=0, vmax=max(1, counts.max())
+        )
+        axes.set(title=f"centres of the boxes, {name}", xlabel="x / width", ylabel="y / height")
+        figure.colorbar(image, ax=axes, label="boxes", shrink=0.8)
+    return figure
+
+
+def _images(splits: Mapping[str, Objects]) -> Figure:
+    """How many objects images have, and how large they are."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    objects_axes, sizes_axes = figure.subplots(1, 2)
+    counts = {name: objects.per_image_N for name, objects in splits.items()}
+    most = int(max(count_N.max(initial=1) for count_N in counts.values()))
+    step = -(-(most + 1) // _MOST_BARS_statistics)
+    bins = (np.arange(0, most + 1 + step, step) - 0.5).tolist()
+    for colour, (name, count_N) in zip(COLOURS, counts.items()):
+        weights = np.full(len(count_N), 100 / max(1, len(count_N)))
+        objects_axes.hist(
+            count_N, bins, weights=weights, histtype="step", color=colour, linewidth=1.6, label=name
+        )
+    objects_axes.set(
+        xlabel="objects in an image", ylabel="% of the images", title="objects in an image"
+    )
+    objects_axes.locator_params(integer=True)
+    objects_axes.legend()
+    for colour, marker, (name, objects) in zip(COLOURS, "os", splits.items()):
+        sizes_S2, count_S = np.unique(objects.sizes_N2, axis=0, return_counts=True)
+        area_S = 12 + 500 * count_S / count_S.sum()
+        sizes_axes.scatter(
+            *sizes_S2.T, s=area_S, marker=marker, facecolor="none", edgecolor=colour, label=name
+        )
+    sizes_axes.set(
+        xlabel="width, pixels", ylabel="height, pixels", title="image sizes, area by frequency"
+    )
+    widest, highest = np.max([objects.sizes_N2.max(0) for objects in splits.values()], axis=0)
+    sizes_axes.set(xlim=(0, 1.1 * widest), ylim=(0, 1.1 * highest))
+    for handle in sizes_axes.legend().legend_handles:
+        handle.set_sizes([40])
+    return figure
+
+
+_MOST_NAMED_studies = 12  # settings; of more, as in a search, each is a thin line without a name
+_POINTS = 50
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """The metric of each setting over its run: the mean of its seeds, and between least and most.
+
+    Runs of unequal length are drawn over their share that is done, because studies of equal time
+    give fast settings more epochs.
+    """
+    settings: dict[str, list[np.ndarray]] = {}
+    for row in rows:
+        if row["state"] != "fail" and len(row["curve"]) > 1:
+            settings.setdefault(row["setting"], []).append(np.array(row["curve"], np.float64))
+    if not settings:
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    named = len(settings) <= _MOST_NAMED_studies
+    lengths = {round(curve[-1, 0], 3) for found in settings.values() for curve in found}
+    in_shares = len(lengths) > 1 and named
+    styles = cycle([(colour, dash) for dash in DASHES for colour in COLOURS])
+    for (name, found), (colour, dash) in zip(settings.items(), styles):
+        if not named:
+            for curve in found:
+                axes.plot(curve[:, 0], curve[:, 1], color=COLOURS[0], alpha=0.4, linewidth=0.8)
+            continue
+        x, values = _over_run(found, in_shares)
+        axes.plot(x, values.mean(0), dash, color=colour, label=f"{name} ({len(found)})")
+        if len(found) > 1:
+            axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15)
+    axes.set_xlabel("share of the run" if in_shares else "epoch")
+    axes.set_ylabel(str(rows[0]["metric"]))
+    axes.grid(alpha=0.25)
+    legend(axes, fontsize="small")
+    as_written(axes.set_title(str(rows[0]["study"])))
+    return figure
+
+
+def _over_run(found: Sequence[np.ndarray], in_shares: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Places, and the values of each curve there, between its first and its last evaluation."""
+    placed = [curve[:, 0] / (curve[-1, 0] if in_shares else 1.0) for curve in found]
+    first, last = max(each[0] for each in placed), min(each[-1] for each in placed)
+    x = np.linspace(min(first, last), last, _POINTS)
+    return x, np.stack([np.interp(x, at, curve[:, 1]) for at, curve in zip(placed, found)])
+
+
+def importance(importances: Mapping[str, float]) -> Figure | None:
+    """How much each key decides, the most important above."""
+    if not importances:
+        return None
+    ordered = sorted(importances.items(), key=lambda item: item[1])
+    figure = Figure(figsize=(7, 1.2 + 0.4 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(ordered)), [value for _, value in ordered], color=COLOURS[0])
+    axes.set_yticks(range(len(ordered)), [key for key, _ in ordered])
+    as_written(*axes.get_yticklabels())
+    axes.set_xlabel("importance for the best tenth of the complete trials (PED-ANOVA)")
+    axes.grid(axis="x", alpha=0.25)
+    return figure

@@ -1,0 +1,222 @@
+"""deploy/monitoring/ loads as it is and asks for what exists; Prometheus reads a real run."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppdist.launch.metrics import METRICS
+from tests.distributed import _free_ports
+from tests.faults.scenario import FaultScenario
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "monitoring"
+DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "ppdist.json").read_text())
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("promtool") is None or shutil.which("prometheus") is None,
+    reason="Prometheus is not installed (apt-get install prometheus)",
+)
+
+
+def groups() -> list[dict[str, Any]]:
+    return yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in groups() for rule in group["rules"]]
+
+
+def expressions() -> dict[str, str]:
+    """What the dashboard asks, by where, with Grafana's variables filled in."""
+    found = {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    }
+    found |= {
+        f"annotation {each['name']}": each["expr"] for each in DASHBOARD["annotations"]["list"]
+    }
+    return {
+        where: text.replace("$__rate_interval", "1m").replace("$run", ".*")
+        for where, text in found.items()
+    }
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"\bppdist[:_][\w:]+", text))
+
+
+def promtool(*words: str, folder: Path = FOLDER) -> None:
+    ended = subprocess.run(
+        ["promtool", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_prometheus
+def test_promtool_accepts_the_configuration_and_the_rules() -> None:
+    promtool("check", "config", "prometheus.yml")
+    promtool("check", "rules", "alerts.yml")
+
+
+@needs_prometheus
+def test_each_alert_fires_when_it_should_and_only_then() -> None:
+    promtool("test", "rules", "alerts_test.yml")
+    tests = (FOLDER / "alerts_test.yml").read_text()
+    missing = [rule["alert"] for rule in rules() if "alert" in rule and rule["alert"] not in tests]
+    assert not missing
+
+
+@needs_prometheus
+def test_what_the_dashboard_asks_is_promql(tmp_path: Path) -> None:
+    asked = [
+        {"record": f"asked:{number}", "expr": text}
+        for number, text in enumerate(expressions().values())
+    ]
+    (tmp_path / "asked.yml").write_text(yaml.safe_dump({"groups": [{"name": "a", "rules": asked}]}))
+    promtool("check", "rules", "asked.yml", folder=tmp_path)
+
+
+def test_dashboard_and_alerts_ask_for_numbers_that_exist() -> None:
+    known = set(METRICS) | {rule["record"] for rule in rules() if "record" in rule}
+    for where, text in (
+        *expressions().items(),
+        *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()),
+        *((each["name"], str(each["query"])) for each in DASHBOARD["templating"]["list"]),
+    ):
+        assert names_in(text) <= known, f"{where}: {names_in(text) - known}"
+    assert all(names_in(text) for text in expressions().values())
+
+
+def test_every_number_is_on_the_dashboard_or_in_an_alert() -> None:
+    shown = names_in(" ".join([*expressions().values(), *(rule["expr"] for rule in rules())]))
+    left_out = {
+        "ppdist_host_ranks", "ppdist_run_checkpoint_step", "ppdist_run_evaluation_step",
+        "ppdist_rank_step",
+    }  # fmt: skip
+    assert set(METRICS) - shown == left_out
+
+
+def test_the_dashboard_is_one_that_grafana_loads() -> None:
+    panels = DASHBOARD["panels"]
+    assert DASHBOARD["uid"] and DASHBOARD["title"] and DASHBOARD["schemaVersion"] >= 30
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells, f"{panel['title']} lies over another panel"
+        cells |= own
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${source}"}
+        assert {target["refId"] for target in panel["targets"]}
+    source = yaml.safe_load(
+        (FOLDER / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    )["datasources"][0]
+    variable = next(each for each in DASHBOARD["templating"]["list"] if each["name"] == "source")
+    assert source["uid"] == variable["current"]["value"] and source["type"] == "prometheus"
+
+
+def test_compose_mounts_what_is_there_and_listens_on_this_machine_alone() -> None:
+    services = yaml.safe_load((FOLDER / "docker-compose.yml").read_text())["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            place = volume.partition(":")[0]
+            assert not place.startswith(".") or (FOLDER / place).is_dir()
+    assert "--web.listen-address=127.0.0.1:9090" in services["prometheus"]["command"]
+    assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    path = yaml.safe_load(
+        (FOLDER / "grafana" / "provisioning" / "dashboards" / "ppdist.yml").read_text()
+    )["providers"][0]["options"]["path"]
+    assert any(volume.split(":")[1] == path for volume in services["grafana"]["volumes"])
+
+
+def test_every_alert_is_explained() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    assert set(re.findall(r"`(Ppdist\w+)`", page)) == alerts
+
+
+@contextmanager
+def prometheus_of(folder: Path, target: str) -> Iterator[Callable[[str], dict[str, float]]]:
+    """A Prometheus with our files but a target, and an interval, of this test; yields a function
+    that asks it: label `rank` (or "") -> value."""
+    for path in FOLDER.glob("*.yml"):
+        shutil.copy(path, folder)
+    (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": [target]}]))
+    config = folder / "prometheus.yml"
+    config.write_text(config.read_text().replace("15s", "1s"))
+    port = _free_ports(1)[0]
+    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address=127.0.0.1:{port}"],
+            cwd=folder, stdout=log, stderr=log,
+        )  # fmt: skip
+
+    def ask(query: str) -> dict[str, float]:
+        words = urllib.parse.urlencode({"query": query})
+        url = f"http://127.0.0.1:{port}/api/v1/query?{words}"
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                result = json.load(answer)["data"]["result"]
+        except OSError:  # it starts
+            return {}
+        return {each["metric"].get("rank", ""): float(each["value"][1]) for each in result}
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+@needs_prometheus
+def test_prometheus_reads_a_real_run_and_knows_its_slow_rank(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    pytest.importorskip("prometheus_client")
+    scenario, port = FaultScenario(tmp_path / "scenario"), _free_ports(1)[0]
+    words = {
+        "launch": ["--metrics_port", str(port)],
+        "train": ["--eval"],
+        "overrides": ["train.epochs=100", "evaluate.every_epochs=4"],
+    }
+    with (
+        prometheus_of(tmp_path, f"127.0.0.1:{port}") as ask,
+        scenario.job("demo", "slow=0.5@rank1:step2", **words) as job,
+    ):
+        job.reaches(40, 400)
+        deadline = time.monotonic() + 60
+        while len(own := ask("ppdist:rank_own_seconds:rate5m")) < 2:
+            assert time.monotonic() < deadline, (tmp_path / "prometheus.log").read_text()
+            time.sleep(1)
+        assert own["1"] > 2 * own["0"] and own["1"] > 0.5
+        waiting = ask('ALERTS{alertname="PpdistStraggler"}')
+        assert list(waiting) == ["1"]  # pending: it fires after five minutes
+        record_property("seconds of a step, each rank's own", own)
+        assert ask('ppdist_run_step{run="demo"}')[""] >= 30
+        assert ask("ppdist_run_planned_steps") == {"": 400.0}
+        assert ask("ppdist_run_checkpoint_step")[""] >= 24
+        assert ask("ppdist_run_checkpoint_age_seconds")[""] < 400
+        assert ask("ppdist_run_evaluation_step")[""] >= 16
+        assert ask('ppdist_run_evaluation{metric="mAP"}')[""] >= 0
+        assert ask("sum by (rank) (ppdist_rank_up)") == {"0": 1.0, "1": 1.0}
+        for where, text in expressions().items():
+            assert ask(text) or "GPU" in where or "annotation" in where, where
+        assert "slow: rank 1 (host" in job.text

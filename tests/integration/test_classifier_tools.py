@@ -1,0 +1,172 @@
+"""The tools on a classifier: check, stats, train, eval, export, infer, each as a user runs it."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from ppdist.export.spec import read_spec
+from tests.forked import ROOT, run_tool, succeeded
+from tests.unit.data.classified import CONFIG, PATTERNS, write_patterns
+from tests.unit.export.test_infer import write_video
+
+
+def succeed(name: str, *arguments: object) -> str:
+    return succeeded(run_tool(name, *arguments))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cfg.yml, the images of both splits, and run/ of a training that learned something."""
+    folder = tmp_path_factory.mktemp("project")
+    write_patterns(folder / "train", 16, seed=0)
+    write_patterns(folder / "val", 3, seed=1)
+    (folder / "cfg.yml").write_text(CONFIG.format(root=folder), encoding="utf-8")
+    succeed("train", "-c", folder / "cfg.yml", "-o", f"output_dir={folder}/run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(project: Path) -> Path:
+    out = project / "exported"
+    said = succeed("export", "-c", project / "cfg.yml", "-w", weights(project), "--out", out)
+    assert "paddle: equals eager: probabilities within" in said and "boxes" not in said
+    return out
+
+
+def weights(project: Path) -> Path:
+    return project / "run" / "checkpoints" / "last"
+
+
+def test_check_and_stats_count_the_images_of_each_class(project: Path, tmp_path: Path) -> None:
+    said = succeed("data", "check", "-c", project / "cfg.yml")
+    assert "ok: both splits can be used; every image decodes" in said
+    said = succeed("data", "stats", "-c", project / "cfg.yml", "--json", tmp_path / "counts.json")
+    assert "3 (of 16 to 16 images, median 16)" in said
+    val = json.loads((tmp_path / "counts.json").read_text())["val"]
+    assert val["images"] == 9
+    assert {kind["name"]: kind["images"] for kind in val["classes"]} == {
+        "across": 3, "dots": 3, "upright": 3,
+    }  # fmt: skip
+
+
+def test_eval_gives_the_accuracy_of_the_classes_it_writes(project: Path, tmp_path: Path) -> None:
+    succeed("eval", "-c", project / "cfg.yml", "-w", weights(project),
+            "--json", tmp_path / "metrics.json", "--save-detections", tmp_path / "best.json",
+            "--at-least", "top5=0.99")  # fmt: skip
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    entries = json.loads((tmp_path / "best.json").read_text(encoding="utf-8"))
+    assert [Path(entry["file_name"]).parent.name for entry in entries] == [
+        name for name in PATTERNS for _ in range(3)
+    ]
+    right = [entry["best"][0]["name"] == entry["true"] for entry in entries]
+    assert metrics == {
+        "top1": pytest.approx(np.mean(right)), "top5": 1.0, "images": len(entries), "limit": None
+    }  # fmt: skip
+    assert metrics["top1"] >= 0.7  # by chance a third
+    scores = {tuple(kind["score"] for kind in entry["best"]) for entry in entries}
+    assert len(scores) == len(entries), "images make no difference"
+    for entry in entries:
+        assert sum(kind["score"] for kind in entry["best"]) == pytest.approx(1, abs=1e-4)
+
+
+def test_eager_and_exported_classifier_write_the_same_classes(
+    project: Path, exported: Path, tmp_path: Path
+) -> None:
+    spec = read_spec(exported)
+    assert (spec.task, spec.class_names, spec.category_ids) == ("classify", PATTERNS, (0, 1, 2))
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "a.png").write_bytes((project / "val" / "dots" / "000.png").read_bytes())
+    (photos / "broken.jpg").write_bytes(b"no image")
+    write_video(photos / "film.avi", 3)
+    found = {}
+    for name, model in (
+        ("eager", ("-c", project / "cfg.yml", "-w", weights(project))),
+        ("export", ("--model", exported)),
+    ):
+        done = run_tool("infer", *model, "--source", photos, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        assert "broken.jpg: not an image, or damaged; skipped" in done.stderr
+        assert "of 3 frames" in done.stdout and "the class of 4 images" in done.stdout
+        text = (tmp_path / name / "classes.json").read_text(encoding="utf-8")
+        found[name] = json.loads(text)
+        picture = cv2.imread(str(tmp_path / name / "a.png"))
+        assert (picture != cv2.imread(str(photos / "a.png"))).any()
+    assert found["eager"]["categories"][1] == {"id": 1, "name": "dots"}
+    assert [image["file_name"] for image in found["eager"]["images"]] == ["a.png"] + 3 * [
+        "film.avi"
+    ]
+    for one, other in zip(found["eager"]["images"], found["export"]["images"], strict=True):
+        assert [kind["name"] for kind in one["best"]] == [kind["name"] for kind in other["best"]]
+        for kind, same in zip(one["best"], other["best"]):
+            assert kind["score"] == pytest.approx(same["score"], abs=2e-4)
+
+
+def test_without_the_data_set_an_export_takes_names_from_a_file(
+    project: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n", encoding="utf-8")
+    done = run_tool("export", "-c", project / "cfg.yml", "-w", weights(project),
+                    "--out", tmp_path / "out", "--class-names", tmp_path / "names.txt",
+                    "-o", "data.root=/nowhere")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "/nowhere is not a folder" in done.stderr
+    spec = read_spec(tmp_path / "out")
+    assert (spec.class_names, spec.category_ids) == (("one", "two", "three"), (0, 1, 2))
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a tool in this process; what it says on stderr when it ends with 2, having done none."""
+
+    def run(tool: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and not printed.out
+        return printed.err
+
+    return run
+
+
+def test_what_only_boxes_have_is_refused(project: Path, exported: Path, refused, tmp_path) -> None:
+    eager = ("-c", project / "cfg.yml", "-w", weights(project), "--out", tmp_path / "out")
+    looking = ("--source", project / "val", "--threshold", 0.3)
+    message = "--threshold is for boxes, and a classifier has none; leave it out"
+    assert message in refused("infer", *eager, *looking)
+    assert message in refused("infer", "--model", exported, "--out", tmp_path / "out", *looking)
+    message = "--without-nms and --accuracy are for boxes, and a classifier has none"
+    assert message in refused("export", *eager, "--without-nms")
+    assert message in refused("export", *eager, "--accuracy", 5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_class_names_is_read_with_care(project: Path, refused, tmp_path) -> None:
+    eager = ("-c", project / "cfg.yml", "-w", weights(project), "--out", tmp_path / "out")
+    names = tmp_path / "names.txt"
+    for content, message in (
+        (b"one\ntwo\none\n", f"{names}: class 'one' is listed twice"),
+        ("Käse\n".encode("latin-1"), f"{names}: not UTF-8 text"),
+        (b"one\n", "1 class names for a model of 3 classes"),
+    ):
+        names.write_bytes(content)
+        assert message in refused("export", *eager, "--class-names", names)
+    assert not (tmp_path / "out").exists()
+
+
+def test_eval_refuses_names_and_places_before_it_evaluates(
+    project: Path, refused, tmp_path
+) -> None:
+    eager = ("-c", project / "cfg.yml", "-w", weights(project))
+    for option, value, message in (
+        ("--at-least", "mAP=0.5", "--at-least: no metric 'mAP'; there is top1, top5"),
+        ("--json", "/dev/null/x.json", "/dev/null: cannot be written to: it is a file"),
+        ("--save-detections", tmp_path, f"{tmp_path}: cannot be written: it is a folder"),
+    ):
+        assert message in refused("eval", *eager, option, value)

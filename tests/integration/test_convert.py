@@ -1,0 +1,93 @@
+"""tools/convert.py: from every kind of weights to every other, and its messages."""
+
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.config import load_config
+from ppdist.engine.checkpoint import save_checkpoint
+from ppdist.models import build_model
+from ppdist.models.weights import (
+    arrays_of,
+    load_weights,
+    official_arrays_of,
+    read_arrays,
+    write_arrays,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+data: {root: nowhere, train: {annotations: a.json}, val: {annotations: a.json}}
+model: {name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "cfg.yml").write_text(CONFIG)
+    return tmp_path / "cfg.yml"
+
+
+@pytest.fixture
+def convert(config: Path, monkeypatch, capsys):
+    """Runs the tool; exit code, and what it printed."""
+
+    def run(source: Path, out: Path, *more: str) -> tuple[int, str]:
+        arguments = ["-c", config, "-w", source, "--out", out, *more]
+        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "tools" / "convert.py"), run_name="__main__")
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return ended.value.code, captured.out + captured.err
+
+    return run
+
+
+def test_a_round_through_every_format_gives_back_every_bit(config, convert, tmp_path) -> None:
+    model = build_model(load_config(config).model)
+    names = ["w.safetensors", "w.pt", "w.PTH", "w.npz", "official.pdparams", "back.safetensors"]
+    files = [tmp_path / "new" / name for name in names]
+    write_arrays(files[0], arrays_of(model))
+    for source, out in pairwise(files):
+        keys = ["--keys", "official"] if out.stem == "official" else []
+        code, said = convert(source, out, *keys)
+        assert code == 0, said
+        kind = "official" if out.suffix in (".pt", ".PTH") or keys else "ours"
+        assert f"{out}: " in said and f"{kind} keys; read back and equal" in said
+    assert files[0].read_bytes() == files[-1].read_bytes()
+    assert read_arrays(files[1]).keys() == official_arrays_of(model).keys()
+    other = build_model(load_config(config).model)
+    load_weights(other, files[4])
+    ours, theirs = arrays_of(other), arrays_of(model)
+    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_wrong_input_is_one_message_and_exit_2(config, convert, tmp_path) -> None:
+    model = build_model(load_config(config).model)
+    write_arrays(tmp_path / "w.npz", arrays_of(model))
+    code, said = convert(tmp_path / "w.npz", tmp_path / "w.onnx")
+    assert code == 2 and "w.onnx: cannot write this ending; expected .pdparams, .pt, " in said
+    code, said = convert(tmp_path / "absent.pt", tmp_path / "w.onnx")
+    assert code == 2 and "cannot write this ending" in said  # before anything is read
+    code, said = convert(tmp_path / "absent.pt", tmp_path / "w.pt")
+    assert code == 2 and "absent.pt: no such weight file" in said
+    code, said = convert(tmp_path / "w.npz", tmp_path / "w.pt", "-o", "model.num_classes=4")
+    assert code == 2 and "holds no values for 6 tensors (head.predict3.weight, ...)" in said
+    assert not (tmp_path / "w.pt").exists()
+
+
+def test_a_checkpoint_becomes_a_pdparams_of_its_averaged_weights(config, convert, tmp_path) -> None:
+    arrays = arrays_of(build_model(load_config(config).model))
+    averaged = {key: value + 1 for key, value in arrays.items()}
+    save_checkpoint(tmp_path, 7, {"model": arrays, "ema": averaged}, {"step": 7}, "")
+    code, said = convert(tmp_path / "last", tmp_path / "best.pdparams")
+    assert code == 0, said
+    written = read_arrays(tmp_path / "best.pdparams")
+    assert written.keys() == averaged.keys()
+    for key, value in averaged.items():
+        np.testing.assert_array_equal(written[key], value)

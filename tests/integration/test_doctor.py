@@ -1,0 +1,105 @@
+"""tools/doctor.py as it is typed: on two processes, and on two hosts that do not agree."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdist.data.datasets.synthetic import make_shapes
+from tests.forked import ROOT, run_tool
+
+CONFIG = """
+data:
+  root: {root}
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+model: {{name: ppyoloe, num_classes: 3, image_size: [96, 96]}}
+train: {{epochs: {epochs}}}
+"""
+
+
+def write_experiment(folder: Path, epochs: int) -> None:
+    make_shapes(folder / "data", train=4, val=2, size=64)
+    text = CONFIG.format(root=folder / "data", epochs=epochs)
+    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_two_processes_are_compared_and_measured_and_the_report_is_written(tmp_path: Path) -> None:
+    write_experiment(tmp_path, epochs=2)
+    file = tmp_path / "report.json"
+    done = run_tool("doctor", "--nproc_per_node", 2, "-c", "cfg.yml", "--json", file, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "OK    together: 2 processes on 1 host agree, and can sum" in done.stdout
+    assert "links within hosts: 1, " in done.stdout
+    report = json.loads(file.read_text())
+    assert report["sizes"][0]["bytes"] == 1024 and len(report["sizes"]) > 4
+    for row in report["sizes"]:  # with two ranks 2 (n-1)/n is 1
+        assert row["bus_bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
+    assert report["latency_seconds"] == pytest.approx(report["sizes"][0]["seconds"] / 2)
+    assert report["bandwidth_bytes_per_second"] == report["sizes"][-1]["bus_bytes_per_second"]
+    assert [link["ranks"] for link in report["links"]] == [[0, 1]]
+    assert [rank["host"] for rank in report["ranks"]] == [socket.gethostname()] * 2
+    assert {"level": "OK", "subject": "config", "found": "cfg.yml", "remedy": ""} in report[
+        "findings"
+    ]
+
+
+@pytest.mark.slow
+def test_one_process_has_nothing_to_measure_and_quick_starts_nothing(tmp_path: Path) -> None:
+    for arguments in ((), ("--quick", "--nproc_per_node", 2)):
+        done = run_tool("doctor", *arguments, cwd=tmp_path)
+        assert done.returncode == 0 and "together" not in done.stdout
+
+
+@pytest.mark.slow
+def test_three_ranks_measure_every_pair(tmp_path: Path) -> None:
+    """gloo numbers messages per group: pairs in the group of all would wait for each other."""
+    file = tmp_path / "report.json"
+    done = run_tool("doctor", "--nproc_per_node", 3, "--json", file, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert [link["ranks"] for link in report["links"]] == [[0, 1], [0, 2], [1, 2]]
+    for row in report["sizes"]:
+        bus = 4 / 3 * row["bytes"] / row["seconds"]
+        assert row["bus_bytes_per_second"] == pytest.approx(bus)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_different_configurations_both_say_which_key(tmp_path: Path) -> None:
+    """Loopback addresses stand in for hosts; the same command is typed in a folder of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = probe.getsockname()[1]
+    hosts = ("127.0.0.2", "127.0.0.3")
+    running = []
+    for place, host in enumerate(hosts):
+        folder = tmp_path / host
+        folder.mkdir()
+        write_experiment(folder, epochs=2 + place)
+        command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--ips", ",".join(hosts)]
+        command += ["--host", host, "--start_port", str(port), "--nproc_per_node", "1"]
+        environment = {key: value for key, value in os.environ.items() if "PADDLE" not in key}
+        running.append(
+            subprocess.Popen(
+                [*command, "-c", "cfg.yml"],
+                cwd=folder,
+                env={**environment, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    name = socket.gethostname()
+    for process in running:
+        said, _ = process.communicate(timeout=180)
+        assert process.returncode == 2, said
+        first, second = (f"(host {name} {host})" for host in hosts)
+        assert f"config: train.epochs: 2.0 on rank 0 {first}; 3.0 on rank 1 {second}" in said
+        assert "FAIL  together: the processes ended with exit code 2" in said
+    for host in hosts:  # the logs that the message names are still there
+        assert list((tmp_path / host).glob("ppdist-doctor-*/log/workerlog.0"))

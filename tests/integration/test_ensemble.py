@@ -1,0 +1,199 @@
+"""tools/ensemble.py as a user runs it, on models that nobody trained."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.errors import ConfigError, UserError
+from ppdist.config import load_config
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.engine.build import build_evaluator, build_model
+from ppdist.export.predictor import load_all_weights
+from ppdist.models.weights import read_arrays
+from tests.forked import run_tool, succeeded
+from tests.integration.test_tools import on_two_ranks
+from tools import ensemble
+
+CONFIG = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+  workers: 0
+model: {{name: {name}, num_classes: 3, image_size: [64, 64]}}
+train: {{epochs: 2, batch_size_per_card: 2}}
+evaluate: {{batch_size_per_card: 3}}
+nms: {{score_threshold: 0.0, keep: 50}}
+"""
+MODELS = {
+    "ppyoloe": "ppyoloe, depth_multiple: 0.33, width_multiple: 0.125",
+    "yolov5": "yolov5, size: n, width_multiple: 0.0625",
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/ of 5 + 5 images, and of each model NAME.yml and three files of fresh weights."""
+    folder = tmp_path_factory.mktemp("ensemble")
+    make_shapes(folder / "data", train=5, val=5, size=64, seed=0)
+    for name, described in MODELS.items():
+        file = folder / f"{name}.yml"
+        file.write_text(CONFIG.format(folder=folder, name=described), encoding="utf-8")
+        for seed in range(3):
+            model = build_model(load_config(str(file), [f"seed={seed}"]))
+            paddle.save(model.state_dict(), str(folder / f"{name}{seed}.pdparams"))
+    return folder
+
+
+def run(*arguments: object) -> None:
+    """The tool in this process, which need not load Paddle anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ensemble.py", *map(str, arguments)])
+        ensemble.main()
+
+
+def pair(project: Path, name: str) -> str:
+    return f"{project / name}.yml:{project / name}0.pdparams"
+
+
+@pytest.fixture(scope="module")
+def fused(project: Path) -> Path:
+    """What one process made of two models, two sizes and mirrored images."""
+    out = project / "one"
+    run("fuse", *of_two_models(project), "--out", out)
+    return out
+
+
+def of_two_models(project: Path) -> list[object]:
+    models = [pair(project, name) for name in MODELS]
+    return ["--model", *models, "--factors", 2, 1, "--scales", "1,1.5", "--flip"]
+
+
+def test_two_models_two_sizes_and_mirrored_images_are_one_coco_result(
+    project: Path, fused: Path
+) -> None:
+    scores = json.loads((fused / "scores.json").read_text())
+    views = ["64x64", "64x64 mirrored", "96x96", "96x96 mirrored"]
+    assert [member["name"] for member in scores["members"]] == [
+        f"{project / name}0.pdparams {view}" for name in MODELS for view in views
+    ]
+    assert 0 <= scores["fused"]["mAP"] <= 1
+    found = json.loads((fused / "detections.json").read_text())
+    assert {entry["image_id"] for entry in found} == {1, 2, 3, 4, 5}
+    for image in range(1, 6):
+        of_image = [entry["score"] for entry in found if entry["image_id"] == image]
+        assert 0 < len(of_image) <= 300 and of_image == sorted(of_image, reverse=True)
+
+
+@pytest.mark.slow  # tests/ensemble has two ranks that fuse, without models
+def test_two_ranks_write_the_bytes_of_one_process(project: Path, fused: Path) -> None:
+    out = project / "two"
+    succeeded(on_two_ranks(project, "ensemble", "fuse", *of_two_models(project), "--out", out))
+    for name in ("detections.json", "scores.json"):
+        assert (out / name).read_bytes() == (fused / name).read_bytes(), name
+
+
+def test_saved_detections_are_fused_with_and_without_truth(project: Path, fused: Path) -> None:
+    file, out = fused / "detections.json", project / "saved"
+    alike = ["--method", "nms", "--iou", 1, "--out", out]  # leaves what there is
+    config = project / "yolov5.yml"
+    run("fuse", "--detections", file, "-c", config, *alike)
+    assert json.loads((out / "detections.json").read_text()) == json.loads(file.read_text())
+    scores = json.loads((out / "scores.json").read_text())
+    assert scores["fused"]["mAP"] == scores["members"][0]["mAP"]
+    alone = project / "alone"
+    both = ["--detections", file, file, "--method", "wbf", "--iou", 1, "--out", alone]
+    run("fuse", *both)
+    entries = json.loads((alone / "detections.json").read_text())
+    assert not (alone / "scores.json").exists()
+    assert len(entries) == min(300 * 5, 2 * len(json.loads(file.read_text())))
+
+
+def average(project: Path, *more: object) -> list[object]:
+    weights = [project / f"ppyoloe{seed}.pdparams" for seed in range(3)]
+    return ["average", "-c", project / "ppyoloe.yml", "--weights", *weights, *more]
+
+
+def test_an_average_has_statistics_of_its_own_and_loads_like_any_weights(project: Path) -> None:
+    one, report = project / "one.safetensors", project / "report.json"
+    run(*average(project, "--out", one, "--eval", "--json", report))
+    files = [read_arrays(project / f"ppyoloe{seed}.pdparams") for seed in range(3)]
+    made, norms = read_arrays(one), 0
+    for key, value in made.items():
+        mean = np.mean([file[key].astype(np.float64) for file in files], axis=0)
+        if key.endswith(("._mean", "._variance")):
+            norms += bool((value != mean.astype(np.float32)).any())
+        else:
+            np.testing.assert_array_equal(value, mean.astype(np.float32))
+    assert norms > 100, "made anew from images"
+    content = json.loads(report.read_text())
+    assert len(content["averaged"]) == 3 and content["statistics_images"] == 5
+    config = load_config(str(project / "ppyoloe.yml"), [])
+    model = build_model(config)
+    load_all_weights(model, one)
+    val_set = read_split(config.data, "val", 3)
+    found = build_evaluator(config, val_set, model).evaluate(model)
+    assert found["mAP"] == content["metrics"]["mAP"]
+
+
+@pytest.mark.slow
+def test_two_ranks_average_to_the_bytes_of_one_process(project: Path) -> None:
+    one, two = project / "first.safetensors", project / "second.safetensors"
+    succeeded(run_tool("ensemble", *average(project, "--out", one)))
+    succeeded(on_two_ranks(project, "ensemble", *average(project, "--out", two)))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_the_greedy_soup_says_what_it_tried(project: Path, capsys) -> None:
+    out = project / "greedy.pdparams"
+    run(*average(project, "--greedy", "--out", out, "--images", 2))
+    content = json.loads(capsys.readouterr().out)
+    assert [each["taken"] for each in content["tried"]].count(True) == len(content["averaged"])
+    assert content["metrics"]["mAP"] >= content["tried"][0]["alone"]
+    assert out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["fuse"], "option_missing",
+         "give --model CONFIG:WEIGHTS or --detections FILE, or several"),
+        (["fuse", "--model", "a.yml:b", "--factors", "1", "2"], "option_invalid",
+         "--factors 1 2: expected a number above 0 for each of the 1 models and files"),
+        (["fuse", "--model", "a.yml:b", "--sigma", "1"], "options_conflict",
+         "--sigma is for soft-nms-gaussian; wbf takes --iou"),
+        (["fuse", "--model", "a.yml:b", "--method", "soft-nms-gaussian", "--iou", "0.5"],
+         "options_conflict", "--iou: soft-nms-gaussian has none; give --sigma"),
+        (["fuse", "--detections", "a.json", "--flip"], "options_conflict",
+         "--flip, --scales and --view-iou are for --model; leave them out"),
+        (["fuse", "--model", "a.yml:b", "-c", "a.yml"], "options_conflict",
+         "-c is for --detections alone: the set is that of the models"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_message(arguments, code, message, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(*arguments, "--out", tmp_path / "out")
+    assert (error.value.code, str(error.value)) == (code, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
+    done = run_tool("ensemble", "fuse", "--model", "cfg.yml", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "ppdist: error: --model cfg.yml: expected CONFIG:WEIGHTS, such as "
+        "cfg.yml:output/cfg/checkpoints/best"
+    )
+
+
+def test_an_ending_that_cannot_be_written_is_refused_before_the_work(project: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"soup\.bin: cannot write this ending; expected \.pdparams"
+    ) as error:
+        run(*average(project, "--out", project / "soup.bin"))
+    assert error.value.code == "weights_format"

@@ -1,0 +1,82 @@
+"""tools/eval.py --out, on models that nobody trained."""
+
+import json
+from pathlib import Path
+
+import paddle
+import pytest
+from visualdl import LogReader
+
+from ppdist.config import load_config
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.engine.build import build_model
+from ppdist.metrics.coco import METRICS
+from tests.forked import run_tool, succeeded
+from tests.unit.data.classified import CONFIG as CLASSIFIER
+from tests.unit.data.classified import PATTERNS, write_patterns
+
+CONFIG = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+  workers: 0
+model: {{name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3, image_size: [64, 64]}}
+train: {{epochs: 1, batch_size_per_card: 2}}
+nms: {{score_threshold: 0.0, keep: 50}}
+"""
+
+
+def fresh_weights(folder: Path) -> Path:
+    paddle.seed(0)
+    model = build_model(load_config(str(folder / "cfg.yml"), []))
+    file = folder / "fresh.pdparams"
+    paddle.save(model.state_dict(), str(file))
+    return file
+
+
+def test_a_detector_leaves_its_analysis_tables_detections_and_plots(tmp_path: Path) -> None:
+    make_shapes(tmp_path / "data", train=1, val=4, size=64, seed=0)
+    (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    out = tmp_path / "out"
+    weights = fresh_weights(tmp_path)
+    more = ["--out", out, "--vdl", tmp_path / "vdl"]
+    done = run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", weights, *more)
+    metrics = json.loads(succeeded(done))
+    content = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
+    assert content["images"] == 4 and len(content["per_class"]) == 3
+    for name in METRICS:
+        assert content["metrics"][name] == (None if metrics[name] < 0 else metrics[name])
+    assert "AP50" in (out / "tables.txt").read_text(encoding="utf-8")
+    pages = LogReader(file_path=str(tmp_path / "vdl/vdlrecords.ppdist.log"))
+    (point,) = pages.get_data("scalar", "eval/mAP")
+    assert point.value == pytest.approx(metrics["mAP"])
+    assert {"image", "pr_curve"} <= set(pages.get_tags())
+    detections = json.loads((out / "detections.json").read_text())
+    assert 0 < len(detections) <= 4 * 50, "an untrained model, too, gives no more than nms.keep"
+    assert {"confusion.png", "pr_curve.png"} <= {path.name for path in (out / "plots").iterdir()}
+
+
+def test_a_classifier_leaves_its_accuracy_by_class_and_what_it_confuses(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_patterns(tmp_path / split, 2, seed=0)
+    (tmp_path / "cfg.yml").write_text(CLASSIFIER.format(root=tmp_path), encoding="utf-8")
+    out = tmp_path / "out"
+    done = run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", fresh_weights(tmp_path), "--out", out)
+    succeeded(done)
+    content = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in content["per_class"]] == list(PATTERNS)
+    assert sum(map(sum, content["confusion"]["counts"])) == 6
+    assert "precision" in (out / "tables.txt").read_text(encoding="utf-8")
+    assert len(json.loads((out / "detections.json").read_text())) == 6
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    write_patterns(tmp_path / "train", 1, seed=0)
+    write_patterns(tmp_path / "val", 1, seed=0)
+    (tmp_path / "cfg.yml").write_text(CLASSIFIER.format(root=tmp_path), encoding="utf-8")
+    (tmp_path / "out").write_text("in the way")
+    done = run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", "no.pdparams", "--out",
+                    tmp_path / "out")  # fmt: skip
+    assert done.returncode == 2
+    assert "out: cannot be written to: it is a file; expected a folder" in done.stderr

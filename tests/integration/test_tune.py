@@ -1,0 +1,130 @@
+"""tools/tune.py as a user runs it: real trainings of a few steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forked import ROOT, run_tool, succeeded
+from tests.unit.tune.test_table import seeds_of
+
+pytest.importorskip("optuna")
+
+EXPERIMENT = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+  workers: 0
+model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
+        image_size: [64, 64]}}
+loss: {{static_assigner_epochs: 1}}
+train: {{epochs: 4, batch_size_per_card: 4}}
+optimizer: {{lr: 0.001}}
+schedule: {{warmup_epochs: 0}}
+checkpoint: {{every_epochs: 1}}
+log: {{images: 0, every_steps: 1}}
+"""
+STUDY = """
+config: experiment.yml
+variants: {plain: [], fast: [optimizer.lr=0.004]}
+seeds: [3]
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    sizes = ["--train", 8, "--val", 4, "--size", 64]
+    succeeded(run_tool("data", "synthetic", "--out", folder / "data", *sizes))
+    (folder / "experiment.yml").write_text(EXPERIMENT.format(folder=folder), encoding="utf-8")
+    (folder / "study.yml").write_text(STUDY, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_study_is_made_shown_and_put_into_a_document(project: Path) -> None:
+    out = project / "out"
+    said = succeeded(
+        run_tool("tune", "run", "-c", project / "study.yml", "--out", out, "--workers", 2,
+                 "-o", "train.epochs=2")
+    )  # fmt: skip
+    assert "trial 001 (fast, seed 3) complete" in said
+    assert (out / "plots" / "curves.png").exists()
+    config = (out / "trials" / "001" / "config.yml").read_text(encoding="utf-8")
+    assert "seed: 3" in config and "lr: 0.004" in config and "epochs: 2" in config
+    rows = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+    assert [len(row["curve"]) for row in rows] == [2, 2] and rows[0]["workers"] == 2
+    assert "study: 2 complete" in succeeded(run_tool("tune", "show", out))
+    document = project / "recipes.md"
+    document.write_text("<!-- ablations -->\n<!-- end of the ablations -->\n", encoding="utf-8")
+    succeeded(run_tool("tune", "table", out / "trials.jsonl", "--document", document))
+    assert "| fast | `optimizer.lr=0.004` | 1 | 2 |" in document.read_text(encoding="utf-8")
+    again = run_tool("tune", "run", "-c", project / "study.yml", "--out", out)
+    assert again.returncode == 2 and "holds a study with other values of overrides" in again.stderr
+
+
+def test_results_are_shown_and_put_into_a_document_from_a_file_alone(tmp_path: Path) -> None:
+    file, document = tmp_path / "trials.jsonl", tmp_path / "recipes.md"
+    rows = [*seeds_of("plain", 0.5, 0.5, 0.5), *seeds_of("mal", 0.6, 0.6, 0.6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert "cells: 6 complete" in succeeded(run_tool("tune", "show", tmp_path))
+    document.write_text("<!-- ablations -->\n<!-- end of the ablations -->\n", encoding="utf-8")
+    succeeded(run_tool("tune", "table", file, "--document", document))
+    assert "| mal | `a.b=1` | 3 | 9.5 |" in document.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cards", "0,1|"], "cards '': '' is no card id"),
+        (["--cards", "0,1|2"], "cards '0,1|2': give each as many"),
+        (["--cards", "0", "--workers", "2"], "--cards says how many workers"),
+        (["--budget", "nan"], "expected a number of minutes above 0, found 'nan'"),
+        (["--budget", "-1"], "expected a number of minutes above 0, found '-1'"),
+    ],
+)
+def test_messages_of_the_command_line(tmp_path: Path, options: list[str], said: str) -> None:
+    done = run_tool("tune", "run", "-c", "study.yml", "--out", tmp_path / "x", *options)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_folder_without_a_study_is_named(tmp_path: Path) -> None:
+    done = run_tool("tune", "show", tmp_path / "nowhere")
+    assert done.returncode == 2 and "expected the folder of a study" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
+def test_a_killed_study_ends_with_the_numbers_of_one_that_was_not(project: Path) -> None:
+    killed = project / "killed"
+
+    def start(folder: Path) -> subprocess.Popen:
+        command = [sys.executable, str(ROOT / "tools" / "tune.py"), "run", "--workers", "2"]
+        command += ["-c", str(project / "study.yml"), "--out", str(folder)]
+        command += ["-o", "train.epochs=8"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+    assert start(project / "whole").wait(600) == 0
+    process = start(killed)
+    deadline = time.monotonic() + 300
+    while len(list(killed.glob("trials/*/checkpoints/step-*"))) < 2:
+        assert time.monotonic() < deadline, "no trial saved anything"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert start(killed).wait(600) == 0
+
+    def numbers(folder: Path) -> dict:
+        rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+        return {row["variant"]: [row["state"], row["curve"]] for row in rows}
+
+    assert numbers(killed) == numbers(project / "whole")
+    consoles = [file.read_text() for file in killed.glob("trials/*/console.log")]
+    assert any("resumed from" in text for text in consoles)

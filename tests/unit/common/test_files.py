@@ -1,0 +1,50 @@
+"""Results go where the user said, whole; a place that cannot be written to is one message."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import UserError
+from ppdist.common.files import make_parent, write_json
+
+
+def test_a_file_is_written_whole_with_the_folders_it_needs(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "b" / "found.json"
+    for content in ([1, 2], {"name": "狗"}):
+        write_json(file, content)
+        assert json.loads(file.read_text(encoding="utf-8")) == content
+        assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_name_that_is_not_utf8_comes_back_as_the_same_file(tmp_path: Path) -> None:
+    name = os.fsdecode("图.jpg".encode("gbk"))
+    write_json(tmp_path / "names.json", [name])
+    assert json.loads((tmp_path / "names.json").read_text(encoding="utf-8")) == [name]
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_json(tmp_path / "link.json", 7)
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "real.json").read_text() == "7"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", [1])
+    assert os.read(reader, 10) == b"[1]" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/null/x.json", "/dev/null: cannot be written to: it is a file; expected a folder"),
+        ("/dev/null/deep/x.json", "/dev/null/deep: cannot be written: Not a directory"),
+        (".", ".: cannot be written: it is a folder; expected a file name"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_named(path: str, message: str) -> None:
+    for attempt in (make_parent, lambda path: write_json(path, 1)):
+        with pytest.raises(UserError) as error:
+            attempt(Path(path))
+        assert str(error.value) == message

@@ -1,0 +1,304 @@
+import contextlib
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.common.logging import RunLog, read_metrics
+
+
+def open_log(folder, resume_step=None, main=True, **config) -> RunLog:
+    return RunLog(folder, main, 100, 10, resume_step, **config)
+
+
+def visualdl_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read back by VisualDL itself, which prints and so is kept quiet."""
+    from visualdl import LogReader
+
+    (file,) = (folder / "vdl").iterdir()
+    with contextlib.redirect_stdout(io.StringIO()):
+        reader = LogReader(file_path=str(file))
+        tags = reader.get_tags().get("scalar", [])
+        return {tag: [(p.id, p.value) for p in reader.get_data("scalar", tag)] for tag in tags}
+
+
+def test_a_record_is_one_line_of_json_and_one_point_per_number(tmp_path):
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 5, "epoch": 0.5, "loss": 2.5, "lr": 0.01, "images_per_second": 40.0})
+        scores = {"mAP": 0.25, "mAP_small": -1.0, "AP/RBC": 0.5, "val_loss": 2.0}
+        log.metrics({"step": 10, **scores, "eval_seconds": 4.0, "note": "text", "list": [1.0]})
+        on_disk = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in on_disk] == [5, 10]
+    assert json.loads(on_disk[1])["mAP_small"] == -1.0
+    points = visualdl_points(tmp_path)
+    assert points["train/loss"] == [(5, 2.5)]
+    assert points["lr/lr"] == [(5, pytest.approx(0.01))]
+    assert points["speed/images_per_second"] == [(5, 40.0)]
+    assert points["eval/mAP"] == [(10, 0.25)]
+    assert points["eval_per_class/RBC"] == [(10, 0.5)]
+    assert points["val/loss"] == [(10, 2.0)] and points["speed/eval_seconds"] == [(10, 4.0)]
+    assert len(points) == 7, "a size without objects has no curve, nor has a text or a list"
+
+
+def test_points_are_readable_while_the_run_goes_on(tmp_path):
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 1, "loss": 1.0})
+        assert visualdl_points(tmp_path)["train/loss"] == [(1, 1.0)]
+        log.metrics({"step": 2, "loss": 0.5})
+        assert visualdl_points(tmp_path)["train/loss"] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_resumed_run_drops_what_it_will_compute_again(tmp_path):
+    with open_log(tmp_path) as log:
+        for step in (10, 20, 30):
+            log.metrics({"step": step, "loss": float(step)})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 15, "lo')  # a crash in the middle of a line
+    (file,) = (tmp_path / "vdl").iterdir()
+    with open(file, "ab") as torn:
+        torn.write(b"\x40\0\0\0\0\0\0\0half a record")
+    with open_log(tmp_path, resume_step=20) as log:
+        log.metrics({"step": 30, "loss": 0.5})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in records] == [(10, 10.0), (20, 20.0), (30, 0.5)]
+    assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 0.5)]
+
+
+def test_a_run_that_goes_back_drops_what_it_will_compute_again(tmp_path):
+    with open_log(tmp_path) as log:
+        for step in (10, 20, 30):
+            log.metrics({"step": step, "loss": float(step)})
+        log.go_back(10)
+        log.metrics({"step": 20, "loss": 0.5})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in records] == [(10, 10.0), (20, 0.5)]
+    assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 0.5)]
+
+
+def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 10, "loss": 1.0})
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 10, "loss": 2.0})
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1.0]
+    assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
+
+
+def test_a_new_run_keeps_the_earlier_evaluation_and_pictures_aside_and_a_resumed_one_goes_on(
+    tmp_path,
+):
+    def left_by(run):
+        (tmp_path / "plots").mkdir(exist_ok=True)
+        (tmp_path / "plots" / "errors.png").write_text(run)
+        (tmp_path / "evaluation.json").write_text(run)
+
+    def found(evaluation, plots):
+        paths = (tmp_path / evaluation, tmp_path / plots / "errors.png")
+        return [path.read_text() if path.exists() else None for path in paths]
+
+    left_by("first")
+    with open_log(tmp_path):
+        assert found("evaluation.json", "plots") == [None, None]
+        left_by("second")
+    with open_log(tmp_path):
+        left_by("third")
+    with open_log(tmp_path, resume_step=0):
+        assert found("evaluation.json", "plots") == ["third", "third"]
+    assert found("evaluation.previous.json", "plots.previous") == ["second", "second"]
+
+
+def test_a_number_that_is_not_finite_is_null_and_no_point(tmp_path):
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 1, "loss": float("nan"), "lr": np.float32(0.5)})
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["loss"] is None and record["lr"] == 0.5
+    assert "train/loss" not in visualdl_points(tmp_path)
+
+
+def test_images_come_back_from_visualdl_as_they_went_in(tmp_path):
+    import cv2
+    from visualdl import LogReader
+
+    image_HW3 = np.zeros((48, 64, 3), np.uint8)
+    image_HW3[:, :, 0] = 200  # red
+    with open_log(tmp_path) as log:
+        log.images("val", 7, [image_HW3, image_HW3])
+        (file,) = (tmp_path / "vdl").iterdir()
+        reader = LogReader(file_path=str(file))
+    assert reader.get_tags()["image"] == ["val/0", "val/1"]
+    (point,) = reader.get_data("image", "val/1")
+    encoded = np.frombuffer(point.image.encoded_image_string, np.uint8)
+    back_HW3 = cv2.imdecode(encoded, cv2.IMREAD_COLOR)[:, :, ::-1]
+    assert point.id == 7
+    assert np.abs(back_HW3.astype(int) - image_HW3).max() <= 3
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    with open_log(tmp_path / "run", main=False) as log:
+        log.info("hello")
+        log.warning("hello")
+        log.table("t", [("a", "b", "c")])
+        log.metrics({"step": 1, "loss": 1.0})
+        log.images("val", 1, [np.zeros((8, 8, 3), np.uint8)])
+        log.progress(1, {})
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_visualdl_folder_that_cannot_be_made_costs_one_warning(tmp_path, capsys):
+    (tmp_path / "vdl").write_text("a file is in the way")
+    with open_log(tmp_path) as log:
+        for step in (1, 2):
+            log.metrics({"step": step, "loss": 1.0})
+            log.images("val", step, [np.zeros((8, 8, 3), np.uint8)])
+    out = capsys.readouterr().out
+    assert out.count("VisualDL cannot be written, training goes on without it") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_full_disk_costs_one_warning_and_leaves_whole_records(tmp_path, monkeypatch, capsys):
+    class FullDisk(io.FileIO):
+        """Takes half of what it gets and then has no space left."""
+
+        def write(self, data):
+            if len(data) < 20:
+                raise OSError(28, "No space left on device")
+            return super().write(data[: len(data) // 2])
+
+    with open_log(tmp_path) as log:
+        log.metrics({"step": 1, "loss": 1.0})
+        file = log.curves._files["VisualDL"]
+        file._file.close()
+        file._file = FullDisk(file._path, "ab")
+        monkeypatch.setattr("ppdist.common.logging.io.FileIO", FullDisk)
+        log.metrics({"step": 2, "loss": 1.0})
+        log.metrics({"step": 3, "loss": 1.0})
+        monkeypatch.undo()
+        log.metrics({"step": 4, "loss": 4.0})
+        file._file.close()
+        file._file = io.FileIO(file._path, "ab")
+        log.metrics({"step": 5, "loss": 5.0})
+    out = capsys.readouterr().out
+    assert out.count("metrics.jsonl cannot be written") == 1
+    assert out.count("VisualDL cannot be written") == 1
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
+    assert visualdl_points(tmp_path)["train/loss"] == [(1, 1.0), (5, 5.0)]
+
+
+def test_a_train_log_on_a_full_disk_costs_one_line_on_stderr(tmp_path, capsys):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    with open_log(tmp_path) as log:
+        log.info("first")
+        log.info("second")
+    out, err = capsys.readouterr()
+    assert "first" in out and "second" in out
+    assert err.count("train.log cannot be written: [Errno 28]") == 1 and "Traceback" not in err
+
+
+def test_an_output_dir_that_cannot_be_made_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir: .*file/run cannot be written"):
+        open_log(tmp_path / "file" / "run")
+
+
+def test_without_a_terminal_progress_is_a_line_every_few_steps(tmp_path, capsys):
+    with open_log(tmp_path, every_steps=5) as log:
+        for step in range(1, 13):
+            log.progress(step, {"loss": f"{step}.0"})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "epoch 1/10  step 5/100  loss 5.0  ETA " in lines[0], "the first step says nothing yet"
+    assert "epoch 1/10  step 10/100  loss 10.0" in lines[1]
+    assert (tmp_path / "train.log").read_text().count("step 10/100") == 1
+
+
+def test_on_a_terminal_a_bar_moves_and_the_file_still_gets_lines(tmp_path, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr("ppdist.common.logging._REFRESH_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with open_log(tmp_path, every_steps=5) as log:
+        for step in range(1, 8):
+            log.progress(step, {"loss": "1.0"})
+        log.info("a message above the bar")
+    assert "step 7/100" in screen.getvalue() and "━" in screen.getvalue()
+    assert "a message above the bar" in screen.getvalue()
+    assert (tmp_path / "train.log").read_text().count(" step ") == 1
+
+
+def test_messages_of_any_module_reach_console_and_file_once(tmp_path, capsys):
+    with open_log(tmp_path) as log:
+        log.info("from the run [0, 1]")
+        logging.getLogger("ppdist.data.datasets.coco").warning("12 boxes clipped")
+        log.table("derived", [("total batch", "16", "2 ranks x 8 images")])
+    out, err = capsys.readouterr()
+    text = (tmp_path / "train.log").read_text()
+    for place in (out, text):
+        assert place.count("from the run [0, 1]") == 1
+        assert place.count("12 boxes clipped") == 1
+        assert place.count("2 ranks x 8 images") == 1
+    assert "warning: 12 boxes clipped" in out and err == ""
+    assert logging.getLogger("ppdist").propagate, "closing gives the logger back as it was"
+
+
+def test_logging_imports_neither_paddle_nor_visualdl():
+    code = "import sys, ppdist.common.logging; print({'paddle', 'visualdl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_reader_of_stdout_that_goes_away_does_not_end_the_run(tmp_path):
+    code = (
+        "import sys, pathlib, ppdist.common.logging as l\n"
+        "log = l.RunLog(pathlib.Path(sys.argv[1]), True, 9, 9, None)\n"
+        "sys.stdin.read()\n"  # until the reader of stdout has gone
+        "for _ in range(3): log.info('x' * 100000)\n"
+        "log.metrics({'step': 9})\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
+    process.stdout.close()
+    process.stdin.close()
+    process.wait(60)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [9]
+    assert (tmp_path / "train.log").read_text().count("x" * 100000) == 3
+
+
+def test_visualdl_off_writes_no_folder(tmp_path, monkeypatch):
+    with open_log(tmp_path, visualdl=False) as log:
+        log.metrics({"step": 1, "loss": 1.0})
+        log.images("val", 1, [np.zeros((8, 8, 3), np.uint8)])
+    assert not (tmp_path / "vdl").exists()
+
+
+def test_without_tensorboardx_a_run_that_wants_it_says_so_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"log.tensorboard: true needs .*ppdist\[tensorboard\]"):
+        open_log(tmp_path, tensorboard=True)
+
+
+def test_the_closing_table_names_best_and_last_and_where_everything_is(tmp_path, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    for step in (10, 20):
+        (checkpoints / f"step-{step}").mkdir(parents=True)
+    (checkpoints / "best").symlink_to("step-10")
+    (checkpoints / "last").symlink_to("step-20")
+    with open_log(tmp_path) as log:
+        for step, score in ((10, 0.5), (20, 0.4)):
+            log.metrics({"step": step, "loss": 1.5, "gradient_norm": 1.0})
+            log.metrics({"step": step, "mAP": score, "eval_seconds": 1.0})
+        with log.spending("evaluation", 20):
+            pass
+        log.closing()
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("best │ mAP 0.5000", "last │ mAP 0.4000", "visualdl --logdir", "training 100%"):
+        assert text in out, f"{text} in {out}"
+    assert "plots" not in out, "what is not there has no row"

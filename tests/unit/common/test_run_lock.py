@@ -1,0 +1,71 @@
+"""One folder, one training: the second is refused while the first lives, however it ends."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdist.common import files
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import hold
+
+ROOT = Path(__file__).resolve().parents[3]
+# Holds the lock and has a child, as a rank has workers, that outlives it.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from ppdist.common.files import hold
+hold(Path(sys.argv[1]))
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of `tmp_path / "run"`, and the number of its child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, f"{tmp_path / 'run'}"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    yield process, child
+    process.kill()
+    process.wait()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path, monkeypatch):
+    process, child = holder
+    monkeypatch.setattr(files, "_PATIENCE_SECONDS", 0.2)
+    told = rf"another training writes there \(process {process.pid} on host .+ since \d{{4}}-"
+    with pytest.raises(ConfigError, match=told):
+        hold(tmp_path / "run")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert Path(f"/proc/{child}").exists()  # the copy has not taken the lock over
+    assert hold(tmp_path / "run") == []
+    assert hold(tmp_path / "run" / ".." / "run") == []  # its own
+    assert f'"pid": {os.getpid()}' in (tmp_path / "run" / "run.lock").read_text()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    (warning,) = hold(tmp_path / "run")
+    assert "No locks available" in warning and "second training" in warning
+
+
+def test_a_place_that_cannot_be_written_is_the_users_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir: cannot write to"):
+        hold(tmp_path / "file")

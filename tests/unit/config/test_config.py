@@ -1,0 +1,549 @@
+"""Configuration: what a file means, and the exact line a user reads when it is wrong."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import Section, dump_yaml, parse_config
+from ppdist.config.schema import json_schema, markdown
+from ppdist.config.yaml import InvalidConfig
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+class Split(Section):
+    images: str = Field(description="Folder of the images, relative to data.root.")
+    annotations: str = Field("", description="Annotation file.")
+
+
+class Data(Section):
+    """Where the images are."""
+
+    root: str = Field(description="Folder that holds the set.")
+    format: Literal["coco", "voc", "yolo"] = Field("coco", description="Annotation format.")
+    train: Split = Field(description="The images to learn from.")
+    workers: int = Field(2, ge=0, description="Processes that decode images.")
+
+
+class Amp(Section):
+    enabled: bool = Field(False, description="Mixed precision.")
+    dtype: Literal["float16", "bfloat16"] = Field("float16", description="The low precision.")
+
+
+class Train(Section):
+    epochs: int = Field(36, ge=1, description="Passes over the training images.")
+    amp: Amp = Field(Amp(), description="Mixed precision.")
+    multi_scale: tuple[tuple[int, int], ...] = Field((), description="Sizes [H, W] in pixels.")
+    clip_norm: float | None = Field(None, gt=0, description="Largest gradient norm.")
+
+
+class Optimizer(Section):
+    lr: float = Field(0.01, gt=0, le=1, description="Learning rate.")
+
+
+class YoloX(Section):
+    name: Literal["yolox"] = Field("yolox", description="Which detector.")
+    size: Literal["s", "m", "l"] = Field("s", description="Its size.")
+    image_size: tuple[int, int] = Field((640, 640), description="[H, W] in pixels.")
+    num_classes: int = Field(ge=1, description="Number of classes.")
+
+
+class Detr(Section):
+    name: Literal["detr"] = Field("detr", description="Which detector.")
+    queries: int = Field(300, description="Object queries.")
+
+
+class Tiny(Section):
+    """A small experiment."""
+
+    output_dir: str = Field("output", description="Where results go.")
+    data: Data = Field(description="The data.")
+    model: Annotated[YoloX | Detr, Field(discriminator="name")] = Field(description="The detector.")
+    train: Train = Field(Train(), description="The run.")
+    optimizer: Optimizer = Field(Optimizer(), description="The optimizer.")
+
+    @model_validator(mode="after")
+    def _workers_need_epochs(self) -> "Tiny":
+        if self.data.workers > 10 * self.train.epochs:
+            raise ValueError(f"data.workers is {self.data.workers} for a run this short")
+        return self
+
+
+GOOD = """\
+data:
+  root: ../shared/bccd
+  train: {images: train, annotations: train.json}
+model:
+  name: yolox
+  num_classes: 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def parse(text: str, *overrides: str, name: str = "cfg.yml") -> Tiny:
+    Path(name).write_text(text, encoding="utf-8")
+    return parse_config(name, overrides, Tiny)
+
+
+def refused(text: str, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, *overrides)
+    return caught.value
+
+
+def error_of(text: str, *overrides: str) -> str:
+    return str(refused(text, *overrides))
+
+
+def test_a_file_becomes_a_frozen_typed_tree(folder: Path) -> None:
+    config = parse(GOOD + "train: {clip_norm: 1, multi_scale: [[256, 320], [320, 320]]}\n")
+    assert isinstance(config.model, YoloX) and config.model.num_classes == 3
+    assert config.data.train.annotations == "train.json"
+    assert config.train.clip_norm == 1.0 and config.train.multi_scale == ((256, 320), (320, 320))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.data.workers = 9  # type: ignore[misc]
+
+
+def test_exponents_without_a_point_are_numbers(folder: Path) -> None:
+    assert parse(GOOD + "optimizer: {lr: 1e-3}\n").optimizer.lr == 1e-3
+    assert parse(GOOD, "optimizer.lr=5E-2").optimizer.lr == 0.05
+
+
+def test_words_and_dates_of_yaml_1_1_stay_text(folder: Path) -> None:
+    text = GOOD.replace("images: train,", "images: no,").replace("train.json", "2024-01-01")
+    split = parse(text).data.train
+    assert (split.images, split.annotations) == ("no", "2024-01-01")
+    assert parse(GOOD + "train: {epochs: 010}\n").train.epochs == 10
+
+
+def test_a_nested_amp_section_is_kept_as_written(folder: Path) -> None:
+    assert parse(GOOD + "train:\n  amp: {enabled: true}\n").train.amp == Amp(enabled=True)
+
+
+def test_every_override_under_one_prefix_applies(folder: Path) -> None:
+    config = parse(
+        GOOD,
+        "train.epochs=7",
+        "train.amp.enabled=true",
+        "train.amp.dtype=bfloat16",
+        "train.epochs=8",
+    )
+    assert config.train.amp == Amp(enabled=True, dtype="bfloat16") and config.train.epochs == 8
+
+
+def test_override_values_are_yaml_and_text_needs_no_quotes(folder: Path) -> None:
+    config = parse(
+        GOOD,
+        "model.image_size=[256,320]",
+        "data.root=../x=y",
+        "output_dir=2024",
+        "train={epochs: 3}",
+        "train.clip_norm=",
+    )
+    assert isinstance(config.model, YoloX) and config.model.image_size == (256, 320)
+    assert (config.data.root, config.output_dir) == ("../x=y", "2024")
+    assert config.train.epochs == 3 and config.train.clip_norm is None
+
+
+def test_base_files_merge_mappings_and_replace_lists(folder: Path) -> None:
+    (folder / "_base_").mkdir()
+    (folder / "_base_/run.yml").write_text(
+        "train: {epochs: 5, clip_norm: 2.0, multi_scale: [[64, 64], [96, 96]]}\n"
+    )
+    (folder / "_base_/more.yml").write_text("_BASE_: run.yml\ntrain: {clip_norm: 3.0}\n")
+    text = "_BASE_: [_base_/run.yml, _base_/more.yml]\n" + GOOD
+    config = parse(text + "train: {epochs: 6, multi_scale: [[32, 32]]}\n")
+    assert (config.train.epochs, config.train.clip_norm) == (6, 3.0)
+    assert config.train.multi_scale == ((32, 32),)
+
+
+def test_aliases_and_merge_keys_work(folder: Path) -> None:
+    text = GOOD.replace("train: {", "train: &set {").replace("  name:", "  name:")
+    assert parse(text).data.train.images == "train"
+    text = "optimizer: {<<: &o {lr: 0.5}, lr: 0.25}\n" + GOOD
+    assert parse(text).optimizer.lr == 0.25
+
+
+def test_a_dumped_config_reads_back_the_same(folder: Path) -> None:
+    config = parse(GOOD, 'data.root="1e-3"', 'output_dir="yes: #1"', "optimizer.lr=1e-5")
+    text = dump_yaml(config)
+    assert parse(text, name="again.yml") == config
+    assert "image_size: [640, 640]" in text and text.startswith("output_dir:")
+
+
+def test_a_default_that_depends_on_the_file_gives_way_to_the_file(folder: Path) -> None:
+    (folder / "a.yml").write_text(GOOD)
+    defaults = {"output_dir": "output/a"}
+    assert parse_config("a.yml", [], Tiny, defaults).output_dir == "output/a"
+    assert parse_config("a.yml", ["output_dir=b"], Tiny, defaults).output_dir == "b"
+
+
+# Each case: what is appended to GOOD (or replaces it, when it begins with "!"), and the message.
+BAD_FILES = {
+    "unknown key": (
+        "train:\n  epoch: 3\n",
+        "cfg.yml:8:3: train.epoch: unknown key; did you mean train.epochs?",
+    ),
+    "key of another section": (
+        "train:\n  lr: 0.1\n",
+        "cfg.yml:8:3: train.lr: unknown key; did you mean optimizer.lr?",
+    ),
+    "misspelt key of another section": (
+        "epoch: 3\n",
+        "cfg.yml:7:1: epoch: unknown key; did you mean train.epochs?",
+    ),
+    "unknown key like nothing": (
+        "optimizer: {zebra: 1}\n",
+        "cfg.yml:7:13: optimizer.zebra: unknown key; optimizer knows lr",
+    ),
+    "wrong type": (
+        "train:\n  epochs: ten\n",
+        'cfg.yml:8:11: train.epochs: found "ten" (text), expected whole number >= 1',
+    ),
+    "quoted number": (
+        "train: {epochs: '10'}\n",
+        'cfg.yml:7:17: train.epochs: found "10" (text), expected whole number >= 1; '
+        "remove the quotes",
+    ),
+    "fraction for a whole number": (
+        "train: {epochs: 1e3}\n",
+        "cfg.yml:7:17: train.epochs: found 1e3, expected whole number >= 1; did you mean 1000?",
+    ),
+    "number for text": (
+        "output_dir: 7\n",
+        'cfg.yml:7:13: output_dir: found 7, expected text; did you mean "7" with quotes?',
+    ),
+    "yes for true": (
+        "train: {amp: {enabled: yes}}\n",
+        'cfg.yml:7:24: train.amp.enabled: found "yes" (text), expected true or false; '
+        "did you mean true?",
+    ),
+    "None for null": (
+        "train: {clip_norm: None}\n",
+        'cfg.yml:7:20: train.clip_norm: found "None" (text), expected number > 0 or null; '
+        "did you mean null?",
+    ),
+    "bad choice": (
+        "train: {amp: {dtype: float61}}\n",
+        'cfg.yml:7:22: train.amp.dtype: found "float61" (text), expected one of float16, bfloat16; '
+        "did you mean float16?",
+    ),
+    "out of range": (
+        "optimizer: {lr: -1e-3}\n",
+        "cfg.yml:7:17: optimizer.lr: found -1e-3, expected number > 0 and <= 1",
+    ),
+    "not finite": (
+        "optimizer: {lr: .nan}\n",
+        "cfg.yml:7:17: optimizer.lr: found .nan, expected number > 0 and <= 1",
+    ),
+    "wrong length": (
+        "  image_size: [320]\n",
+        "cfg.yml:7:15: model.image_size: found a list of 1, expected [whole number, whole number]",
+    ),
+    "bad list item": (
+        "  image_size: [320, big]\n",
+        'cfg.yml:7:21: model.image_size[1]: found "big" (text), expected '
+        "[whole number, whole number] for model.image_size",
+    ),
+    "scalar for a section": (
+        "train: 10\n",
+        "cfg.yml:7:8: train: found 10, expected a mapping with keys such as "
+        "epochs, amp, multi_scale, clip_norm",
+    ),
+    "empty section": (
+        "train:\n",
+        "cfg.yml:7:7: train: found nothing (null), expected a mapping with keys such as "
+        "epochs, amp, multi_scale, clip_norm",
+    ),
+    "missing key": (
+        "!data: {root: x, train: {images: a}}\nmodel: {name: yolox}\n",
+        "cfg.yml:2:1: model.num_classes: missing, expected whole number >= 1 (Number of classes)",
+    ),
+    "missing section": (
+        "!data: {root: x, train: {images: a}}\n",
+        "cfg.yml:1:1: model: missing, expected a mapping with keys such as "
+        "name, size, image_size, num_classes",
+    ),
+    "unknown member of a union": (
+        "!data: {root: x, train: {images: a}}\nmodel: {name: yolo, num_classes: 2}\n",
+        'cfg.yml:2:15: model.name: found "yolo" (text), expected one of yolox, detr; '
+        "did you mean yolox?",
+    ),
+    "no member of a union": (
+        "!data: {root: x, train: {images: a}}\nmodel: {num_classes: 2}\n",
+        "cfg.yml:2:1: model.name: missing, expected one of yolox, detr",
+    ),
+    "key of another member of a union": (
+        "!data: {root: x, train: {images: a}}\nmodel: {name: detr, num_classes: 2}\n",
+        "cfg.yml:2:21: model.num_classes: unknown key; model knows name, queries",
+    ),
+    "section given twice": (
+        "train: {epochs: 1}\ndata: {workers: 99}\n",
+        "cfg.yml:8:1: data: given twice; the first is at cfg.yml:1:1; remove one",
+    ),
+    "duplicate key": (
+        "train:\n  epochs: 1\n  epochs: 2\n",
+        "cfg.yml:9:3: train.epochs: given twice; the first is at cfg.yml:8:3; remove one",
+    ),
+    "syntax": (
+        "train: {epochs: 1\n",
+        "cfg.yml:8:1: not YAML: while parsing a flow mapping, expected ',' or '}', "
+        "but got '<stream end>'",
+    ),
+    "tab": ("train:\n\tepochs: 1\n", "cfg.yml:8:1: not YAML: a tab; indent with spaces"),
+    "control character": (
+        "output_dir: a\x07\n",
+        "cfg.yml:7:14: not YAML: character U+0007 is not allowed",
+    ),
+    "tag of another program": (
+        "optimizer: {lr: !Cosine 3}\n",
+        "optimizer.lr: the tag !Cosine has no meaning here; write a plain value",
+    ),
+    "alias of itself": (
+        "train: &t {amp: *t}\n",
+        "cfg.yml:7:8: train.amp: the alias contains itself",
+    ),
+    "top level is a list": (
+        "!- a\n- b\n",
+        "cfg.yml:1:1: expected `key: value` lines, found a list of 2",
+    ),
+    "missing base": (
+        "_BASE_: [../_base_/no.yml]\n",
+        "cfg.yml:7:10: _BASE_: ../_base_/no.yml: no such file (looked in {cwd})",
+    ),
+    "cyclic base": (
+        "_BASE_: ./cfg.yml\n",
+        "cfg.yml:7:9: _BASE_: the files include each other: cfg.yml -> cfg.yml",
+    ),
+    "base of the wrong type": (
+        "_BASE_: {a: 1}\n",
+        "cfg.yml:7:9: _BASE_: found a mapping with the keys a, expected a file name "
+        "or a list of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_wrong_file_gives_its_line_its_key_and_the_remedy(folder: Path, case: str) -> None:
+    added, expected = BAD_FILES[case]
+    message = error_of(added[1:] if added.startswith("!") else GOOD + added)
+    lines = message.splitlines()
+    assert expected.replace("{cwd}", str(folder)) in lines[-1] and len(lines) <= 4, message
+
+
+CODES_OF_FILES = {
+    "scalar for a section": "bad_value",
+    "unknown member of a union": "bad_value",
+    "missing key": "missing_key",
+    "no member of a union": "missing_key",
+    "key of another member of a union": "unknown_key",
+    "duplicate key": "duplicate_key",
+    "syntax": "not_yaml",
+    "control character": "not_yaml",
+    "tag of another program": "unknown_tag",
+    "alias of itself": "alias_contains_itself",
+    "top level is a list": "not_a_mapping",
+    "missing base": "config_missing",
+    "cyclic base": "include_cycle",
+    "base of the wrong type": "bad_value",
+}
+
+
+@pytest.mark.parametrize("case", CODES_OF_FILES)
+def test_a_wrong_file_is_told_by_its_code(folder: Path, case: str) -> None:
+    added = BAD_FILES[case][0]
+    error = refused(added[1:] if added.startswith("!") else GOOD + added)
+    assert error.code == CODES_OF_FILES[case]
+    assert error.where.startswith("cfg.yml:") and str(error) == f"{error.where}: {error.what}"
+
+
+def test_several_problems_keep_their_codes_and_places(folder: Path) -> None:
+    error = refused(GOOD + "modle: 1\n", "train.epochs=0", "oops", "_BASE_=x", "train.epochs=[1")
+    assert isinstance(error, InvalidConfig) and error.code == "invalid_config"
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.code == error.code
+    found = [(str(problem.place), problem.code) for problem in again.problems]
+    assert found == [
+        ("cfg.yml:7:1", "unknown_key"),
+        ("-o _BASE_=x", "base_in_override"),
+        ("-o oops", "bad_override"),
+        ("-o train.epochs=0", "bad_value"),
+        ("-o train.epochs=[1", "override_not_yaml"),
+    ]
+
+
+BAD_OVERRIDES = {
+    "data.rot=../x": "-o data.rot=../x: data.rot: unknown key; did you mean data.root?",
+    "train.epochs": "-o train.epochs: expected key.path=value, as in -o train.epochs=10",
+    "=3": "-o =3: expected key.path=value, as in -o train.epochs=10",
+    "train..epochs=3": "-o train..epochs=3: expected key.path=value, as in -o train.epochs=10",
+    "train.epochs=[1": "-o train.epochs=[1: train.epochs: '[1' is not a YAML value; to give it as "
+    "text, quote it twice: -o 'train.epochs=\"...\"'",
+    "train.epochs=0": "-o train.epochs=0: train.epochs: found 0, expected whole number >= 1",
+    "_BASE_=x.yml": "-o _BASE_=x.yml: _BASE_ belongs in the file, not in -o",
+    "train={epochs: 1, epochs: 2}": "-o train={epochs: 1, epochs: 2}: train.epochs: given twice; "
+    "the first is at -o train={epochs: 1, epochs: 2}; remove one",
+}
+
+
+@pytest.mark.parametrize("item", BAD_OVERRIDES)
+def test_a_wrong_override_is_quoted_as_it_was_typed(folder: Path, item: str) -> None:
+    assert error_of(GOOD, item) == BAD_OVERRIDES[item]
+
+
+def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config("configs/no.yml", [], Tiny)
+    assert caught.value.code == "config_missing"
+    assert str(caught.value) == f"configs/no.yml: no such file (looked in {folder})"
+    (folder / "configs").mkdir()
+    with pytest.raises(ConfigError, match="configs: cannot be read: Is a directory") as caught:
+        parse_config("configs", [], Tiny)
+    assert caught.value.code == "config_unreadable"
+    (folder / "latin.yml").write_bytes(b"output_dir: caf\xe9\n")
+    with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
+        parse_config("latin.yml", [], Tiny)
+    assert caught.value.code == "not_utf8"
+
+
+def test_values_that_contradict_each_other_are_reported(folder: Path) -> None:
+    message = error_of(GOOD, "train.epochs=1", "data.workers=99")
+    assert message == "cfg.yml:1:1: data.workers is 99 for a run this short"
+
+
+def test_a_value_from_a_base_is_reported_with_the_line_of_the_base(folder: Path) -> None:
+    (folder / "base.yml").write_text("\ntrain:\n  epochs: many\n")
+    message = error_of("_BASE_: base.yml\n" + GOOD + "train: {clip_norm: 1}\n")
+    assert message.startswith('base.yml:3:11: train.epochs: found "many" (text)')
+
+
+def test_all_problems_are_reported_together_in_the_order_of_the_file(folder: Path) -> None:
+    message = error_of(GOOD + "train: {epoch: 3, clip_norm: -1}\nmodle: 1\n", "data.rot=x", "oops")
+    lines = message.splitlines()
+    assert lines[0] == "5 problems in the configuration:"
+    places = [line.split(": ")[0].strip() for line in lines[1:]]
+    assert places == ["cfg.yml:7:9", "cfg.yml:7:30", "cfg.yml:8:1", "-o data.rot=x", "-o oops"]
+
+
+def test_the_documentation_of_a_schema_lists_every_key_and_type() -> None:
+    text = markdown(Tiny)
+    assert "| `workers` | whole number >= 0 | `2` | Processes that decode images. |" in text
+    assert "| `clip_norm` | number > 0 or null | `null` | Largest gradient norm. |" in text
+    assert '| `format` | one of coco, voc, yolo | `"coco"` | Annotation format. |' in text
+    assert "| `num_classes` | whole number >= 1 | required | Number of classes. |" in text
+    assert "## model (`name: yolox`)" in text and "## model (`name: detr`)" in text
+    assert "## data.train" in text and "Where the images are." in text
+
+
+def test_the_json_schema_accepts_a_file_that_leaves_keys_to_its_base() -> None:
+    schema = json_schema(Tiny)
+    assert "_BASE_" in schema["properties"] and schema["additionalProperties"] is False
+    assert '"required":' not in json.dumps(schema) and '"oneOf"' not in json.dumps(schema)
+    assert schema["$defs"]["Train"]["properties"]["epochs"]["minimum"] == 1
+
+
+def test_every_key_of_an_experiment_is_described() -> None:
+    rows = [line for line in markdown(ExperimentConfig).splitlines() if line.startswith("| `")]
+    assert len(rows) > 40
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_generated_docs_are_up_to_date() -> None:
+    remedy = "run `python tools/config.py docs && python tools/config.py schema`"
+    docs = (REPOSITORY / "docs/config.md").read_text(encoding="utf-8")
+    assert docs == markdown(ExperimentConfig), remedy
+    schema = json.loads((REPOSITORY / "configs/schema.json").read_text(encoding="utf-8"))
+    assert schema == json_schema(ExperimentConfig), remedy
+
+
+def test_every_shipped_config_loads_and_reads_back_the_same(folder: Path) -> None:
+    shipped = [
+        path
+        for path in (REPOSITORY / "configs").rglob("*.yml")
+        if path.parent.name not in ("_base_", "studies")
+    ]
+    assert shipped
+    for path in shipped:
+        config = load_config(path)
+        assert config.output_dir, path
+        (folder / "again.yml").write_text(dump_yaml(config), encoding="utf-8")
+        assert load_config("again.yml") == config, path
+        yaml.safe_load(dump_yaml(config))  # other programs can read it too
+
+
+@pytest.mark.parametrize("action", ["show", "docs", "schema"])
+def test_reading_and_documenting_keys_needs_no_paddle(folder: Path, action: str) -> None:
+    path = REPOSITORY / "configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml"
+    arguments = ["-c", str(path)] if action == "show" else ["--out", str(folder / "out")]
+    # A run of the tool, and what it has imported when it ends.
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['config.py', {action!r}, *{arguments!r}]\n"
+        f"try: runpy.run_path({str(REPOSITORY / 'tools/config.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end\n"
+        "print({'paddle', 'cv2', 'matplotlib', 'ppdist.config'} & set(sys.modules))\n"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "{'ppdist.config'}"
+
+
+def test_the_tool_prints_one_message_and_exits_with_2(folder: Path) -> None:
+    (folder / "cfg.yml").write_text("model: {name: ppyoloe\n")
+    command = [sys.executable, str(REPOSITORY / "tools/config.py"), "show", "-c", "cfg.yml"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert ended.returncode == 2, ended.stderr
+    message = ended.stderr.splitlines()[-1]  # Paddle may have warned before
+    assert message.startswith("ppdist: error: cfg.yml:2:1: not YAML") and not ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_mutilated_file_gives_a_config_error_or_a_config_but_never_a_crash(folder: Path) -> None:
+    text = (
+        GOOD
+        + "train: &t {multi_scale: [[64, 64]], amp: {dtype: bfloat16}}\noptimizer:\n  lr: 1e-3\n"
+    )
+    pieces = [
+        "\t",
+        ":",
+        "[",
+        "}",
+        "*t",
+        "<<: ",
+        "- ",
+        "null",
+        "!x ",
+        "'",
+        "\n",
+        "0x",
+        ".inf",
+        "é",
+        "",
+    ]
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        start = rng.randrange(len(text))
+        broken = text[:start] + rng.choice(pieces) + text[start + rng.randrange(8) :]
+        try:
+            parse(broken, rng.choice(["train.epochs=3", "data=3", "model.image_size=[1,{a: 2}]"]))
+        except ConfigError as error:
+            refused += 1
+            assert str(error).strip(), broken
+    assert refused > 200

@@ -1,0 +1,70 @@
+"""Configurations that are small as files and endless as trees: one message, soon."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.yaml import Reader
+
+SAYS = {
+    "too_many_values": r"p.yml:\d+:\d+: .*: more than 100000 values, aliases written out",
+    "nested_too_deeply": "p.yml: lists or mappings are nested too deeply",
+}
+
+
+def laughs(levels: int) -> str:
+    lines = ["a0: &a0 [" + "x, " * 10 + "]"]
+    lines += [f"a{k}: &a{k} [" + f"*a{k - 1}, " * 10 + "]" for k in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+def merges(levels: int) -> str:
+    lines = ["a0: &a0 {k: v}"]
+    lines += [f"a{k}: &a{k} {{<<: [" + f"*a{k - 1}, " * 10 + "]}" for k in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (laughs(12), "too_many_values"),
+        (merges(12), "too_many_values"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested_too_deeply"),
+        ("a: " + "{a: " * 5000 + "}" * 5000, "nested_too_deeply"),
+        ("- " * 5000, "nested_too_deeply"),
+    ],
+)
+def test_a_file_that_grows_without_end_is_one_message(
+    text: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.yml").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=SAYS[code]) as caught:
+        Reader().read_file("p.yml")
+    assert caught.value.code == code
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("text", ["9" * 100_000, "0x" + "9" * 100_000, "-" + "1" * 5000])
+def test_a_number_of_many_digits_is_a_value_and_no_crash(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p.yml").write_text(f"a: {text}\nb: 17\nc: 0x11\n")
+    tree = Reader().read_file(str(tmp_path / "p.yml"))
+    assert isinstance(tree.value["a"].value, float | str)
+    assert tree.value["b"].value == tree.value["c"].value == 17
+
+
+def test_a_yaml_tag_is_a_problem_and_never_an_object(tmp_path: Path) -> None:
+    for value in (
+        f"!!python/object/apply:os.system [touch {tmp_path / 'made'}]",
+        f"!!python/object/apply:os.mkdir {{path: {tmp_path / 'made'}}}",
+        "!!python/name:os.system x",
+        "!x y",
+    ):
+        (tmp_path / "p.yml").write_text(f"a: {value}\n")
+        reader = Reader()
+        reader.read_file(str(tmp_path / "p.yml"))
+        assert {problem.code for problem in reader.problems} == {"unknown_tag"}
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,365 @@
+"""Mosaic, mixup, affine, HSV and letterbox as the training loader makes them."""
+
+import colorsys
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.config.augment import AugmentConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.loader import TrainLoader
+from ppdist.data.sampler import TrainSampler
+from ppdist.data.transforms.geometry import GREY, random_hsv, recolour_hsv
+from ppdist.data.transforms.mix import (
+    Slot,
+    around_a_point,
+    blend,
+    canvas_of,
+    cell_of,
+    in_three_rows,
+    tile,
+)
+from ppdist.data.transforms.pipeline import TrainSamples
+from ppdist.data.types import Sample, SampleKey, keyed_generator
+from tests.unit.data.sets import coco_config, write_coco
+from tests.unit.data.test_loader import arrays, assert_equal
+
+STILL = {"distort": 0, "expand": 0, "crop": 0, "flip": 0, "random_interpolation": False}
+YOLOV5 = {
+    **STILL,
+    "flip": 0.5,
+    "mosaic": 1.0,
+    "affine": {"scale": 0.5, "translate": 0.1},
+    "hsv": (0.015, 0.7, 0.4),
+}
+TURNED = {**YOLOV5, "affine": {"scale": 0.5, "translate": 0.1, "rotate": 20, "shear": 5}}
+COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
+SIZES = ((200, 160), (161, 241), (120, 90), (330, 247))  # width, height
+
+
+@pytest.fixture(scope="module", params=["png", "jpg"])
+def blocks(request, tmp_path_factory) -> Path:
+    """Black images of several shapes, in each a block of a colour per class."""
+    root = tmp_path_factory.mktemp("blocks")
+    (root / "images").mkdir()
+    images, annotations = [], []
+    for index, (width, height) in enumerate(SIZES * 3):
+        rng, pixels = np.random.RandomState(index), np.zeros((height, width, 3), np.uint8)
+        for label in range(3):
+            w, h = rng.randint(20, width // 4), rng.randint(20, height // 2)
+            x, y = label * width // 3 + rng.randint(0, width // 3 - w + 1), rng.randint(0, h)
+            pixels[y : y + h, x : x + w] = COLOURS[label]
+            annotations.append(
+                {"image_id": index + 1, "category_id": label + 1, "bbox": [x, y, w, h]}
+            )
+        name = f"{index}.{request.param}"
+        Image.fromarray(pixels).save(root / "images" / name, quality=98, subsampling=0)
+        images.append({"id": index + 1, "file_name": name, "width": width, "height": height})
+    categories = [{"id": label + 1, "name": f"{label}"} for label in range(3)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (root / "set.json").write_text(json.dumps(content), encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    write_coco(root, 11)
+    return root
+
+
+def samples(root: Path, augment: dict, resize="letterbox", epochs=None, seed=0) -> TrainSamples:
+    config = coco_config(root, augment=augment, resize=resize)
+    dataset = read_split(config, "train", 3)
+    return TrainSamples(
+        dataset, "skip", config.augment, seed, largest=(128, 128), resize=resize, epochs=epochs
+    )
+
+
+def loader(root: Path, augment: dict, workers=0, start=0, end=6, rank=0, world=1, **changes):
+    config = coco_config(root, workers=workers, augment=augment, resize="letterbox", **changes)
+    dataset = read_split(config, "train", 3)
+    sampler = TrainSampler(
+        dataset_size=len(dataset.records),
+        batch_size_per_card=2,
+        accumulate=2 // world,
+        rank=rank,
+        world=world,
+        seed=3,
+        start_step=start,
+        end_step=end,
+        sizes=[(64, 96), (96, 64)],
+    )
+    return TrainLoader(dataset, config, sampler, seed=3, epochs=2)
+
+
+def check_blocks(sample: Sample, turned: bool) -> int:
+    """Every box is around the block of its class, and every block has a box."""
+    pixels, checked = sample.image_HW3.astype(int), 0
+    height, width = pixels.shape[:2]
+    left_over = {label: pixels[..., label] - pixels.sum(2) / 3 > 100 for label in range(3)}
+    for label, (x1, y1, x2, y2) in zip(sample.labels_M, sample.boxes_M4):
+        assert 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height
+        rows, columns = (
+            slice(max(0, int(y1) - 2), int(y2) + 3),
+            slice(max(0, int(x1) - 2), int(x2) + 3),
+        )
+        ys, xs = np.nonzero(left_over[label][rows, columns])
+        assert len(ys), "a box without its block"
+        found = [xs.min() + columns.start, ys.min() + rows.start]
+        found += [xs.max() + 1 + columns.start, ys.max() + 1 + rows.start]
+        np.testing.assert_allclose([x1, y1, x2, y2], found, atol=3 if turned else 1.6)
+        checked += 1
+        left_over[label][rows, columns] = False
+    for label, mask in left_over.items():  # what is left are slivers, each less than a tenth
+        assert mask.sum() < 200, f"a block of class {label} without a box"
+    return checked
+
+
+@pytest.mark.parametrize("resize", ["stretch", "letterbox"])
+@pytest.mark.parametrize(
+    ("mosaic", "affine"),
+    [
+        (0, {}),
+        (0, {"scale": 0.5, "translate": 0.1}),
+        (0, {"scale": 0.3, "rotate": 20, "shear": 5}),
+        (1, {}),
+        (1, {"scale": 0.5, "translate": 0.1}),
+        (1, {"scale": 0.3, "rotate": 20, "shear": 5}),
+    ],
+)
+def test_boxes_are_where_their_blocks_are_and_no_block_is_without_one(
+    blocks, resize, mosaic, affine
+):
+    augment = {**STILL, "flip": 0.5, "flip_vertical": 0.5, "mosaic": mosaic, "affine": affine}
+    under_test = samples(blocks, augment, resize)
+    checked = sum(
+        check_blocks(under_test.make(SampleKey(0, index, 96, 128)), "rotate" in affine)
+        for index in range(12)
+    )
+    assert checked > 15
+
+
+def test_expand_and_crop_go_together_with_affine_and_letterbox(blocks):
+    augment = {**STILL, "expand": 0.5, "expand_most": 1.5, "crop": 0.5}
+    for affine in ({}, {"scale": 0.2, "translate": 0.1}):
+        under_test = samples(blocks, {**augment, "affine": affine})
+        found = [under_test.make(SampleKey(0, index, 128, 128)) for index in range(12)]
+        assert sum(len(sample.labels_M) for sample in found) > 15
+        for sample in found:  # a crop drops what it cuts through the middle, so no full check
+            for label, (x1, y1, x2, y2) in zip(sample.labels_M, sample.boxes_M4.astype(int)):
+                block = sample.image_HW3[y1 : y2 + 1, x1 : x2 + 1, label]
+                assert block.mean() > 150
+
+
+def test_boxes_are_where_their_blocks_are_in_a_mosaic_of_nine(blocks):
+    augment = {**STILL, "mosaic": 1.0, "mosaic_images": 9, "flip": 0.5}
+    checked = several = 0
+    for affine, turned in (({"scale": 0.3}, False), ({"scale": 0.3, "rotate": 20}, True)):
+        under_test = samples(blocks, {**augment, "affine": affine})
+        for index in range(6):
+            sample = under_test.make(SampleKey(0, index, 192, 192))
+            checked += check_blocks(sample, turned)
+            several += len(sample.labels_M) > 9
+    assert checked > 60 and several > 2
+
+
+def test_a_mosaic_shows_several_images_at_once(blocks):
+    under_test = samples(blocks, {**STILL, "mosaic": 1.0, "affine": {"scale": 0.5}})
+    made = [under_test.make(SampleKey(0, index, 128, 128)) for index in range(12)]
+    assert [sample.index for sample in made] == list(range(12))
+    assert {len(sample.labels_M) > 3 for sample in made} == {True, False}  # an image has three
+    assert max(len(sample.labels_M) for sample in made) > 6
+
+
+def test_tiles_touch_the_point_and_each_other_only():
+    for corner, expected in enumerate(
+        [(70, 50, 100, 90), (100, 50, 130, 90), (70, 90, 100, 130), (100, 90, 130, 130)]
+    ):
+        before = 1 - corner % 2, 1 - corner // 2
+        assert tile(Slot(100, 90, *before), 40, 30) == expected
+    slots_K4 = [around_a_point((60, 80), keyed_generator(0, key)) for key in range(300)]
+    assert canvas_of((60, 80)) == (120, 160) and cell_of(4, (60, 80)) == (60, 80)
+    for slots in slots_K4:
+        assert len({slot[:2] for slot in slots}) == 1
+        assert [slot[2:] for slot in slots] == [(1, 1), (0, 1), (1, 0), (0, 0)]
+    points = np.array([slots[0][:2] for slots in slots_K4])
+    assert (points >= [40, 30]).all() and (points <= [120, 90]).all()
+    assert np.ptp(points[:, 0]) > 75 and np.ptp(points[:, 1]) > 55
+
+
+def test_nine_tiles_lie_around_the_middle_one_and_never_overlap():
+    height, width = cell_of(9, (96, 120))
+    assert (height, width) == (64, 80)
+    middles = []
+    for key in range(100):
+        slots = in_three_rows((96, 120), keyed_generator(0, key))
+        full = np.array([tile(slot, height, width) for slot in slots])
+        small = np.array([tile(slot, height // 2, width // 4) for slot in slots])
+        middles.append(full[4, :2] + [width / 2, height / 2])
+        for number, (row, column) in enumerate(np.ndindex(3, 3)):
+            cell = full[4] + np.tile([(column - 1) * width, (row - 1) * height], 2)
+            np.testing.assert_allclose(full[number], cell)
+            assert (small[number, :2] >= cell[:2] - 1e-9).all()
+            assert (small[number, 2:] <= cell[2:] + 1e-9).all()
+        assert small[3, 2] == full[4, 0] and small[1, 3] == full[4, 1], "near the middle one"
+    assert (np.abs(np.array(middles) - [120, 96]) <= [40, 32]).all()
+    assert (np.ptp(middles, 0) > [70, 56]).all()
+
+
+def test_beside_the_images_there_is_grey(folder):
+    wide = samples(folder, STILL).make(SampleKey(0, 0, 128, 96))  # 64 x 48 becomes 96 x 72
+    assert (wide.image_HW3[:28] == GREY).all() and (wide.image_HW3[100:] == GREY).all()
+    assert not (wide.image_HW3[28:100] == GREY).all(2).all(1).any()
+    away = samples(folder, {**STILL, "affine": {"translate": 1.0}})
+    assert any(
+        (away.make(SampleKey(0, index, 96, 96)).image_HW3[:10] == GREY).all() for index in range(11)
+    )
+
+
+def test_mixup_blends_two_inputs_and_keeps_all_objects(folder):
+    alone = samples(folder, STILL)
+    mixed = samples(folder, {**STILL, "mixup": 1.0})
+    several = 0
+    for index in range(11):
+        key = SampleKey(0, index, 48, 64)
+        one, both = alone.make(key), mixed.make(key)
+        np.testing.assert_array_equal(both.boxes_M4[: len(one.boxes_M4)], one.boxes_M4)
+        several += len(both.labels_M) > len(one.labels_M)
+        others = [
+            other
+            for other in range(11)
+            if _is_blend(both.image_HW3, one.image_HW3, alone.make(SampleKey(0, other, 48, 64)))
+        ]
+        assert others
+    assert several > 3
+    dark, bright = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 200, np.uint8)
+    shares = [blend(bright, dark, keyed_generator(0, key)).mean() / 200 for key in range(300)]
+    assert abs(np.mean(shares) - 0.5) < 0.02 and 0.04 < np.std(shares) < 0.08  # Beta(32, 32): 0.062
+
+
+def _is_blend(mixed, one, other: Sample) -> bool:
+    a, b, c = (array.astype(float).ravel() for array in (one, other.image_HW3, mixed))
+    if np.array_equal(a, b):
+        return bool(np.abs(c - a).max() <= 1)
+    share = ((c - b) @ (a - b)) / ((a - b) @ (a - b))
+    return bool(0.2 < share < 0.8 and np.abs(share * a + (1 - share) * b - c).max() <= 1)
+
+
+def test_hsv_turns_scales_and_leaves_grey_grey():
+    colours = np.array([[[200, 80, 40], [100, 180, 120], [128, 128, 128]]], np.uint8)
+    hues, saturations, values = [], [], []
+    for key in range(200):
+        after = recolour_hsv(colours, random_hsv((0.05, 0.5, 0.3), keyed_generator(0, key)))
+        assert np.ptp(after[0, 2].astype(int)) <= 1
+        before, now = (cv2.cvtColor(x, cv2.COLOR_RGB2HSV)[0].astype(int) for x in (colours, after))
+        hues.append((now[0, 0] - before[0, 0] + 90) % 180 - 90)
+        saturations.append(now[1, 1] / before[1, 1])
+        values.append(now[2, 2] / 128)
+    assert -12 <= min(hues) < -5 and 5 < max(hues) <= 12  # 0.05 of 180 is 9, and rounding
+    assert 0.45 < min(saturations) < 0.6 and 1.3 < max(saturations) <= 1.55
+    assert 0.69 < min(values) < 0.75 and 1.25 < max(values) < 1.31
+    assert random_hsv((0.0, 0.0, 0.0), keyed_generator(0, 1)) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "change", [(0.4, 0, 0), (-0.4, 0, 0), (-0.02, 0.7, -0.4), (0.01, -0.7, 0.4)]
+)
+def test_hsv_is_that_of_the_standard_library(change):
+    colours = np.random.RandomState(0).randint(0, 256, (65, 40, 3)).astype(np.uint8)
+    found = recolour_hsv(colours, change)
+    turn, saturation, value = change
+    for before, after in zip(colours.reshape(-1, 3), found.reshape(-1, 3)):
+        h, s, v = colorsys.rgb_to_hsv(*(before / 255))
+        s, v = min(1, s * (1 + saturation)), min(1, v * (1 + value))
+        expected = 255 * np.array(colorsys.hsv_to_rgb((h + turn) % 1, s, v))
+        assert np.abs(after - expected).max() <= 10  # hues are whole steps of two degrees
+
+
+def test_the_last_epochs_go_without_mosaic_and_mixup(folder):
+    augment = {**YOLOV5, "mixup": 0.5, "close_mosaic_epochs": 2}
+    closing = samples(folder, augment, epochs=5)
+    open_all_along = samples(folder, {**augment, "close_mosaic_epochs": 0})
+    single = samples(folder, {**augment, "close_mosaic_epochs": 0, "mosaic": 0, "mixup": 0})
+    for epoch in range(5):
+        key = SampleKey(epoch, 5, 64, 64)
+        expected = (open_all_along if epoch < 3 else single).make(key)
+        np.testing.assert_array_equal(closing.make(key).image_HW3, expected.image_HW3)
+    with pytest.raises(ValueError, match="the length of the run is needed"):
+        samples(folder, augment)
+
+
+def test_every_part_that_is_switched_on_is_seen(folder):
+    key, seen = SampleKey(0, 7, 64, 64), []
+    for part in (
+        {},
+        {"mosaic": 1.0},
+        {"mosaic": 1.0, "mosaic_images": 9},
+        {"mixup": 1.0},
+        {"hsv": (0.1, 0.7, 0.4)},
+        *({"affine": {name: 0.5}} for name in ("scale", "translate")),
+        *({"affine": {name: 20}} for name in ("rotate", "shear")),
+        {"mosaic": 1.0, "distort": 1.0},
+        {"affine": {"scale": 0.5}, "distort": 1.0},
+    ):
+        seen.append(samples(folder, {**STILL, **part}).make(key).image_HW3.tobytes())
+    assert len(set(seen)) == len(seen)
+
+
+# --- a function of (seed, epoch, index) ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", [YOLOV5, {**TURNED, "mixup": 0.5, "close_mosaic_epochs": 1}])
+def test_pixels_depend_on_neither_workers_nor_ranks_nor_a_restart(folder, augment):
+    whole = list(loader(folder, augment))
+    assert_equal(loader(folder, augment, workers=2), whole)
+    assert_equal(loader(folder, augment, start=2, workers=1), whole[2 * 2 :])
+    on_ranks = [loader(folder, augment, rank=rank, world=2) for rank in range(2)]
+    assert_equal([batch for pair in zip(*on_ranks) for batch in pair], whole)
+
+
+def test_another_seed_epoch_or_index_gives_another_mosaic(folder):
+    keys = [SampleKey(0, 5, 64, 64), SampleKey(1, 5, 64, 64), SampleKey(0, 6, 64, 64)]
+    made = [samples(folder, YOLOV5).make(key).image_HW3.tobytes() for key in keys]
+    made.append(samples(folder, YOLOV5, seed=1).make(keys[0]).image_HW3.tobytes())
+    assert len(set(made)) == 4
+
+
+def test_a_damaged_partner_is_replaced_as_always(tmp_path, caplog):
+    write_coco(tmp_path, 11)
+    (tmp_path / "images" / "003.jpg").write_bytes(b"\xff\xd8 no jpeg")
+    found = list(loader(tmp_path, YOLOV5, workers=2))
+    assert_equal(loader(tmp_path, YOLOV5), found)
+    assert {record.getMessage() for record in caplog.records} == {
+        f"{tmp_path / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); training "
+        f"takes the next good image in its place"
+    }
+    (tmp_path / "images" / "003.jpg").write_bytes((tmp_path / "images" / "004.jpg").read_bytes())
+    content = json.loads((tmp_path / "set.json").read_text(encoding="utf-8"))
+    for annotation in [a for a in content["annotations"] if a["image_id"] == 4]:
+        content["annotations"].remove(annotation)
+    copies = [a for a in content["annotations"] if a["image_id"] == 5]
+    content["annotations"] += [{**annotation, "image_id": 4} for annotation in copies]
+    (tmp_path / "set.json").write_text(json.dumps(content), encoding="utf-8")
+    for one, other in zip(found, loader(tmp_path, YOLOV5)):
+        for a, b in zip(arrays(one)[:4], arrays(other)[:4]):  # all but the position
+            np.testing.assert_array_equal(a, b)
+
+
+def test_crowds_are_not_learned_in_a_mosaic_either(tmp_path):
+    write_coco(tmp_path, 4)
+    content = json.loads((tmp_path / "set.json").read_text(encoding="utf-8"))
+    content["annotations"] = [{**a, "iscrowd": 1} for a in content["annotations"]]
+    (tmp_path / "set.json").write_text(json.dumps(content), encoding="utf-8")
+    under_test = samples(tmp_path, {**YOLOV5, "mixup": 1.0})
+    assert all(len(under_test.make(SampleKey(0, n, 64, 64)).labels_M) == 0 for n in range(4))
+
+
+def test_by_default_nothing_of_it_is_on():
+    config = AugmentConfig()
+    assert not (config.mosaic or config.mixup or any(config.hsv) or config.affine.moves)
+    assert config.close_mosaic_epochs == 0

@@ -1,0 +1,256 @@
+"""Files of strangers: small on disk and endless in memory, or with names that lead elsewhere."""
+
+import os
+import resource
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import class_names
+from ppdist.data.datasets.convert import convert
+from ppdist.data.datasets.voc import read_voc
+from ppdist.data.image import MOST_PIXELS, damage, read_image
+from ppdist.data.types import Issue, RawImage, RawObject, RawSet
+
+SIDE = 30_000  # more than MOST_PIXELS as a square, fewer than OpenCV's own limit
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(
+        ">I", zlib.crc32(kind + content)
+    )  # fmt: skip
+
+
+def white_png(side: int) -> bytes:
+    """True to its size: one bit a pixel, all the same."""
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(bytes(side // 8 + 1)) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", rows)
+        + chunk(b"IEND", b"")
+    )  # fmt: skip
+
+
+def tiff(width: int, height: int, order: str = "<", large: bool = False) -> bytes:
+    """Its first directory, and no pixels."""
+    kinds = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 273: 200, 277: 1, 279: 16}
+    start = (b"II" if order == "<" else b"MM") + struct.pack(order + "H", 43 if large else 42)
+    if large:
+        start += struct.pack(order + "HHQQ", 8, 0, 16, len(kinds))
+        entries = [struct.pack(order + "HHQQ", tag, 16, 1, one) for tag, one in kinds.items()]
+    else:
+        start += struct.pack(order + "IH", 8, len(kinds))
+        entries = [struct.pack(order + "HHII", tag, 4, 1, one) for tag, one in kinds.items()]
+    return start + b"".join(entries) + bytes(300)
+
+
+def bmp(side: int) -> bytes:
+    """Says that its pixels are compressed (runs of 8 bits)."""
+    sizes = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 500, 0, 0, 54) + sizes + bytes(500)
+
+
+def webp(side: int) -> bytes:
+    """A canvas for several pictures."""
+    canvas = b"VP8X" + struct.pack("<IBBBB", 10, 2, 0, 0, 0) + 2 * (side - 1).to_bytes(3, "little")
+    return b"RIFF" + struct.pack("<I", len(canvas) + 4) + b"WEBP" + canvas
+
+
+def jpeg(side: int) -> bytes:
+    """A frame of this size, and enough bytes behind it to be believed."""
+    _, whole = cv2.imencode(".jpg", np.zeros((64, 64), np.uint8))
+    content = bytearray(whole.tobytes())
+    frame = content.index(b"\xff\xc0")
+    struct.pack_into(">HH", content, frame + 5, side, side)
+    return bytes(content[:-2]) + bytes(side * side // 2048) + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("trick", ["no marker", "a stray byte", "a length of nothing"])
+def test_a_frame_that_only_the_decoder_would_find_is_found(trick: str) -> None:
+    """A JPEG of 8x8 pixels for whoever is led past, or away from, the other frame in its header."""
+    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8), np.uint8))
+    small = encoded.tobytes()
+    large = bytearray(small[2:-2])
+    struct.pack_into(">HH", large, large.index(b"\xff\xc0") + 5, SIDE, SIDE)
+    before = {
+        "no marker": b"\xff\0" + struct.pack(">H", len(large) + 2),
+        "a stray byte": b"\xff\xfe\0\2x",
+        "a length of nothing": b"\xff\xfe\0\0",
+    }
+    found = damage(small[:2] + before[trick] + large + small[2:])
+    assert found is not None and f"claims {SIDE}x{SIDE} pixels" in found.text
+    assert damage(small[:2] + b"\xff\xfe\0\2x" + small[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".png", white_png(SIDE)),
+        (".jpg", jpeg(SIDE)),
+        (".bmp", bmp(SIDE)),
+        (".webp", webp(SIDE)),
+        (".tif", tiff(SIDE, SIDE)),
+        (".tiff", tiff(SIDE, SIDE, ">")),
+        (".big.tif", tiff(SIDE, SIDE, "<", large=True)),
+        (".huge.tif", tiff(2**32 - 1, 2**32 - 1, ">", large=True)),
+    ],
+)
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
+    suffix: str, content: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / f"bomb{suffix}"
+    file.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        DataError, match=r"bomb.*: the \w+ has \d+x\d+ pixels, more than .*tiles"
+    ) as caught:
+        read_image(file)
+    assert caught.value.code == "image_unreadable"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 50_000, f"{grown} KB for {len(content)} bytes"
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("large", [False, True])
+def test_the_size_of_a_tiff_is_found_and_one_that_fits_is_for_the_decoder(order, large) -> None:
+    side = 1 << 14
+    assert side * side == MOST_PIXELS
+    assert damage(tiff(side, side, order, large)) is None
+    assert damage(tiff(side + 1, side, order, large)) is not None
+    for length in range(4, 200, 7):
+        assert damage(tiff(SIDE, SIDE, order, large)[:length]) is None or length > 40
+    assert damage(b"II*\0" + bytes(40)) is None
+
+
+def test_a_tiff_that_pillow_writes_is_read(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pixels_HW3 = np.full((40, 50, 3), 7, np.uint8)
+    for name, options in (("a.tif", {}), ("b.tif", {"big_tiff": True})):
+        Image.fromarray(pixels_HW3).save(tmp_path / name, **options)
+        assert (read_image(tmp_path / name) == 7).all()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    (tmp_path / "folder.jpg").mkdir()
+    with (tmp_path / "large.jpg").open("wb") as file:
+        file.truncate(1 << 33)  # it takes up no room
+    for name, says in (
+        ("pipe", "not a file"),
+        ("zero", "not a file"),
+        ("folder", "Is a directory|not a file"),
+        ("large", "8589934592 bytes: too large for an image"),
+    ):
+        with pytest.raises(DataError, match=says) as caught:
+            read_image(tmp_path / f"{name}.jpg")
+        assert caught.value.code == "image_unreadable"
+
+
+def laughs(levels: int, each: int = 10) -> str:
+    lines = ["a0: &a0 [" + "x, " * each + "]"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} [" + f"*a{level - 1}, " * each + "]")
+    return "\n".join(lines) + "\n"
+
+
+def test_yaml_that_grows_when_it_is_read_names_no_classes(tmp_path: Path) -> None:
+    began = time.monotonic()
+    file = tmp_path / "data.yaml"
+    for text in (
+        laughs(12) + "names: [*a11]\n",
+        laughs(12) + "names: {0: *a11}\n",
+        "names: " + "[" * 5000 + "]" * 5000,
+        "a: &a {k: v}\nb: &b {<<: [*a, *a]}\nnames: [*b]\n",
+        "names: [[a, b], {c: d}]\n",
+    ):
+        file.write_text(text)
+        assert class_names(tmp_path, ()) == ()
+    assert time.monotonic() - began < 30
+    file.write_text(yaml.safe_dump({"names": {0: "cat", 1: 7, 2: True}}))
+    assert class_names(tmp_path, ()) == ("cat", "7", "True")
+
+
+VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<!DOCTYPE a [<!ENTITY b "' + "b" * 30 + '">]>' + VOC.format("<x>&b;</x>"),
+        '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>' + VOC.format("<x>&b;</x>"),
+        '<!DOCTYPE a [<!ENTITY % b SYSTEM "http://127.0.0.1:9/x"> %b;]>' + VOC.format(""),
+        VOC.format("<x>" * 100_000 + "</x>" * 100_000),
+        VOC.format('<x type="json">' + "[" * 100_000 + "</x>"),
+        VOC.format('<x type="json">' + "9" * 100_000 + "</x>"),
+        VOC.format("").replace("9", "9" * 100_000),
+    ],
+)
+def test_xml_with_entities_or_endless_depth_is_one_short_finding(text: str, tmp_path: Path) -> None:
+    (tmp_path / "Annotations").mkdir()
+    (tmp_path / "Annotations" / "a.xml").write_text(text)
+    (tmp_path / "list.txt").write_text("a\n")
+    found: list[Issue] = []
+    read_voc(tmp_path, tmp_path, tmp_path / "list.txt", ("x",), found.append)
+    (finding,) = found
+    assert finding.code in ("annotation_unreadable", "size_invalid")
+    assert len(finding.text) < 500 and "/etc" not in finding.text
+
+
+@pytest.mark.parametrize(
+    "name", [".. /" * 4 + "a.jpg", "\u2003../" * 4 + "a.jpg", " . /a.jpg", " .. "]
+)
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+def test_no_name_leads_a_conversion_out_of_its_folder(form, name: str, tmp_path: Path) -> None:
+    """Blanks around dots are part of a name, and go when the name is made fit for all formats."""
+    images, out = tmp_path / "in" / "images", tmp_path / "deep" / "er" / "out"
+    images.mkdir(parents=True)
+    paths = [images / name, images / "b.jpg"]
+    things = [RawObject((0.0, 0.0, 4.0, 4.0), 0, "here")]
+    raw = RawSet(
+        [RawImage(p, k, 9, 9, things, "here") for k, p in enumerate(paths)], ("c",), (1,), "s"
+    )
+    before = set(tmp_path.rglob("*"))
+    convert(raw, form, out, images="copy", split="train")
+    made = set(tmp_path.rglob("*")) - before
+    assert made and all(out == path or out in path.parents or path in out.parents for path in made)
+    assert not any(".." in path.relative_to(out).parts for path in made if out in path.parents)
+
+
+def test_an_image_cache_does_not_follow_a_link_of_somebody_else(tmp_path: Path) -> None:
+    from ppdist.data import cache
+
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "images.cache").symlink_to(tmp_path / "target")
+    layout = cache.Layout.of(np.array([[4, 4]]), np.array([1]))
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        cache._on_disk(layout, tmp_path / "images.cache")
+    assert (tmp_path / "target").read_bytes() == b"precious"
+
+
+def test_a_worker_of_small_memory_survives_a_bomb(tmp_path: Path) -> None:
+    (tmp_path / "bomb.png").write_bytes(white_png(SIDE))
+    code = (
+        "import resource, sys\n"
+        "from ppdist.data.image import read_image\n"
+        "from ppdist.common.errors import DataError\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "try: read_image(sys.argv[1])\n"
+        "except DataError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "bomb.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert "the PNG has 30000x30000 pixels" in done.stdout

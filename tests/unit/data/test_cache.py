@@ -1,0 +1,347 @@
+"""Decoded images are kept once for a host, and are what the decoder gives, whatever happens."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.data import cache as cache_module
+from ppdist.data.cache import ImageCache, Layout, open_cache
+from ppdist.data.datasets.build import read_split
+from ppdist.data.image import read_image
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm
+from tests.distributed import run_on_ranks
+from tests.unit.data.sets import coco_config, write_coco
+
+FACTORS = np.array([1, 2, 4, 8, 1, 1], np.uint8)
+
+
+def small_set(root: Path) -> DetectionSet:
+    return read_split(write_coco(root, 6), "train")
+
+
+def decoded(dataset: DetectionSet, index: int) -> np.ndarray:
+    record = dataset.records[index]
+    return read_image(record.path, (record.height, record.width), int(FACTORS[index]))
+
+
+def fill(cache: ImageCache, dataset: DetectionSet) -> None:
+    for index in range(len(dataset.records)):
+        cache.put(index, decoded(dataset, index))
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_what_was_put_comes_back_byte_for_byte_and_cannot_be_written_to(tmp_path, kind):
+    dataset = small_set(tmp_path)
+    cache = open_cache(kind, dataset, FACTORS, tmp_path / "cache")
+    assert all(cache.get(index) is None for index in range(6))
+    fill(cache, dataset)
+    for index in range(6):
+        image_HW3 = cache.get(index)
+        np.testing.assert_array_equal(image_HW3, decoded(dataset, index))
+        assert image_HW3.dtype == np.uint8
+        with pytest.raises(ValueError, match="read-only"):
+            image_HW3[0, 0, 0] = 1
+    cv2.resize(cache.get(0), (8, 8))  # OpenCV takes what cannot be written to
+    with pytest.raises(ValueError, match="image 1"):
+        cache.put(1, decoded(dataset, 0))
+
+
+def test_without_a_cache_there_is_none(tmp_path):
+    assert open_cache("none", small_set(tmp_path), FACTORS, None) is None
+
+
+def test_an_image_outlives_the_cache_it_came_from(tmp_path):
+    dataset = small_set(tmp_path)
+    cache = open_cache("ram", dataset, FACTORS)
+    fill(cache, dataset)
+    image_HW3 = cache.get(0)
+    open_files = len(os.listdir("/proc/self/fd"))
+    del cache
+    gc.collect()
+    np.testing.assert_array_equal(image_HW3, decoded(dataset, 0))
+    del image_HW3
+    assert len(os.listdir("/proc/self/fd")) <= open_files - 1
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_forked_worker_fills_what_the_others_see(tmp_path, kind):
+    dataset = small_set(tmp_path)
+    cache = open_cache(kind, dataset, FACTORS, tmp_path)
+    child = os.fork()
+    if child == 0:
+        cache.put(2, decoded(dataset, 2))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    np.testing.assert_array_equal(cache.get(2), decoded(dataset, 2))
+    assert cache.get(3) is None
+
+
+def test_a_file_on_disk_serves_the_next_run_until_anything_changes(tmp_path):
+    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    again = open_cache("disk", dataset, FACTORS, folder)
+    assert all(again.get(index) is not None for index in range(6))
+    assert len(list(folder.iterdir())) == 1
+    others = np.array([1, 2, 4, 8, 1, 2], np.uint8)
+    assert open_cache("disk", dataset, others, folder).get(0) is None
+    changed = Path(dataset.records[5].path)
+    os.utime(changed, ns=(1, 1))
+    assert open_cache("disk", dataset, FACTORS, folder).get(0) is None
+    changed.unlink()
+    assert open_cache("disk", dataset, FACTORS, folder).get(0) is None
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_the_file_is_in_the_users_cache_folder_where_none_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert open_cache("disk", small_set(tmp_path), FACTORS, None) is not None
+    (file,) = (tmp_path / "xdg" / "ppdist").iterdir()
+    assert file.name.startswith("images-")
+
+
+def test_without_a_home_folder_there_is_a_line_and_no_cache(tmp_path, monkeypatch, caplog):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache_module.Path, "home", nowhere)
+    assert open_cache("disk", small_set(tmp_path), FACTORS, None) is None
+    assert caplog.messages[-1] == (
+        "data.cache: goes on without, because it cannot be made: this user has no home folder; "
+        "set data.cache_dir"
+    )
+
+
+def test_other_caches_of_the_folder_are_named_so_that_they_can_be_deleted(tmp_path, caplog):
+    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    with caplog.at_level(logging.INFO, "ppdist.data"):
+        open_cache("disk", dataset, FACTORS, folder)
+        assert caplog.messages[-1].endswith(" by now")
+        (folder / "report.json").touch()
+        (folder / "images-1.cache").write_bytes(bytes(48 << 20))
+        open_cache("disk", dataset, FACTORS, folder)
+        text = "; 1 other cache lies there, 0.05 GiB: delete those that no run needs"
+        assert caplog.messages[-1].endswith(text)
+        (folder / "images-2.cache").touch()
+        open_cache("disk", dataset, FACTORS, folder)
+        assert "; 2 other caches lie there, 0.05 GiB: delete " in caplog.messages[-1]
+    assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["pixels", "half an image", "table"])
+def test_an_image_that_was_left_half_written_is_made_again(tmp_path, damage):
+    dataset = small_set(tmp_path)
+    fill(open_cache("disk", dataset, FACTORS, tmp_path / "cache"), dataset)
+    (file,) = (tmp_path / "cache").iterdir()
+    content = bytearray(file.read_bytes())
+    table = 8 * len(dataset.records)
+    if damage == "pixels":
+        content[table + 100] ^= 1
+    elif damage == "half an image":
+        content[table + 1000 : table + 64 * 48 * 3] = bytes(64 * 48 * 3 - 1000)
+    else:
+        content[0] ^= 1
+    file.write_bytes(content)
+    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    assert cache.get(0) is None
+    assert cache.get(1) is not None
+    cache.put(0, decoded(dataset, 0))
+    np.testing.assert_array_equal(cache.get(0), decoded(dataset, 0))
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_images_or_none(tmp_path):
+    dataset = small_set(tmp_path)
+    cache = open_cache("ram", dataset, FACTORS)
+    expected = [decoded(dataset, index) for index in range(6)]
+    for round_number in range(20):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for index, image_HW3 in enumerate(expected):
+                    cache.put(index, image_HW3)
+        time.sleep(0.001 * round_number)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for index, image_HW3 in enumerate(expected):
+            found = cache.get(index)
+            assert found is None or np.array_equal(found, image_HW3)
+
+
+def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    dataset = small_set(tmp_path)
+    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    cache.put(0, decoded(dataset, 0))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_module.os, "pwrite", full)
+        fill(cache, dataset)
+    fill(cache, dataset)
+    assert cache.get(0) is not None and cache.get(1) is None
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "data.cache: no more images are kept, because writing one failed (No space left on "
+        "device); the run goes on and decodes the others each time"
+    ]
+
+
+def test_a_full_disk_is_said_once_by_all_workers_of_a_rank(tmp_path):
+    dataset = small_set(tmp_path)
+    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    said = tmp_path / "said"
+    for _ in range(3):
+        worker = os.fork()
+        if worker == 0:
+            with said.open("a", encoding="utf-8") as file:
+                cache_module._warn = lambda text: file.write(f"{text}\n")
+                cache_module.os.pwrite = refused
+                fill(cache, dataset)
+            os._exit(0)
+        assert os.waitpid(worker, 0)[1] == 0
+    assert len(said.read_text(encoding="utf-8").splitlines()) == 1
+    fill(cache, dataset)
+    assert cache.get(0) is None  # nobody tries it again
+
+
+def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, caplog):
+    dataset = small_set(tmp_path)
+    image, table, spare = 64 * 48 * 3, 8 * 6, cache_module._SPARE
+    room = table + image + image // 4 + image // 16 + image // 64  # the first four
+    monkeypatch.setattr(cache_module, "_SHARE", 1.0)
+    monkeypatch.setattr(cache_module, "available_memory", lambda: spare + room + image - 1)
+    with caplog.at_level(logging.INFO, "ppdist.data"):
+        cache = open_cache("ram", dataset, FACTORS)
+    assert "room for 4 of 6 images, because 0.00 GiB are needed" in caplog.text
+    fill(cache, dataset)
+    assert [cache.get(index) is not None for index in range(6)] == [True] * 4 + [False] * 2
+    monkeypatch.setattr(cache_module, "available_memory", lambda: spare)
+    assert open_cache("ram", dataset, FACTORS) is None
+
+
+def test_memory_that_somebody_takes_meanwhile_lowers_what_is_kept(tmp_path, monkeypatch):
+    answers = iter([2**40, 2**40, 0])
+    monkeypatch.setattr(cache_module, "available_memory", lambda: next(answers))
+    monkeypatch.setattr(cache_module, "_STEP", 64 * 48 * 3 + 48)
+    dataset = small_set(tmp_path)
+    cache = open_cache("ram", dataset, FACTORS)
+    fill(cache, dataset)
+    assert cache.get(0) is not None and cache.get(1) is None
+
+
+def test_memory_is_taken_before_training_begins(tmp_path):
+    dataset = small_set(tmp_path)
+    cache = open_cache("ram", dataset, FACTORS)
+    taken = os.fstat(cache._descriptor).st_blocks * 512
+    assert taken >= cache._layout.bytes > 2 * 64 * 48 * 3
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_cache_that_cannot_be_made_is_a_line_and_no_error(tmp_path, caplog, kind):
+    dataset = small_set(tmp_path)
+    records = tuple(replace(record, width=0, height=0) for record in dataset.records)
+    assert open_cache(kind, replace(dataset, records=records), FACTORS, tmp_path) is None
+    assert "the annotations give no image sizes" in caplog.text
+    (tmp_path / "file").touch()
+    if kind == "disk":
+        assert open_cache(kind, dataset, FACTORS, tmp_path / "file" / "below") is None
+        assert f"cannot be made: {tmp_path}/file/below: Not a directory" in caplog.text
+
+
+def test_an_image_of_unknown_size_is_never_kept_beside_those_that_are(tmp_path):
+    dataset = small_set(tmp_path)
+    records = list(dataset.records)
+    records[2] = replace(records[2], width=0, height=0)
+    cache = open_cache("ram", replace(dataset, records=records), FACTORS)
+    fill(cache, dataset)
+    assert [cache.get(index) is not None for index in range(6)] == [True] * 2 + [False] + [True] * 3
+
+
+def test_places_do_not_overlap_and_sides_are_rounded_up():
+    layout = Layout.of(np.array([[5, 7], [0, 0], [8, 8]]), np.array([2, 1, 4], np.uint8))
+    assert layout.sizes_N2.tolist() == [[3, 4], [0, 0], [2, 2]]
+    assert layout.places_N.tolist() == [24, 60, 60]
+    assert layout.bytes == 72
+    assert [layout.fitting(size) for size in (0, 59, 60, 71, 72)] == [0, 0, 2, 2, 3]
+
+
+KILLED = """
+import sys
+import numpy as np
+from pathlib import Path
+from tests.unit.data import test_cache as t
+from ppdist.data.cache import open_cache
+dataset = t.small_set(Path(sys.argv[1]))
+cache = open_cache("ram", dataset, t.FACTORS)
+t.fill(cache, dataset)
+print(cache._descriptor, flush=True)
+input()
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_free_again_when_the_process_is_killed(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    ) as process:
+        place = Path(f"/proc/{process.pid}/fd/{int(process.stdout.readline())}")
+        assert os.readlink(place) == "/memfd:ppdist-images (deleted)"  # no name: nothing can stay
+        process.kill()
+        process.wait()
+    assert not place.exists()
+
+
+def on_one_host(root: str) -> list:
+    """Rank 0 keeps images 0 and 1, rank 1 the rest; then both look."""
+    comm.init("cpu", DistributedConfig())
+    dataset = read_split(coco_config(Path(root)), "train")
+    kinds = {}
+    for kind in ("ram", "disk"):
+        cache = open_cache(kind, dataset, FACTORS, Path(root) / "cache")
+        for index in range(6):
+            if (index < 2) == (comm.rank() == 0):
+                cache.put(index, decoded(dataset, index))
+        comm.barrier()
+        kinds[kind] = all(
+            np.array_equal(cache.get(index), decoded(dataset, index)) for index in range(6)
+        )
+        kinds[f"{kind} inode"] = os.fstat(cache._descriptor).st_ino
+        comm.barrier()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cache_module.os, "stat", without_namespaces)
+        apart = open_cache("ram", dataset, FACTORS)
+    inodes = comm.all_gather_objects(os.fstat(apart._descriptor).st_ino)
+    kinds["hosts unknown"] = len(set(inodes)) == 2
+    cache_module.os.open = refused
+    kinds["alone"] = open_cache("ram", dataset, FACTORS) is not None
+    return kinds
+
+
+def without_namespaces(path, *, stat=os.stat, **how):
+    if path == "/proc/self/ns/pid":
+        raise FileNotFoundError(2, "No such file or directory", path)
+    return stat(path, **how)
+
+
+def refused(*_: object) -> int:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_ranks_of_a_host_share_one_memory_and_one_file(tmp_path):
+    small_set(tmp_path)
+    one, other = run_on_ranks(2, "tests.unit.data.test_cache:on_one_host", str(tmp_path))
+    assert one == other
+    assert one["ram"] and one["disk"] and one["hosts unknown"] and one["alone"]

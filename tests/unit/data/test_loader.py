@@ -1,0 +1,346 @@
+"""Batches: what they hold, that nothing but the seed decides about it, and how failures arrive."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.config.augment import AugmentConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.image import read_image
+from ppdist.data.loader import EvalLoader, TrainLoader
+from ppdist.data.sampler import TrainSampler
+from ppdist.data.transforms.pipeline import TrainSamples
+from ppdist.data.types import Batch, SampleKey
+from tests.unit.data.sets import coco_config, coco_content, write_coco, write_images, write_json
+
+ROOT = Path(__file__).resolve().parents[3]
+COUNT = 11
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    write_coco(root, COUNT)
+    return root
+
+
+def loader(root: Path, workers=0, start=0, end=6, seed=3, rank=0, world=1, sizes=None, **changes):
+    config = coco_config(root, workers=workers, **changes)
+    dataset = read_split(config, "train", 3)
+    sampler = TrainSampler(
+        dataset_size=len(dataset.records),
+        batch_size_per_card=2,
+        accumulate=2,
+        rank=rank,
+        world=world,
+        seed=seed,
+        start_step=start,
+        end_step=end,
+        sizes=sizes or [(64, 96), (96, 64)],
+    )
+    return TrainLoader(dataset, config, sampler, seed=seed)
+
+
+def eval_loader(root: Path, workers=0, rank=0, world=1, batch_size=3, **changes) -> EvalLoader:
+    config = coco_config(root, workers=workers, **changes)
+    return EvalLoader(
+        read_split(config, "val", 3),
+        config,
+        image_size=(32, 80),
+        batch_size=batch_size,
+        rank=rank,
+        world=world,
+    )
+
+
+def arrays(batch: Batch) -> list[np.ndarray]:
+    return [
+        tensor.numpy()
+        for tensor in (
+            batch.images_B3HW,
+            batch.boxes_BM4,
+            batch.labels_BM,
+            batch.mask_BM,
+            batch.image_index_B,
+            batch.scale_B2,
+            batch.offset_B2,
+        )
+    ]
+
+
+def assert_equal(ours, theirs) -> None:
+    ours, theirs = list(ours), list(theirs)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        assert one.real == other.real
+        for a, b in zip(arrays(one), arrays(other)):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+def warnings_in(caplog) -> list[str]:
+    """What was said, but for the number of workers, which is another on each machine."""
+    lines = [record.getMessage() for record in caplog.records]
+    return [line for line in lines if not line.startswith("data.workers: ")]
+
+
+def test_a_batch_is_what_the_contract_says(folder):
+    for batch in loader(folder):
+        images, boxes, labels, mask, index, scale, offset = arrays(batch)
+        count, _, height, width = images.shape
+        assert images.dtype == np.uint8 and (height, width) in [(64, 96), (96, 64)]
+        assert boxes.shape == (count, 8, 4) and boxes.dtype == np.float32
+        assert labels.shape == mask.shape == (count, 8)
+        assert labels.dtype == index.dtype == np.int64
+        assert mask.dtype == scale.dtype == offset.dtype == np.float32
+        assert (scale == 1).all() and (offset == 0).all() and scale.shape == (count, 2)
+        assert set(np.unique(mask)) <= {0.0, 1.0}
+        assert not boxes[mask == 0].any() and not labels[mask == 0].any()
+        real = boxes[mask == 1]
+        assert (real[:, 2:] - real[:, :2] >= 1).all()
+        assert (real >= 0).all() and (real[:, [0, 2]] <= width).all()
+        assert (real[:, [1, 3]] <= height).all()
+
+
+def test_pixels_do_not_depend_on_the_number_of_workers(folder):
+    assert_equal(loader(folder, workers=2), loader(folder, workers=0))
+
+
+def test_a_resumed_run_sees_the_same_pixels(folder):
+    whole = list(loader(folder, end=7))
+    assert_equal(loader(folder, start=4, end=7, workers=1), whole[4 * 2 :])
+
+
+def test_another_seed_and_another_epoch_look_different(folder):
+    size = [(48, 64)]
+    first, other = (next(iter(loader(folder, seed=seed, sizes=size))) for seed in (0, 1))
+    assert not np.array_equal(first.images_B3HW.numpy(), other.images_B3HW.numpy())
+    samples = loader(folder, sizes=size)._samples
+    epochs = [samples.make(SampleKey(epoch, 5, 48, 64)).image_HW3 for epoch in (0, 1, 0)]
+    assert not np.array_equal(epochs[0], epochs[1])
+    np.testing.assert_array_equal(epochs[0], epochs[2])
+
+
+def test_without_augmentation_training_sees_the_file(folder):
+    still = AugmentConfig(distort=0, expand=0, crop=0, flip=0, random_interpolation=False)
+    one = loader(folder, sizes=[(48, 64)], augment=still, end=3)
+    records = one._samples._dataset.records
+    for batch in one:
+        for position, index in enumerate(batch.image_index_B.numpy()):
+            expected = read_image(records[index].path)
+            found = batch.images_B3HW[position].numpy().transpose(1, 2, 0)
+            np.testing.assert_array_equal(found, expected)
+            mask = batch.mask_BM[position].numpy() > 0
+            boxes = batch.boxes_BM4[position].numpy()[mask]
+            np.testing.assert_array_equal(boxes, records[index].boxes_M4)
+
+
+def test_a_rank_that_gets_nothing_still_makes_a_batch(folder):
+    batches = list(loader(folder, rank=15, world=16, end=1, workers=1))
+    assert [batch.real for batch in batches] == [False, False]
+    for batch in batches:
+        assert batch.image_index_B.numpy().tolist() == [-1]
+        assert batch.images_B3HW.shape[0] == 1 and batch.boxes_BM4.shape[1] >= 1
+        assert not batch.mask_BM.numpy().any() and not batch.images_B3HW.numpy().any()
+
+
+def test_crowds_are_not_learned_but_evaluated(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 1))
+    content["annotations"] = [
+        {"image_id": 1, "category_id": 2, "bbox": [5, 5, 20, 20], "iscrowd": crowd}
+        for crowd in (1, 0)
+    ]
+    write_json(tmp_path, content)
+    still = AugmentConfig(expand=0, crop=0)
+    (batch, *_) = loader(tmp_path, augment=still)
+    assert batch.mask_BM.numpy().sum(1)[0] == 1
+    (batch,) = eval_loader(tmp_path)
+    assert batch.mask_BM.numpy().sum() == 2
+
+
+def test_boxes_are_padded_to_a_multiple_of_eight(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content["annotations"] = [
+        {"image_id": 1, "category_id": 1, "bbox": [n, n, 20, 20]} for n in range(9)
+    ]
+    write_json(tmp_path, content)
+    (batch,) = eval_loader(tmp_path)
+    assert batch.boxes_BM4.shape == [2, 16, 4]
+    assert batch.mask_BM.numpy().sum(1).tolist() == [9, 0]
+
+
+@pytest.mark.parametrize(("workers", "world"), [(0, 1), (2, 1), (1, 3)])
+def test_evaluation_sees_each_image_once_stretched_to_the_input(folder, workers, world):
+    seen = []
+    for rank in range(world):
+        one = eval_loader(folder, workers, rank, world)
+        for batch in one:
+            assert batch.real and batch.images_B3HW.shape[1:] == [3, 32, 80]
+            np.testing.assert_allclose(batch.scale_B2.numpy()[0], [32 / 48, 80 / 64])
+            records = one._samples._dataset.records
+            for position, index in enumerate(batch.image_index_B.numpy()):
+                mask = batch.mask_BM[position].numpy() > 0
+                boxes = batch.boxes_BM4[position].numpy()[mask] / [1.25, 2 / 3, 1.25, 2 / 3]
+                np.testing.assert_allclose(boxes, records[index].boxes_M4, rtol=1e-5)
+                seen.append(index)
+    assert sorted(seen) == list(range(COUNT))
+
+
+def test_an_eval_loader_can_be_iterated_again(folder):
+    one = eval_loader(folder, workers=1)
+    assert_equal(one, list(one))
+
+
+# --- damaged images ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path) -> Path:
+    write_coco(tmp_path, COUNT)
+    (tmp_path / "images" / "003.jpg").write_bytes(b"\xff\xd8 no jpeg")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_image_is_replaced_by_the_next_good_one_and_named_once(damaged, workers, caplog):
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        found = [
+            index
+            for batch in loader(damaged, workers, end=6)  # two epochs
+            for index in batch.image_index_B.numpy().tolist()
+        ]
+    once = [index if index != 3 else 4 for index in range(COUNT)]
+    assert sorted(found) == sorted(2 * once)
+    assert warnings_in(caplog) == [
+        f"{damaged / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); training "
+        f"takes the next good image in its place"
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_counts_a_damaged_image_as_one_without_detections(damaged, workers, caplog):
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        (batch,) = eval_loader(damaged, workers, batch_size=20)
+    assert batch.image_index_B.numpy().tolist() == list(range(COUNT))
+    assert not batch.images_B3HW[3].numpy().any()
+    assert warnings_in(caplog) == [
+        f"{damaged / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); evaluation "
+        f"sees a blank image in its place"
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [loader, eval_loader])
+def test_a_damaged_image_stops_the_run_when_asked_to(damaged, workers, make):
+    with pytest.raises(DataError) as caught:
+        list(make(damaged, workers, bad_images="error"))
+    assert caught.value.code == "image_truncated"
+    assert str(caught.value) == (
+        f"{damaged / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); remove it, "
+        f"or set data.bad_images: skip"
+    )
+    assert_no_workers_left()
+
+
+def test_nothing_but_damaged_images_stops_the_run(damaged):
+    for file in (damaged / "images").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        list(loader(damaged))
+    assert caught.value.code == "no_good_image"
+    text = str(caught.value)
+    assert text.startswith(f"{damaged / 'set.json'}: 11 images in a row cannot be read; the first:")
+    assert text.endswith(".jpg: the file is empty")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_our_own_mistake_in_a_worker_arrives_with_its_traceback_and_file(
+    folder, workers, monkeypatch
+):
+    def broken(self, key):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(TrainSamples, "make", broken)
+    with pytest.raises(RuntimeError) as caught:
+        list(loader(folder, workers))
+    assert not isinstance(caught.value, DataError)
+    assert str(folder / "images") in str(caught.value) and "KeyError: 'a bug'" in str(caught.value)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def children() -> list[int]:
+    """Processes this one has started; not those that Python keeps (see tests/distributed.py)."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return [each for each in found if not kept_by_python(each)]
+
+
+def kept_by_python(process: int) -> bool:
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+    except FileNotFoundError:  # it has just ended
+        return False
+    return b"from multiprocessing." in command
+
+
+def assert_no_workers_left() -> None:
+    deadline = time.monotonic() + 10
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children()
+
+
+def test_no_worker_outlives_its_loader(folder):
+    one = loader(folder, workers=2, end=10**6)
+    with contextlib.closing(iter(one)) as batches:
+        next(batches)
+        assert sorted(children()) == sorted(one.worker_ids) and len(one.worker_ids) == 2
+    del batches
+    assert len(one.worker_ids) == 2  # for the next iteration
+    del one
+    assert_no_workers_left()
+    batches = iter(loader(folder, workers=1, end=10**6))
+    next(batches)
+    del batches
+    assert_no_workers_left()
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from tests.unit.data.test_loader import loader
+one = loader(Path(sys.argv[1]), workers=2, end=10**6)
+batches = iter(one)
+next(batches)
+print(*one.worker_ids, flush=True)
+if sys.argv[2] == "raise":
+    raise ValueError("the step failed")
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("return", marks=pytest.mark.slow), "raise"])
+def test_a_process_that_ends_in_mid_run_leaves_no_worker(folder, how):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), how],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == (1 if how == "raise" else 0), done.stderr
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

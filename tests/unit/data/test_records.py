@@ -1,0 +1,187 @@
+"""Flat annotations look like a list of records, and a machine's cores and memory are counted."""
+
+import logging
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from ppdist.data import resources
+from ppdist.data.resources import available_cores, available_memory, worker_count
+from ppdist.data.types import ImageRecord, Records
+
+NAMES = "caf\u00e9", os.fsdecode(b"\xb0\xa1")  # UTF-8, and GBK that is no UTF-8
+
+
+def some_records(count: int = 20, *, masks: bool = False) -> list[ImageRecord]:
+    """Image i has i % 4 objects; with masks, object m has m outlines of 3, 4, ... points."""
+    rng = np.random.default_rng(0)
+    records = []
+    for index in range(count):
+        objects = index % 4
+        outlines = tuple(
+            tuple(rng.random((3 + ring, 2), np.float32) for ring in range(number))
+            for number in range(objects)
+        )
+        records.append(
+            ImageRecord(
+                path=f"/images/{NAMES[index % 2]}/{index}.jpg",
+                image_id=2**40 + index,
+                width=640 + index,
+                height=480,
+                boxes_M4=rng.random((objects, 4), np.float32),
+                labels_M=rng.integers(0, 80, objects),
+                crowd_M=rng.random(objects) < 0.5,
+                area_M=rng.random(objects, np.float32),
+                polygons_M=outlines if masks else (),
+            )
+        )
+    return records
+
+
+def assert_same(found: ImageRecord, expected: ImageRecord) -> None:
+    for name in ("path", "image_id", "width", "height"):
+        assert getattr(found, name) == getattr(expected, name)
+        assert type(getattr(found, name)) is type(getattr(expected, name))
+    for name in ("boxes_M4", "labels_M", "crowd_M", "area_M"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(found.polygons_M) == len(expected.polygons_M)
+    for ours, theirs in zip(found.polygons_M, expected.polygons_M):
+        assert len(ours) == len(theirs)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_every_record_comes_back_as_it_was(masks):
+    expected = some_records(masks=masks)
+    found = Records.of(expected)
+    assert len(found) == 20
+    for one, other in zip(found, expected):
+        assert_same(one, other)
+    assert_same(found[-1], expected[-1])
+    assert [record.image_id for record in found[2:9:3]] == [2**40 + 2, 2**40 + 5, 2**40 + 8]
+    with pytest.raises(IndexError):
+        found[20]
+    assert_same(pickle.loads(pickle.dumps(found))[7], expected[7])
+
+
+def test_a_set_without_images_or_without_objects_is_a_set_too():
+    assert len(Records.of([])) == 0 and list(Records.of([])) == []
+    (empty,) = Records.of(some_records(1))
+    assert empty.boxes_M4.shape == (0, 4) and empty.labels_M.dtype == np.int64
+
+
+def test_an_object_without_an_outline_stands_beside_those_with_one():
+    records = some_records(4) + some_records(4, masks=True)
+    found = Records.of(records)
+    assert found[3].polygons_M == ((), (), ())
+    assert_same(found[7], records[7])
+
+
+def test_all_at_once_is_what_the_records_say_one_by_one():
+    records = some_records()
+    found = Records.of(iter(records))
+    assert Records.of(found) is found
+    assert found.sizes_N2.tolist() == [[r.height, r.width] for r in records]
+    assert found.image_ids_N.tolist() == [r.image_id for r in records]
+    assert found.counts_N.tolist() == [len(r.labels_M) for r in records]
+    np.testing.assert_array_equal(found.boxes_O4, np.concatenate([r.boxes_M4 for r in records]))
+    np.testing.assert_array_equal(found.labels_O, np.concatenate([r.labels_M for r in records]))
+    assert [found.path(index) for index in range(20)] == [r.path for r in records]
+
+
+def test_annotations_cannot_be_changed_in_passing():
+    record = Records.of(some_records())[3]
+    with pytest.raises(ValueError, match="read-only"):
+        record.boxes_M4[0] = 0
+
+
+def test_a_million_records_take_a_hundred_bytes_each_and_no_objects():
+    few, many = (
+        Records.of(record for _ in range(count) for record in some_records(4))
+        for count in (50, 500)
+    )
+    sizes = [len(pickle.dumps(one)) for one in (few, many)]
+    assert (sizes[1] - sizes[0]) / 1800 < 150  # bytes an image, of 1.5 objects
+
+
+def fake_machine(root, files: dict[str, str]):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n", encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+         "sys/fs/cgroup/a/cpu.max": "50000 100000"},
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"},
+        {"proc/self/cgroup": "4:cpu,cpuacct:/docker/1234",  # the host's path, in a container
+         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000",
+         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000"},
+    ],
+    ids=["v2, of a group above", "v2, in a container", "v1, in a container"],
+)  # fmt: skip
+def test_a_quota_of_half_a_core_is_seen(tmp_path, files):
+    assert available_cores(fake_machine(tmp_path, files)) == 0.5
+
+
+@pytest.mark.parametrize("quota", ["-1", "max 100000", ""])
+def test_without_a_quota_the_affinity_counts(tmp_path, quota):
+    files = {
+        "proc/self/cgroup": "4:cpu:/\n0::/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota,
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/cpu.max": quota,
+    }
+    assert available_cores(fake_machine(tmp_path, files)) == len(os.sched_getaffinity(0))
+    assert available_cores(tmp_path / "no such machine") == len(os.sched_getaffinity(0))
+
+
+def test_free_memory_is_what_the_container_may_still_use(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB",
+        "proc/self/cgroup": "0::/pod",
+        "sys/fs/cgroup/pod/memory.max": "4096000",
+        "sys/fs/cgroup/pod/memory.current": "3000000",
+        "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 500000",
+    }
+    assert available_memory(fake_machine(tmp_path, files)) == 4096000 - 3000000 + 500000
+    (tmp_path / "sys/fs/cgroup/pod/memory.max").write_text("max\n", encoding="utf-8")
+    assert available_memory(tmp_path) == 8000 * 1024
+    assert 0 < available_memory() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("available", "ranks", "gpu", "expected"),
+    [
+        (2, 1, False, 1), (2, 2, False, 1), (8, 1, False, 2), (64, 1, False, 4),
+        (16, 1, True, 15), (64, 8, True, 7), (128, 1, True, 16), (2, 8, True, 1),
+        (0.5, 1, True, 1),
+    ],
+)  # fmt: skip
+def test_the_worker_count_follows_from_cores_and_ranks(
+    monkeypatch, caplog, available, ranks, gpu, expected
+):
+    monkeypatch.setattr(resources, "available_cores", lambda: float(available))
+    monkeypatch.setattr(resources.dist, "on_gpu", lambda: gpu)
+    worker_count.cache_clear()
+    with caplog.at_level(logging.INFO, "ppdist.data"):
+        assert worker_count("auto", ranks) == expected
+    assert f"data.workers: auto is {expected} per rank: {available} cores" in caplog.text
+
+
+def test_a_number_of_workers_is_taken_as_it_is_and_too_many_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(resources, "available_cores", lambda: 4.0)
+    worker_count.cache_clear()
+    assert worker_count(0, 1) == 0 and worker_count(2, 2) == 2
+    assert not caplog.records
+    for _ in ("training", "evaluation"):
+        assert worker_count(8, 2) == 8
+    assert len(caplog.records) == 1
+    assert "8 per rank are more than 4 cores for 2 ranks can run at once" in caplog.text

@@ -1,0 +1,306 @@
+"""The order of training and evaluation: exactly once, or as often as asked, whoever shares it."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ppdist.data.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
+from ppdist.data.transforms.geometry import letterbox
+from ppdist.data.types import EMPTY
+
+SIZES = ((320, 320), (256, 288), (384, 352))
+# (images, world, accumulate, batch per card)
+SHAPES = [
+    (205, 2, 1, 4),
+    (205, 1, 2, 4),
+    (7, 4, 2, 1),
+    (1, 3, 1, 2),
+    (16, 2, 2, 4),
+    (17, 2, 2, 4),
+    (100, 3, 1, 7),
+    (31, 8, 1, 2),
+    (64, 1, 1, 64),
+    (9, 1, 1, 16),
+    (129, 4, 4, 2),
+]
+
+
+def sampler(
+    images, world=1, accumulate=1, batch=4, rank=0, seed=3, start=0, end=10**6, sizes=SIZES
+) -> TrainSampler:
+    return TrainSampler(
+        dataset_size=images,
+        batch_size_per_card=batch,
+        accumulate=accumulate,
+        rank=rank,
+        world=world,
+        seed=seed,
+        start_step=start,
+        end_step=end,
+        sizes=sizes,
+    )
+
+
+def ranks(images, world, accumulate, batch) -> list[TrainSampler]:
+    return [sampler(images, world, accumulate, batch, rank) for rank in range(world)]
+
+
+def keys_of_step(samplers, step) -> list[tuple[int, int]]:
+    """Index and copy, of all ranks and micro-batches, padding left out."""
+    keys = [key for one in samplers for micro in one.micro_batches(step) for key in micro]
+    return sorted((key.index, key.copy) for key in keys if key.index >= 0)
+
+
+def indices_of_step(samplers, step) -> list[int]:
+    """Of all ranks and micro-batches, padding left out."""
+    keys = [key for one in samplers for micro in one.micro_batches(step) for key in micro]
+    return sorted(key.index for key in keys if key.index >= 0)
+
+
+@pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
+def test_every_image_comes_exactly_once_in_every_epoch(
+    images, world, accumulate, batch, record_property
+):
+    samplers = ranks(images, world, accumulate, batch)
+    steps = samplers[0].steps_per_epoch
+    assert steps == -(-images // (world * accumulate * batch))
+    for epoch in range(3):
+        seen = []
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            seen += indices_of_step(samplers, step)
+        assert sorted(seen) == list(range(images))
+    record_property("figure", "0 images missed or doubled in 3 epochs")
+
+
+@pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
+def test_a_step_holds_the_same_images_however_its_batch_is_made_up(
+    images, world, accumulate, batch
+):
+    total = world * accumulate * batch
+    together = [sampler(images, batch=total)]
+    accumulated = [sampler(images, accumulate=world * accumulate, batch=batch)]
+    shared = ranks(images, world, accumulate, batch)
+    for step in range(2 * together[0].steps_per_epoch + 1):
+        expected = indices_of_step(together, step)
+        assert indices_of_step(accumulated, step) == expected
+        assert indices_of_step(shared, step) == expected
+
+
+@pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
+def test_all_ranks_have_as_many_micro_batches_and_none_is_empty(images, world, accumulate, batch):
+    samplers = ranks(images, world, accumulate, batch)
+    for step in range(samplers[0].steps_per_epoch):
+        sizes = []
+        for one in samplers:
+            micro_batches = one.micro_batches(step)
+            assert len(micro_batches) == accumulate
+            for keys in micro_batches:
+                real = sum(key.index >= 0 for key in keys)
+                assert len(keys) == max(1, real) and len(keys) <= batch
+                sizes.append(real)
+        assert max(sizes) - min(sizes) <= 1, "the last step must be dealt out evenly"
+
+
+def test_the_length_is_the_number_of_micro_batches():
+    one = sampler(50, world=2, accumulate=3, batch=2, start=4, end=11)
+    assert len(list(one)) == len(one) == 21
+
+
+@pytest.mark.parametrize("images, world, accumulate, batch", SHAPES)
+def test_micro_batches_in_parts_are_smaller_and_a_step_holds_the_same_images(
+    images, world, accumulate, batch
+):
+    whole = ranks(images, world, accumulate, batch)
+    for parts in (2, 4):
+        samplers = [replace(one, parts=parts, end_step=5) for one in whole]
+        for step in range(2 * whole[0].steps_per_epoch):
+            assert indices_of_step(samplers, step) == indices_of_step(whole, step)
+        micro = [keys for one in samplers for keys in one.micro_batches(0)]
+        assert max(map(len, micro)) <= -(-batch // parts)
+        assert len(micro) == world * accumulate * parts
+        assert len(samplers[0]) == 5 * accumulate * parts == len([*samplers[0]])
+
+
+def test_a_resumed_sampler_goes_on_where_the_first_would_have():
+    whole = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, end=12))
+    resumed = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, start=5, end=12))
+    assert resumed == whole[5 * 2 :]
+
+
+def test_epochs_are_different_permutations_and_seeds_too():
+    orders = [epoch_order(50, 0, 0), epoch_order(50, 0, 1), epoch_order(50, 1, 0)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_the_order_is_the_one_of_this_release():
+    # A change of it would break the order of every run that is resumed.
+    assert epoch_order(8, 7, 2).tolist() == [5, 2, 4, 3, 6, 0, 1, 7]
+
+
+# --- images that come more often -----------------------------------------------------------------
+
+COPIES_N = np.array([0.25, 1.0, 2.5, 0.0, 1.75, 3.0, 1.1, 0.4])  # together 10
+
+
+def test_images_come_as_often_as_asked_numbered_and_in_every_epoch_as_many():
+    for world, accumulate, batch in [(1, 1, 4), (2, 1, 2), (3, 2, 1), (1, 1, 64)]:
+        samplers = [replace(one, copies_N=COPIES_N) for one in ranks(8, world, accumulate, batch)]
+        steps = samplers[0].steps_per_epoch
+        assert samplers[0].epoch_size == 10
+        assert steps == -(-10 // (world * accumulate * batch))
+        for epoch in range(4):
+            seen = []
+            for step in range(epoch * steps, (epoch + 1) * steps):
+                seen += keys_of_step(samplers, step)
+            times = Counter(index for index, _ in seen)
+            assert len(seen) == 10 and len(set(seen)) == 10, "a sample comes twice"
+            for index, wanted in enumerate(COPIES_N):
+                assert times[index] in (np.floor(wanted), np.ceil(wanted))
+            assert set(seen) == {(i, copy) for i in times for copy in range(times[i])}
+
+
+def test_repeated_images_fall_in_the_same_steps_on_any_number_of_ranks():
+    alone = replace(sampler(8, batch=4), copies_N=COPIES_N)
+    shared = [replace(one, copies_N=COPIES_N) for one in ranks(8, 2, 2, 1)]
+    for step in range(9):
+        assert keys_of_step(shared, step) == keys_of_step([alone], step)
+
+
+def test_a_resumed_sampler_goes_on_with_repeated_images_too():
+    whole = replace(sampler(8, batch=2, accumulate=2, end=12), copies_N=COPIES_N)
+    resumed = replace(whole, start_step=5)
+    assert list(resumed) == list(whole)[5 * 2 :]
+
+
+def test_over_many_epochs_an_image_comes_its_expected_times_on_average():
+    one = replace(sampler(8, batch=10), copies_N=COPIES_N)
+    times = Counter(index for step in range(4000) for index, _ in keys_of_step([one], step))
+    found_N = np.array([times[index] for index in range(8)]) / 4000
+    np.testing.assert_allclose(found_N, COPIES_N, atol=0.03)  # 4 standard deviations at most
+
+
+def test_repeated_images_are_shuffled_and_differ_between_epochs_and_seeds():
+    orders = set()
+    for seed in (0, 1):
+        one = replace(sampler(8, batch=10, seed=seed), copies_N=COPIES_N)
+        for epoch in (0, 1):
+            (keys,) = one.micro_batches(epoch)
+            orders.add(tuple(key.index for key in keys))
+    assert len(orders) == 4
+    assert not any(list(order) == sorted(order) for order in orders)
+
+
+def test_the_order_of_repeated_images_is_the_one_of_this_release():
+    # A change of it would break the order of every run that is resumed.
+    (keys,) = replace(sampler(8, batch=10, seed=7), copies_N=COPIES_N).micro_batches(2)
+    assert [(key.index, key.copy) for key in keys] == [
+        (6, 0), (5, 1), (4, 1), (2, 1), (7, 0), (4, 0), (2, 0), (5, 2), (5, 0), (1, 0)
+    ]  # fmt: skip
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+def test_one_size_a_step_for_all_ranks_and_every_size_in_use():
+    samplers = ranks(205, 4, 2, 2)
+    sizes = []
+    for step in range(60):
+        keys = [key for one in samplers for micro in one.micro_batches(step) for key in micro]
+        of_step = {(key.height, key.width) for key in keys}
+        assert len(of_step) == 1
+        sizes += of_step
+    assert set(sizes) == set(SIZES)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("images", [1, 4, 13])
+def test_evaluation_sees_each_image_once_without_padding(images, world):
+    seen = []
+    for rank in range(world):
+        one = EvalSampler(images, 2, rank, world, (32, 64))
+        batches = list(one)
+        assert len(batches) == len(one)
+        assert all(1 <= len(keys) <= 2 for keys in batches)
+        seen += [key.index for keys in batches for key in keys]
+    assert sorted(seen) == list(range(images))
+
+
+# --- rectangular inputs --------------------------------------------------------------------------
+
+IMAGES_HW = (
+    (480, 640), (640, 480), (100, 1000), (333, 500), (500, 333), (640, 640), (1, 9), (0, 0)
+)  # fmt: skip
+
+
+def test_an_input_is_no_larger_than_its_image_needs():
+    shapes = rectangular_shapes(IMAGES_HW, (320, 320), 32).tolist()
+    assert shapes == [
+        [256, 320], [320, 256], [32, 320], [224, 320], [320, 224], [320, 320], [64, 320], [320, 320]
+    ]  # fmt: skip
+
+
+def test_an_image_has_the_same_pixels_in_the_smaller_input_and_the_input_fits_in_the_larger():
+    sizes_N2 = np.random.default_rng(0).integers(1, 3000, (4000, 2))
+    for size, multiple in [((640, 640), 32), ((320, 320), 64), ((384, 640), 32), ((608, 416), 16)]:
+        shapes_N2 = rectangular_shapes(sizes_N2, size, multiple)
+        assert (shapes_N2 % multiple == 0).all() and (shapes_N2 <= size).all()
+        for (height, width), shape in zip(sizes_N2.tolist(), shapes_N2.tolist()):
+            full = letterbox(width, height, size)
+            tight = letterbox(width, height, tuple(shape))
+            assert extent(tight) == extent(full)
+            assert all(side - used <= multiple for side, used in zip(shape, extent(tight)))
+
+
+def extent(placement) -> tuple[int, int]:
+    left, top, right, bottom = placement.target
+    return bottom - top, right - left
+
+
+def test_an_input_that_is_no_multiple_is_never_exceeded():
+    shapes_N2 = rectangular_shapes(IMAGES_HW, (330, 330), 32)
+    assert (shapes_N2 <= 330).all() and shapes_N2[0].tolist() == [256, 330]
+
+
+def batches_of(images_hw, batch_size, world):
+    """(shape, indices) of every batch of every rank."""
+    shapes_N2 = rectangular_shapes(images_hw, (320, 320), 32)
+    found = []
+    for rank in range(world):
+        one = EvalSampler(len(images_hw), batch_size, rank, world, (320, 320), shapes_N2)
+        batches = list(one)
+        assert len(batches) == len(one)
+        for keys in batches:
+            shape = {(key.height, key.width) for key in keys}
+            assert len(shape) == 1 and 1 <= len(keys) <= batch_size
+            assert all((key.height, key.width) == tuple(shapes_N2[key.index]) for key in keys)
+            found.append((*shape, tuple(key.index for key in keys)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 40])
+def test_rectangular_evaluation_sees_each_image_once_in_the_same_batches_on_any_ranks(world):
+    images_hw = IMAGES_HW * 5
+    found = batches_of(images_hw, 4, world)
+    assert sorted(index for _, keys in found for index in keys) == list(range(len(images_hw)))
+    assert sorted(found) == sorted(batches_of(images_hw, 4, 1))
+
+
+def test_the_largest_inputs_come_first_so_that_too_little_memory_shows_at_once():
+    pixels = [shape[0] * shape[1] for shape, _ in batches_of(IMAGES_HW * 5, 4, 1)]
+    assert pixels == sorted(pixels, reverse=True)
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_that_is_empty_on_every_rank_says_so():
+    def indices(images):
+        step = [one.micro_batches(0) for one in ranks(images, world=2, accumulate=2, batch=4)]
+        return [[min(micro[0].index, 0) for micro in of_rank] for of_rank in step]
+
+    assert indices(3) == [[0, 0], [0, -1]]  # 3 images for 2 ranks x 2 micro-batches
+    assert indices(2) == [[0, EMPTY], [0, EMPTY]]
+    assert indices(1) == [[0, EMPTY], [-1, EMPTY]]

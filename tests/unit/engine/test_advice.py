@@ -1,0 +1,123 @@
+"""Warnings at start: where publications lost accuracy on many cards, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from ppdist.config import load_config
+from ppdist.engine.schedule_setup import advice, set_up_schedule
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SIZES = {
+    "coco": 118_287,
+    "bccd": 205,
+    "demo": 320,
+    "my_data": 4000,
+    "imagenet": 1_281_167,
+    "objects365": 1_742_289,
+    "voc": 16_551,
+}
+PPYOLOE = "ppyoloe/ppyoloe_crn_s_300e_coco"
+YOLOV5 = "yolov5/yolov5s_300e_coco"
+BCCD = "examples/bccd_ppyoloe"
+
+
+def said(name, world, *overrides):
+    """What is said of a run of one of our configurations on so many ranks."""
+    config = load_config(CONFIGS / f"{name}.yml", list(overrides))
+    derived = set_up_schedule(
+        world=world,
+        dataset_size=next(size for key, size in SIZES.items() if key in name),
+        batch_size_per_card=config.train.images_per_card,
+        accumulate_steps=config.train.accumulate_steps,
+        epochs=config.train.epochs,
+        epochs_compensation=config.train.epochs_compensation,
+        max_steps=config.train.max_steps,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        ema=config.train.ema,
+    )
+    return [*advice(config, derived)]
+
+
+OURS = [
+    f"{path.parent.name}/{path.stem}"
+    for path in sorted(CONFIGS.glob("*/*.yml"))
+    if path.parent.name not in ("_base_", "studies")
+]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_configurations_are_run_without_a_warning(name):
+    most = 2 if name.startswith("examples/") else 8  # as the head of the file says
+    for world in (1, 2, 4, 8):
+        if world <= most:
+            assert said(name, world) == []
+
+
+CASES = {
+    "a rate left alone": (
+        PPYOLOE, 32, ["optimizer.lr_scaling=none"], "optimizer.lr_scaling: none with 4 times",
+    ),
+    "more cards, the same epochs": (
+        PPYOLOE, 32, [], "4 times the reference batch in 300 epochs: set optimizer.noise_scale",
+    ),
+    "a warm-up left alone": (
+        PPYOLOE, 32, ["schedule.warmup_compensation=none", "schedule.warmup_epochs=1"],
+        "schedule.warmup_compensation: none with 4 times the reference batch: set it to auto for "
+        "926 steps instead of 463",
+    ),
+    "no limit to the rate": (
+        PPYOLOE, 32, [], "total batch 256: linear scaling without a limit gives a rate of 0.04",
+    ),
+    "past half the noise scale": (
+        PPYOLOE, 32, ["optimizer.noise_scale=500"],
+        "more than half of optimizer.noise_scale 500: the same accuracy takes 1.51 times",
+    ),
+    "few images for batch norm": (
+        PPYOLOE, 16, ["train.sync_bn=false"], "train.sync_bn: false with 8 images per card",
+    ),
+    "few images for batch norm, at the reference": (
+        PPYOLOE, 32, ["train.sync_bn=false", "train.batch_size_per_card=4",
+                      "optimizer.reference_batch_size=128"],
+        "train.sync_bn: false with 4 images per card and a total batch of 128",
+    ),
+    "no reference": (
+        PPYOLOE, 32, ["train.batch_size_per_card=4", "optimizer.reference_batch_size=null"],
+        "optimizer.reference_batch_size: null on 32 ranks: the rate stays 0.01 on any number",
+    ),
+    "a run of few steps": (BCCD, 8, [], "420 optimizer steps in all"),
+    "YOLOv5 above its nominal batch": (YOLOV5, 16, [], "total batch 128: the rate is 0.02, linear"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cost_others_accuracy_is_said_with_what_to_do(case):
+    name, world, overrides, expected = CASES[case]
+    found = [line for line in said(name, world, *overrides) if expected in line]
+    assert len(found) == 1
+    assert any(
+        source in found[0]
+        for source in ("arXiv", "MLPerf", "ultralytics/yolov5", "DistributedTraining_en.md")
+    )
+
+
+def test_one_rank_needs_no_reference_and_a_reference_ends_the_advice():
+    assert said(PPYOLOE, 1, "optimizer.reference_batch_size=null") == []
+    assert said(PPYOLOE, 8, "optimizer.reference_batch_size=64") == []
+
+
+def test_a_warm_up_that_compensation_would_not_change_is_not_warned_of():
+    written = "schedule.warmup_epochs=4", "schedule.warmup_compensation=none"
+    assert not [line for line in said(PPYOLOE, 32, *written) if "warmup" in line]
+
+
+def test_a_classifier_is_not_held_to_what_detectors_lost():
+    assert said("yolov5/yolov5s_cls_imagenet", 64) == []
+
+
+def test_following_the_advice_ends_it():
+    assert said(
+        PPYOLOE, 32, "optimizer.noise_scale=1800", "train.epochs_compensation=auto"
+    ) == []  # fmt: skip
+    assert said(YOLOV5, 16, "optimizer.noise_scale=1800", "train.sync_bn=true") == []

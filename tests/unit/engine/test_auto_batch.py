@@ -1,0 +1,277 @@
+"""`train.batch_size_per_card: auto` and `train.total_batch`: real processes, real limits, all ranks
+agree, and a run that goes on takes what it had.
+"""
+
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+from ppdist.common.errors import CheckpointError, ConfigError, UserError
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine import auto_batch
+from ppdist.engine.auto_batch import (
+    Found,
+    _status,
+    batch_of,
+    largest_divisor,
+    most_objects,
+    per_rank,
+    room,
+)
+from ppdist.engine.build import build_schedule_setup, build_training
+from tests.distributed import run_on_ranks
+from tests.unit.engine.tiny import tiny_config
+
+HERE = "tests.unit.engine.test_auto_batch"
+AUTO = (
+    "train.batch_size_per_card=auto", "log.every_steps=1", "checkpoint.every_steps=1",
+)  # fmt: skip
+
+
+def train(folder, output, *overrides, resume=False):
+    """A run of its own; its experiment, once it is over."""
+    experiment = build_training(
+        tiny_config(Path(folder), [*AUTO, *overrides]),
+        output_dir=Path(output),
+        evaluate=False,
+        resume=Path(output) if resume else None,
+        command=["test"],
+    )
+    with experiment.log:
+        assert experiment.trainer.fit() == 0
+    return experiment
+
+
+def settled(output):
+    return yaml.safe_load((Path(output) / "config.yml").read_text())["train"]
+
+
+def losses(output):
+    records = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.mark.slow
+def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
+    shapes, tmp_path, monkeypatch
+):
+    small = ("train.auto_batch_most=3", "train.max_steps=4")
+    first = train(shapes, tmp_path / "whole", *small)
+    assert first.trainer.derived.batch_size_per_card == 3
+    assert first.trainer.derived.total_batch == 3
+    assert settled(tmp_path / "whole")["batch_size_per_card"] == 3
+    text = (tmp_path / "whole" / "train.log").read_text()
+    assert "train.batch_size_per_card: auto is 3: of rank 0 (host " in text
+    assert "3 are the most that are of use" in text
+
+    def never(*_, **__):
+        raise AssertionError("looked for a batch")
+
+    monkeypatch.setattr(auto_batch, "search", never)
+    number = "train.batch_size_per_card=3"
+    train(shapes, tmp_path / "parts", number, "train.max_steps=2")
+    again = train(shapes, tmp_path / "parts", "train.max_steps=4", resume=True)
+    assert again.trainer.derived.batch_size_per_card == 3
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    text = (tmp_path / "parts" / "train.log").read_text()
+    assert "train.batch_size_per_card: auto is 3, as in the checkpoint" in text
+    with pytest.raises(CheckpointError, match="its steps are of 3 images, those of this run of 9"):
+        train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_run_is_said_as_without_auto(shapes, tmp_path):
+    with pytest.raises(
+        UserError, match=r"^train\.freeze: no weight of this model has a key"
+    ) as one:
+        train(shapes, tmp_path / "auto", "train.freeze=[nose]")
+    number = "train.batch_size_per_card=3"
+    with pytest.raises(UserError) as other:
+        train(shapes, tmp_path / "number", "train.freeze=[nose]", number)
+    assert f"{one.value}" == f"{other.value}"
+
+
+def under_limits(argument):
+    """A run with two steps under an address space of this rank's own; its numbers."""
+    comm.init("cpu", DistributedConfig())
+
+    def limited(ranks_on_host):
+        limit = _status()["VmSize"] + (argument["MiB"][comm.rank()] << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        auto_batch.room = room
+        return room(ranks_on_host)
+
+    auto_batch.room = limited
+    try:
+        found = train(argument["shapes"], argument["output"], *argument["overrides"])
+    except UserError as error:
+        return f"{error}"
+    derived = found.trainer.derived
+    return [derived.batch_size_per_card, derived.accumulate_steps, derived.total_batch]
+
+
+def on_two(shapes, output, megabytes, *overrides):
+    argument = {
+        "shapes": f"{shapes}",
+        "output": f"{output}",
+        "MiB": megabytes,
+        "overrides": [*overrides, "train.max_steps=2", "train.auto_batch_most=2"],
+    }
+    return run_on_ranks(2, f"{HERE}:under_limits", argument, seconds=300)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_limits_take_the_least_of_what_fits_and_train(shapes, tmp_path):
+    more = ("model.image_size=[384,384]", "train.sync_bn=true", "train.auto_batch_memory=0.6")
+    wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)
+    assert wide == narrow == [1, 1, 2], f"{wide}, {narrow}"
+    assert "address space (ulimit -v)" in (tmp_path / "train.log").read_text()
+    assert "of rank 1 (host " in (tmp_path / "train.log").read_text()
+    assert len(losses(tmp_path)) == 2
+
+
+def failing_on_one(argument):
+    """What is said where rank 1 cannot look what is free, then where its search fails."""
+    comm.init("cpu", DistributedConfig(timeout_seconds=60))
+    config, said = tiny_config(Path(argument["scratch"]), AUTO), []
+    records = [SimpleNamespace(labels_M=[])]
+
+    def fail(*_):
+        if comm.rank() == 1:
+            raise ConfigError("no room")
+        return Found(7, "") if said else {}
+
+    for name in ("room", "search"):
+        setattr(auto_batch, name, fail)
+        try:
+            auto_batch.settle_batch(config, records, 10, None)
+        except UserError as error:
+            said.append(f"{error}")
+        auto_batch.room = lambda _: {}
+    return said
+
+
+def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
+    argument = {"scratch": f"{tmp_path}"}
+    others, own = run_on_ranks(2, f"{HERE}:failing_on_one", argument, seconds=100)
+    assert own == ["no room"] * 2
+    assert others == [f"rank 1 (host {comm.host()}) failed: no room"] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_without_room_for_one_image_ends_the_run_on_all(shapes, tmp_path):
+    wide, narrow = on_two(shapes, tmp_path, [8192, 64])
+    assert "train.batch_size_per_card: auto: not even one image can be trained with: " in narrow
+    assert "rank 1 (host " in wide
+    assert "not even one image" in wide
+
+
+def test_a_total_batch_says_how_many_micro_steps_there_are(tmp_path):
+    config = tiny_config(tmp_path, ["train.batch_size_per_card=2", "train.total_batch=24"])
+    assert config.train.micro_steps(1) == 12
+    assert config.train.micro_steps(4) == 3
+    with pytest.raises(ConfigError) as caught:
+        config.train.micro_steps(5)
+    assert f"{caught.value}" == (
+        "train.total_batch: 24 is no multiple of 5 ranks x 2 images (train.batch_size_per_card); "
+        "take such a multiple, another batch_size_per_card, or auto"
+    )
+    per_card = "train.batch_size_per_card=2"
+    plain = tiny_config(tmp_path, [per_card, "train.accumulate_steps=2"])
+    total = tiny_config(tmp_path, [per_card, "train.total_batch=4"])
+    assert build_schedule_setup(plain, 10) == build_schedule_setup(total, 10)
+
+
+def test_micro_steps_that_follow_are_not_given(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"accumulate_steps: 2 follows from train\.total_batch: 8"
+    ):
+        tiny_config(tmp_path, ["train.total_batch=8", "train.accumulate_steps=2"])
+
+
+def test_what_needs_a_number_says_so(tmp_path):
+    config = tiny_config(tmp_path, AUTO)
+    with pytest.raises(ConfigError) as caught:
+        config.train.images_per_card  # noqa: B018
+    assert f"{caught.value}" == (
+        "train.batch_size_per_card: auto is found out by a training run alone; here give a number: "
+        "-o train.batch_size_per_card=8"
+    )
+
+
+def test_a_total_batch_that_ranks_cannot_share_evenly_is_an_error():
+    assert per_rank(None, 3) is None
+    assert per_rank(12, 3) == 4
+    with pytest.raises(ConfigError) as caught:
+        per_rank(64, 3)
+    assert f"{caught.value}" == (
+        "train.total_batch: 64 images of a step cannot be shared evenly by 3 ranks; start a number "
+        "of ranks that divides it, or take a multiple of 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "expected"), [(32, 20, 16), (30, 20, 15), (7, 6, 1), (8, 100, 8), (5, 0, 1)]
+)
+def test_a_rank_deals_its_share_out_in_equal_parts(number, most, expected):
+    assert largest_divisor(number, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "world", "accumulate", "expected"),
+    [
+        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 2, 1, (12, {})),
+        ({"total_batch": 24, "world": 2, "batch_size_per_card": 6}, 2, 2, (6, {})),
+        (
+            {"total_batch": 24, "world": 2, "batch_size_per_card": 12},
+            1,
+            1,
+            (12, {"total_batch": 24, "accumulate_steps": 1}),
+        ),
+        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 4, 1, (6, {})),
+        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 2, 2, (6, {})),
+        (
+            {"total_batch": 24, "world": 2, "batch_size_per_card": 12},
+            2,
+            5,
+            (12, {"total_batch": 24, "accumulate_steps": 1}),
+        ),
+        ({"total_batch": 24, "world": 2}, 2, 1, (12, {})),  # older than auto
+    ],
+)
+def test_a_run_that_goes_on_deals_the_same_total_batch_out(state, world, accumulate, expected):
+    assert batch_of(state, world, None, accumulate) == expected
+
+
+def test_a_run_that_goes_on_keeps_the_total_batch_that_is_asked_for():
+    state = {"total_batch": 24, "world": 2, "batch_size_per_card": 6}
+    assert batch_of(state, 2, 24, 1) == (6, {})
+    assert batch_of(state, 1, 24, 1) == (6, {})
+    assert batch_of(state, 2, 20, 1) == (5, {})  # for `settle_run` to refuse
+    with pytest.raises(CheckpointError) as caught:
+        batch_of(state, 5, None, 1)
+    assert f"{caught.value}" == (
+        "the steps of the checkpoint are of 24 images, which 5 ranks cannot share evenly; start a "
+        "number of ranks that divides it"
+    )
+
+
+def test_images_put_together_bring_the_objects_of_all():
+    plain, objects_N = AugmentConfig(), [1, 2, 3]
+    assert most_objects(objects_N, plain) == 3
+    assert most_objects(objects_N, plain.model_copy(update={"mosaic": 1.0})) == 12
+    both = plain.model_copy(update={"mosaic": 1.0, "mixup": 0.1})
+    assert 18 < most_objects(objects_N, both) <= 24
+    every = both.model_copy(update={"cutmix": 0.1, "copy_paste": 0.1})
+    assert 24 < most_objects(objects_N, every) <= 39
+    assert most_objects([0, 0], plain) == 1
+    many_N = np.random.default_rng(0).poisson(7, 5000)
+    drawn = most_objects(many_N.tolist(), plain.model_copy(update={"mosaic": 1.0}))
+    assert many_N.max() < drawn < 4 * many_N.max()  # four crowded ones hardly ever meet

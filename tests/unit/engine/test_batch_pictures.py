@@ -1,0 +1,113 @@
+"""Pictures of what the model sees: when they are made, and that they never end a run."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.logging import RunLog
+from ppdist.config.augment import AugmentConfig
+from ppdist.data.types import Batch
+from ppdist.engine.validation import Validation
+from ppdist.engine.visualize import BatchPictures, write_validation
+from ppdist.viz.draw import PALETTE
+
+STEPS = 4  # of an epoch
+
+
+def batch(images: int = 2, real: bool = True) -> Batch:
+    pixels = np.full((images, 3, 64, 96), 114, np.uint8)
+    boxes = np.tile(np.array([[10, 20, 60, 50]], np.float32), (images, 1, 1))
+    labels = np.zeros((images, 1), np.int64)
+    mask = np.ones((images, 1), np.float32)
+    index = np.arange(images) if real else np.full(images, -1)
+    arrays = (pixels, boxes, labels, mask, index, np.ones((images, 2)), np.zeros((images, 2)))
+    return Batch(*map(paddle.to_tensor, arrays), real=real)
+
+
+def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:
+    config = SimpleNamespace(classifies=False, augment=AugmentConfig(**augment))
+    derived = SimpleNamespace(schedule_steps=epochs * STEPS, steps_per_epoch=STEPS)
+    return BatchPictures(folder, ("cat",), config, derived)
+
+
+def look(drawn: BatchPictures, first: int, last: int, per_step: int = 1) -> list[Batch]:
+    batches = [batch() for _ in range((last - first) * per_step)]
+    seen = list(drawn.watching(iter(batches), first, per_step))
+    assert all(one is other for one, other in zip(seen, batches, strict=True))
+    return seen
+
+
+def made(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def test_the_first_batches_are_drawn_and_those_where_augmentation_changes(tmp_path):
+    look(pictures(tmp_path, mosaic=1.0, close_mosaic_epochs=2), 0, 5 * STEPS)
+    assert made(tmp_path) == sorted(
+        f"train_batch{kind}_{number}.jpg" for kind in ("", "_epoch_3") for number in range(3)
+    )
+
+
+def test_a_picture_shows_the_images_with_their_boxes(tmp_path):
+    look(pictures(tmp_path), 0, 1)
+    image_HW3 = cv2.imread(str(tmp_path / "train_batch_0.jpg"))[:, :, ::-1].astype(int)
+    zoom = 640 // 96
+    edge = image_HW3[35 * zoom, 10 * zoom]
+    assert np.abs(edge - PALETTE[0]).max() < 25
+    assert np.abs(image_HW3[35 * zoom, 30 * zoom] - 114).max() < 10
+
+
+def test_micro_batches_belong_to_their_step(tmp_path):
+    look(pictures(tmp_path, mosaic=1.0, close_mosaic_epochs=4), 0, STEPS, per_step=2)
+    assert made(tmp_path) == [f"train_batch_{number}.jpg" for number in range(3)]
+
+
+def test_what_was_drawn_before_a_resume_stays_and_a_new_run_draws_anew(tmp_path):
+    old = tmp_path / "train_batch_0.jpg"
+    old.write_text("old")
+    look(pictures(tmp_path), 2, 5)
+    assert old.read_text() == "old" and len(made(tmp_path)) == 3
+    look(pictures(tmp_path), 0, 3)
+    assert old.read_bytes() != b"old"
+
+
+def test_batches_that_hold_no_image_are_passed_over(tmp_path):
+    drawn = pictures(tmp_path)
+    assert len(list(drawn.watching(iter([batch(real=False), batch()]), 0, 1))) == 2
+    assert made(tmp_path) == ["train_batch_0.jpg"]
+
+
+def test_going_back_draws_nothing_twice(tmp_path):
+    drawn = pictures(tmp_path)
+    look(drawn, 0, 3)
+    (tmp_path / "train_batch_0.jpg").unlink()
+    look(drawn, 0, 3)
+    assert made(tmp_path) == ["train_batch_1.jpg", "train_batch_2.jpg"]
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_no_batch(tmp_path, caplog):
+    (tmp_path / "plots").write_text("a file")
+    look(pictures(tmp_path / "plots"), 0, 6)
+    (warning,) = caplog.records
+    assert "training goes on without" in warning.getMessage()
+
+
+def test_validation_images_that_cannot_be_written_cost_one_warning(tmp_path):
+    evaluator = SimpleNamespace(headline=("mAP",), pictures=[np.zeros((8, 20, 3), np.uint8)])
+    with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
+        (tmp_path / "plots").write_text("a file")
+        validation = Validation(evaluator, None, None, log, tmp_path, None)
+        for step in (1, 2):
+            validation.show(step, step, {"mAP": 0.5})
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("plots/val_batch_*.jpg cannot be written, training goes on without it") == 1
+
+
+@pytest.mark.parametrize(("count", "files"), [(0, 0), (1, 1), (4, 1), (5, 2)])
+def test_validation_images_lie_four_in_a_file(tmp_path, count, files):
+    write_validation(tmp_path, [np.full((40, 84, 3), 9, np.uint8)] * count)
+    assert made(tmp_path) == [f"val_batch_{number}.jpg" for number in range(files)]

@@ -1,0 +1,207 @@
+"""The search for a batch, on made-up memories, and the process that it starts."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+
+from ppdist.common.errors import ConfigError, DataError, failure_of
+from ppdist.engine import auto_batch
+from ppdist.engine.auto_batch import (
+    ADDRESSES,
+    CARD,
+    HOST,
+    NO_MEMORY,
+    fits,
+    largest,
+    search,
+    tightest,
+    trial_of,
+)
+
+GIB = 1 << 30
+
+
+class Made:
+    """Trainings that take what a function says, and die above a limit."""
+
+    def __init__(self, takes, dies_above=None):
+        self.takes, self.dies_above, self.asked = takes, dies_above, []
+
+    def __call__(self, batches):
+        self.asked.append(list(batches))
+        found = {}
+        for batch in batches:
+            if self.dies_above is not None and batch > self.dies_above:
+                return found, "it ended with SIGKILL; buy memory"
+            found[batch] = {HOST: self.takes(batch)}
+        return found, ""
+
+
+def line(batch):
+    return 100 + 10 * batch
+
+
+def test_what_a_line_promises_is_trained_with_before_it_is_taken():
+    made = Made(line)
+    assert search(made, {HOST: 500}, 64).images == 40
+    assert made.asked == [[1, 2, 4], [40]]
+
+
+def test_no_more_is_tried_than_is_of_use():
+    made = Made(line)
+    found = search(made, {HOST: 500}, 16)
+    assert found.images == 16
+    assert found.why.endswith(", and 16 are the most that are of use")
+    assert made.asked == [[1, 2, 4], [16]]
+    assert search(Made(line), {HOST: 500}, 3).images == 3
+
+
+def test_a_batch_that_takes_more_than_was_promised_bends_the_line():
+    made = Made(lambda batch: line(batch) + (batch > 4) * batch**2)
+    found = search(made, {HOST: 500}, 64)
+    assert 12 <= found.images <= 15  # 15 take 475, 16 take 516
+    assert made.asked[1] == [40]
+
+
+def test_small_batches_that_took_too_much_for_a_line_do_not_keep_it_low():
+    """Images of other shapes leave gaps in the heap of the process that tries several batches."""
+    made = Made(lambda batch: 100 + (40 if batch <= 4 else 10) * batch)
+    assert search(made, {HOST: 500}, 64).images == 40
+
+
+def test_a_process_that_dies_halves_the_distance():
+    made = Made(line, dies_above=20)
+    found = search(made, {HOST: 10**6}, 64)
+    assert 12 <= found.images <= 20
+    assert all(batch <= 64 for (batch,) in made.asked[1:])
+
+
+def test_a_process_that_dies_among_the_small_ones_leaves_those_before():
+    made = Made(line, dies_above=2)
+    assert search(made, {HOST: 10**6}, 64).images == 2
+    assert made.asked == [[1, 2, 4], [3]]
+
+
+def test_every_kind_of_memory_limits():
+    def trial(batches):
+        return {b: {HOST: 10 * b, ADDRESSES: 1000 + b, CARD: 50 * b} for b in batches}, ""
+
+    room = {HOST: 10_000, ADDRESSES: 2_000, CARD: 1_000}
+    assert search(trial, room, 500).images == 20
+    assert search(trial, {**room, ADDRESSES: 1_006}, 500).images == 6
+
+
+def test_not_even_one_image_is_an_error_with_the_numbers():
+    with pytest.raises(ConfigError) as caught:
+        search(Made(lambda batch: GIB * (1 + batch)), {HOST: GIB}, 8)
+    assert f"{caught.value}" == (
+        "train.batch_size_per_card: auto: not even one image can be trained with: it takes 2 GiB "
+        "of 1 GiB memory of the host; lower model.image_size (or train.multi_scale), take a "
+        "smaller model, or give a number"
+    )
+    with pytest.raises(
+        ConfigError, match="one image can be trained with: it ended with SIGKILL; buy"
+    ):
+        search(Made(line, dies_above=0), {HOST: GIB}, 8)
+
+
+def test_a_line_needs_two_batches_and_one_promises_less():
+    assert largest({4: {HOST: 80}}, {HOST: 100}, 64) == 5
+    assert largest({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 100}, 64) == 6
+    assert largest({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 50}, 64) == 1
+    assert largest({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 100}, 64) == 64
+    assert largest({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 50}, 64) == 0
+
+
+def test_the_tightest_kind_is_named():
+    used, room = {HOST: GIB, ADDRESSES: 3 * GIB}, {HOST: 8 * GIB, ADDRESSES: 4 * GIB}
+    assert tightest(used, room) == "3 GiB of 4 GiB address space (ulimit -v)"
+    assert fits(used, room)
+    assert not fits(used, {HOST: GIB - 1})
+
+
+def end_as(monkeypatch, code):
+    """The process does this instead of training."""
+    real = auto_batch.subprocess.Popen
+
+    def start(command, **more):
+        return real([sys.executable, "-c", code, command[-1]], **more)
+
+    monkeypatch.setattr(auto_batch.subprocess, "Popen", start)
+
+
+TELLS_ONE = (
+    "import json, os, sys, time\n"
+    "from pathlib import Path\n"
+    "folder = Path(sys.argv[1])\n"
+    "job = json.loads((folder / 'job.json').read_text())\n"
+    "line = json.dumps({'batch': job['batches'][0], 'used': {'memory of the host': 7}})\n"
+    "(folder / 'took.jsonl').write_text(line + '\\n')\n"
+)
+
+
+def test_a_killed_process_leaves_what_it_had_told(monkeypatch):
+    end_as(monkeypatch, f"{TELLS_ONE}os.kill(os.getpid(), {signal.SIGKILL.value})")
+    trial = trial_of({}, {HOST: GIB}, time.monotonic() + 60)
+    found, why = trial([1, 2])
+    assert found == {1: {HOST: 7}}
+    assert why.startswith("it ended with SIGKILL; lower model.image_size (or train.multi_scale)")
+
+
+def test_what_a_failed_process_said_is_in_the_message(monkeypatch):
+    end_as(monkeypatch, "import sys; sys.exit('oneDNN: status 1')")
+    trial = trial_of({}, {HOST: GIB}, time.monotonic() + 60)
+    assert trial([1]) == (
+        {},
+        "it ended with exit code 1: oneDNN: status 1; if that is no lack of memory, give a number: "
+        "training itself then says more",
+    )
+
+
+def test_a_step_that_finds_no_memory_is_told_from_other_failures(monkeypatch):
+    code = f"import sys; sys.stderr.write('out of memory'); sys.exit({NO_MEMORY})"
+    end_as(monkeypatch, code)
+    why = trial_of({}, {HOST: GIB}, time.monotonic() + 60)([1])[1]
+    assert why.startswith("it ended with exit code 3: out of memory; lower model.image_size")
+
+
+def test_a_mistake_of_the_users_is_raised_as_it_was_said(monkeypatch):
+    mistake = json.dumps(asdict(failure_of(DataError("b", code="image_missing", where="a"))))
+    code = f"import sys; open(sys.argv[1] + '/mistake', 'w').write({mistake!r}); sys.exit(2)"
+    end_as(monkeypatch, code)
+    trial = trial_of({}, {HOST: GIB}, time.monotonic() + 60)
+    with pytest.raises(DataError, match=r"^a: b$") as raised:
+        search(trial, {HOST: GIB}, 8)
+    assert raised.value.code == "image_missing"
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    end_as(monkeypatch, f"{TELLS_ONE}(folder.parent / str(os.getppid())); time.sleep(600)")
+    began = time.monotonic()
+    trial = trial_of({}, {HOST: GIB}, began + 2)
+    late = (
+        "training with it did not come to its end in half the time that ranks wait for one "
+        "another; give a number, or raise distributed.timeout_seconds"
+    )
+    assert trial([1, 2])[1] == late
+    assert trial([1]) == ({}, late)  # and no further process starts
+    assert time.monotonic() - began < 30
+
+
+def test_a_process_is_a_run_of_one_rank_and_nothing_to_fleetrun(monkeypatch):
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PPDIST_EXIT_DIR", "/nowhere")
+    code = (
+        "import os, sys; sys.exit(str({'PADDLE_TRAINERS_NUM', 'PPDIST_EXIT_DIR'} & {*os.environ}))"
+    )
+    end_as(monkeypatch, code)
+    assert trial_of({}, {}, time.monotonic() + 60)([1])[1].startswith(
+        "it ended with exit code 1: set();"
+    )
+    assert os.environ["PADDLE_TRAINERS_NUM"] == "2"

@@ -1,0 +1,79 @@
+"""Callbacks are called at the moments of a run, in their order."""
+
+import pytest
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.distributed import comm
+from ppdist.engine.build import build_training
+from ppdist.engine.callbacks import Callback
+from tests.unit.engine.tiny import tiny_config
+
+EPOCHS = 2  # of one step each
+
+
+class Noting(Callback):
+    """Writes down what it is called with."""
+
+    def __init__(self, moments):
+        self.moments = moments
+
+    def on_train_begin(self, run):
+        self.moments.append(("train begins", run.done_steps, run.total_steps, run.output_dir))
+
+    def on_step_begin(self, step):
+        self.moments.append(("step begins", step))
+
+    def on_step_end(self, step, result, lr, seconds):
+        assert result.applied and lr > 0 and 0 < seconds.data < seconds.wall
+        self.moments.append(("step ends", step))
+
+    def on_evaluate_end(self, step, metrics):
+        assert "mAP" in metrics
+        self.moments.append(("evaluated", step))
+
+    def on_save(self, step):
+        self.moments.append(("saved", step))
+
+    def on_train_end(self, step, reason):
+        self.moments.append(("train ends", step, reason))
+
+
+def train(data, output_dir, callbacks):
+    comm.init("cpu", DistributedConfig())
+    overrides = [f"train.epochs={EPOCHS}", "evaluate.every_epochs=2", "checkpoint.every_steps=1"]
+    experiment = build_training(
+        tiny_config(data, overrides),
+        output_dir=output_dir,
+        evaluate=True,
+        resume=None,
+        command=["test"],
+        callbacks=callbacks,
+    )
+    with experiment.log:
+        assert experiment.trainer.fit() == 0
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    make_shapes(folder, train=8, val=2, size=64, seed=0)
+    return folder
+
+
+def test_every_moment_is_called_in_the_order_of_the_loop(shapes, tmp_path):
+    moments = []
+    train(shapes, tmp_path, [Noting(moments), Noting(moments)])
+    first, second = moments[::2], moments[1::2]
+    assert first == second
+    assert first == [
+        ("train begins", 0, EPOCHS, tmp_path),
+        ("step begins", 1),
+        ("step ends", 1),
+        ("saved", 1),
+        ("step begins", 2),
+        ("step ends", 2),
+        ("evaluated", 2),
+        ("saved", 2),
+        ("train ends", 2, "total"),
+    ]

@@ -1,0 +1,120 @@
+"""Checkpoints are whole or absent, and say what is wrong with them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import CheckpointError
+from ppdist.engine.checkpoint import (
+    newest_valid,
+    point,
+    prune,
+    read_checkpoint,
+    save_checkpoint,
+    set_aside,
+    unpacked,
+)
+
+
+def save(folder, step):
+    arrays = {"conv.weight": np.full((2, 3), step, "float32"), "bn._mean": np.arange(3.0)}
+    return save_checkpoint(folder, step, {"model": arrays}, {"step": step}, "seed: 1\n")
+
+
+def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
+    checkpoint = read_checkpoint(save(tmp_path, 7))
+    assert checkpoint.state == {"step": 7}
+    arrays = checkpoint.arrays("model")
+    assert np.array_equal(arrays["conv.weight"], np.full((2, 3), 7, "float32"))
+    assert checkpoint.arrays("ema") is None
+    assert (tmp_path / "last").resolve() == checkpoint.path.resolve()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_flipped_byte_is_found_and_an_older_checkpoint_used(tmp_path):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged"):
+        read_checkpoint(tmp_path / "step-00000002")
+    checkpoint, reasons = newest_valid(tmp_path)
+    assert checkpoint.state["step"] == 1
+    assert "damaged" in reasons[0]
+
+
+def test_only_what_the_manifest_lists_is_of_a_checkpoint_and_all_of_it_is_verified(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "ema.safetensors").write_bytes(b"not ours")
+    checkpoint = read_checkpoint(path)
+    (path / "model.safetensors").write_bytes(b"written after the look at it")
+    assert checkpoint.arrays("ema") is None
+    assert checkpoint.arrays("model")["conv.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage" * 9, b"\x02" + bytes(7) + b"{}extra"])
+def test_a_file_without_arrays_is_named(data, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"ema\.safetensors: holds no arrays that can be read"
+    ):
+        unpacked(data, tmp_path / "ema.safetensors")
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").write_text("{")
+    (save(tmp_path, 3) / "state.json").unlink()
+    checkpoint, reasons = newest_valid(tmp_path)
+    assert checkpoint.state["step"] == 1
+    assert len(reasons) == 2
+
+
+def test_no_checkpoint_is_none_and_a_wrong_path_is_an_error(tmp_path):
+    assert newest_valid(tmp_path / "nothing") == (None, [])
+    with pytest.raises(CheckpointError, match=r"not a checkpoint \(it has no manifest\.json\)"):
+        read_checkpoint(tmp_path)
+
+
+def test_old_checkpoints_go_but_best_and_last_stay(tmp_path):
+    paths = [save(tmp_path, step) for step in range(1, 6)]
+    point(tmp_path / "best", paths[0])
+    prune(tmp_path, keep=2)
+    assert [path.exists() for path in paths] == [True, False, False, True, True]
+
+
+def test_drafts_of_killed_processes_go(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / ".step-00000002.123").mkdir()
+    prune(tmp_path, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "last"}
+
+
+def test_checkpoints_beyond_the_first_step_make_way_for_a_new_run(tmp_path):
+    folder = tmp_path / "checkpoints"
+    first, *later = [save(folder, step) for step in (10, 20, 30)]
+    point(folder / "best", later[0])
+    aside = set_aside(folder, 10)
+    assert aside == tmp_path / "checkpoints-old-1"
+    assert [path.name for path in folder.iterdir()] == [first.name]
+    assert (aside / "best").resolve().name == "step-00000020"
+    assert (aside / "last").resolve().name == "step-00000030"
+    assert set_aside(folder, 10) is None
+    assert set_aside(folder, 0) == tmp_path / "checkpoints-old-2"
+    assert newest_valid(folder) == (None, [])
+
+
+def test_a_disk_that_refuses_leaves_older_checkpoints(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000002").write_text("a file where the directory should go")
+    with pytest.raises(CheckpointError, match="older checkpoints are untouched"):
+        save(tmp_path, 2)
+    assert newest_valid(tmp_path)[0].state["step"] == 1
+
+
+def test_files_are_readable_without_this_package(tmp_path):
+    path = save(tmp_path, 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"model.safetensors", "state.json", "config.yml"}
+    assert (path / "config.yml").read_text() == "seed: 1\n"

@@ -1,0 +1,151 @@
+"""Parts of a configuration that do not fit each other are told apart, in the user's words."""
+
+import re
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.validate import surprises
+from tests.unit.engine.tiny import tiny_config
+
+MISFITS = {
+    "boxes for a classifier": (
+        "yolov5_cls",
+        "data.format=coco",
+        "data.format: coco has boxes of images, model.name: yolov5_cls learns classes; "
+        "choose the other model or the other format",
+    ),
+    "classes for a detector": (
+        "yolov5",
+        "data.format=folder",
+        "data.format: folder has classes of images, model.name: yolov5 learns boxes; "
+        "choose the other model or the other format",
+    ),
+    "another model's loss": (
+        "yolov5",
+        "loss={name: ppyoloe}",
+        "loss.name: ppyoloe is the loss of another model than model.name: yolov5; "
+        "leave loss.name out",
+    ),
+    "a metric of classifiers": (
+        "ppyoloe",
+        "evaluate.metric=top1",
+        "evaluate.metric: top1 is not measured for model.name: ppyoloe; expected one of "
+        "mAP, mAP50, fitness",
+    ),
+    "a metric of detectors": (
+        "yolov5_cls",
+        "evaluate.metric=fitness",
+        "evaluate.metric: fitness is not measured for model.name: yolov5_cls; expected one of "
+        "top1, top5",
+    ),
+    "mosaic for a classifier": (
+        "yolov5_cls",
+        "data.augment.mosaic=1",
+        "data.augment.mosaic: means nothing to a classifier; leave it out",
+    ),
+    "letterbox for a classifier": (
+        "yolov5_cls",
+        "data.resize=letterbox",
+        "data.resize: means nothing to a classifier; leave it out",
+    ),
+    "difficulty for a classifier": (
+        "yolov5_cls",
+        "data.sampling.name=difficulty",
+        "data.sampling.name: difficulty: means nothing to a classifier; leave it out",
+    ),
+    "rectangles of stretched images": (
+        "ppyoloe",
+        "evaluate.rectangular=true",
+        "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape",
+    ),
+    "suppression for a classifier": (
+        "yolov5_cls",
+        "nms.keep=5",
+        "nms: means nothing to a classifier; leave it out",
+    ),
+    "more epochs by an unknown noise scale": (
+        "ppyoloe",
+        "train.epochs_compensation=auto",
+        "train.epochs_compensation: auto: how many more epochs follows from optimizer.noise_scale",
+    ),
+    "a noise scale for a rate left alone": (
+        "ppyoloe",
+        "optimizer={reference_batch_size: 8, noise_scale: 500, lr_scaling: none}",
+        "optimizer.noise_scale: means nothing to optimizer.lr_scaling: none",
+    ),
+    "a noise scale without a reference": (
+        "ppyoloe",
+        "optimizer={reference_batch_size: null, noise_scale: 500}",
+        "optimizer.noise_scale: needs optimizer.reference_batch_size",
+    ),
+    "scaled betas for momentum": (
+        "ppyoloe",
+        "optimizer={betas_scaling: auto}",
+        "optimizer.betas_scaling: auto: means nothing to optimizer.name: momentum",
+    ),
+    "scaled betas with the linear rule": (
+        "ppyoloe",
+        "optimizer={name: adamw, betas_scaling: auto}",
+        "optimizer.betas_scaling: auto: belongs to the square-root rule",
+    ),
+    "local SGD and shares of the optimizer": (
+        "ppyoloe",
+        "distributed={sync_every: 4, shard_optimizer: true}",
+        "distributed.sync_every: 4 lets the ranks' weights differ, "
+        "distributed.shard_optimizer: true needs them equal; choose one",
+    ),
+    "momentum for AdamW": (
+        "ppyoloe",
+        "optimizer={name: adamw, nesterov: true}",
+        "optimizer.nesterov: means nothing to optimizer.name: adamw; set it to false or null",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_parts_that_do_not_fit_are_refused(case, tmp_path):
+    model, override, message = MISFITS[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny_config(tmp_path, [override], model)
+
+
+def test_the_tiny_configurations_fit(tmp_path):
+    for model in ("ppyoloe", "yolov5", "yolov5_cls"):
+        assert tiny_config(tmp_path, (), model).loss.name == model
+
+
+def said_of(folder, *overrides):
+    return [*surprises(tiny_config(folder, overrides), begins=True)]
+
+
+def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
+    short = ["data.augment.mosaic=1", "data.augment.mixup=0.5", "train.epochs=10"]
+    said = said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=10")
+    assert said == [
+        f"data.augment.{what} never acts: combine_epochs, close_mosaic_epochs and plain_epochs "
+        f"leave none of the 10 epochs to it"
+        for what in ("mosaic: 1", "mixup: 0.5")
+    ]
+    assert not said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=9")
+    # Written for a run of 60, the last 10 epochs are 2 of 10.
+    last = "data.augment.close_mosaic_epochs=10"
+    assert not said_of(tmp_path, *short, last, "train.phases_for_epochs=60")
+    few = ["train.epochs=1", "data.augment.mosaic=1", "data.augment.combine_epochs=[0.05, 0.3]"]
+    assert len(said_of(tmp_path, *few)) == 1
+
+
+def test_a_mosaic_of_whole_images_that_never_comes_is_said(tmp_path):
+    whole = "data.augment.mosaic_whole=true"
+    (line,) = said_of(tmp_path, whole)
+    assert line.startswith("data.augment.mosaic_whole: true means nothing without data.augment.mos")
+    assert not said_of(tmp_path, whole, "data.augment.mosaic=0.5")
+
+
+def test_a_window_that_may_be_meant_as_the_whole_run_is_said(tmp_path):
+    window = "data.augment.combine_epochs={}"
+    (line,) = said_of(tmp_path, window.format("[0, 1]"))
+    assert "[0, 1] is the first epoch alone; the whole run is [0.0, 1.0] or null" in line
+    for other in ("[0.0, 1.0]", "[0, 2]", "[0, 0.5]", "null"):
+        assert not said_of(tmp_path, window.format(other)), other
+    assert not said_of(tmp_path, window.format("[0, 1]"), "train.epochs=1")

@@ -1,0 +1,218 @@
+"""From one configuration to the numbers of a run on any number of cards."""
+
+import math
+import re
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.augment import AugmentConfig
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
+from ppdist.engine import build
+from ppdist.engine.schedule_setup import set_up_schedule
+from tests.unit.engine.tiny import tiny_config
+
+
+def run(world=1, optimizer=None, schedule=None, **values):
+    """1000 images in batches of 8 x 2, which is the reference."""
+    given = {
+        "dataset_size": 1000,
+        "batch_size_per_card": 8,
+        "accumulate_steps": 2,
+        "epochs": 10,
+        "epochs_compensation": "none",
+        "max_steps": None,
+        "ema": EMAConfig(decay=0.99),
+    }
+    return set_up_schedule(
+        world=world,
+        optimizer=OptimizerConfig(**({"lr": 0.01, "reference_batch_size": 16} | (optimizer or {}))),
+        schedule=ScheduleConfig(**({"warmup_epochs": 1} | (schedule or {}))),
+        **(given | values),
+    )
+
+
+def why(derived, name):
+    return next(reason for shown, _, reason in derived.rows() if shown == name)
+
+
+def test_four_cards_derive_a_scaled_run_from_the_same_config():
+    plain = {"warmup_compensation": "none"}
+    one, four = run(1, schedule=plain), run(4, schedule=plain)
+    assert (one.total_batch, four.total_batch) == (16, 64)
+    assert (one.steps_per_epoch, four.steps_per_epoch) == (63, 16)
+    assert four.schedule.peak_lr == pytest.approx(0.04)
+    assert four.scaled.weight_decay == one.scaled.weight_decay == 5e-4
+    assert (one.schedule.warmup_steps, four.schedule.warmup_steps) == (63, 16)
+    assert four.ema_decay.limit == pytest.approx(0.99**4)
+    assert ("total batch", "64", "4 ranks x 8 images x 2 micro-steps") in four.rows()
+
+
+def test_a_warm_up_is_not_shorter_than_asked_for():
+    def warmup_steps(least):
+        return run(
+            dataset_size=205, accumulate_steps=1, batch_size_per_card=16, epochs=60,
+            schedule={"warmup_epochs": 3, "warmup_least_steps": least},
+        ).schedule.warmup_steps  # fmt: skip
+
+    assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
+
+
+def test_the_square_root_rule_takes_decay_and_moments_along():
+    adam = {"name": "adamw", "lr_scaling": "sqrt", "weight_decay": 0.05}
+    scaled = run(8, adam | {"betas_scaling": "auto"}).scaled
+    assert scaled.lr == pytest.approx(0.01 * math.sqrt(8))
+    assert scaled.weight_decay == pytest.approx(0.05 * math.sqrt(8))
+    assert scaled.betas == pytest.approx((0.2, 0.992))
+    assert scaled.epsilon == pytest.approx(1e-8 / math.sqrt(8))
+
+    kept = run(8, adam | {"weight_decay_scaling": "none"}).scaled
+    assert (kept.weight_decay, kept.betas, kept.epsilon) == (0.05, (0.9, 0.999), 1e-8)
+    # Whoever sets the rate for a batch by hand sets the decay too.
+    by_hand = run(8, adam | {"lr_scaling": "none"})
+    assert by_hand.scaled == by_hand.optimizer
+
+    with pytest.raises(ConfigError, match=re.escape("optimizer.betas_scaling: auto")):
+        run(16, adam | {"betas_scaling": "auto"})
+
+
+def test_a_noise_scale_caps_the_rate_of_weights_and_biases():
+    # r = 1: 4 times the batch counts as 4 * 2 / 5 = 1.6 times.
+    capped = run(4, {"noise_scale": 16}, {"warmup_bias_lr": 0.1})
+    assert capped.schedule.peak_lr == pytest.approx(0.016)
+    assert capped.schedule.bias_start_lr == pytest.approx(0.16)
+    assert capped.scaled.weight_decay == pytest.approx(5e-4 * 4 / 1.6)
+    assert "which counts as 1.6 at a noise scale of 16" in why(capped, "learning rate")
+
+
+def test_a_longer_run_lengthens_all_its_phases():
+    # E = 10 * (1 + 64 / 64) / (1 + 16 / 64) = 16
+    drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 0}
+    longer = run(4, {"noise_scale": 64}, drops, epochs_compensation="auto")
+    assert longer.stretch == pytest.approx(1.6)
+    assert longer.schedule_steps == 16 * 16
+    assert longer.steps_per_written_epoch * 5 == pytest.approx(8 * 16)  # 5 of 10 are 8 of 16
+    rate = longer.schedule
+    before, after = rate(8 * 16 - 1), rate(8 * 16)
+    assert after == pytest.approx(before * 0.1)
+    assert "1.6 x the 10 epochs written" in why(longer, "steps")
+
+    as_written = run(4, {"noise_scale": 64}, drops)
+    assert (as_written.stretch, as_written.schedule_steps) == (1.0, 160)
+    fewer = run(1, {"noise_scale": 64, "reference_batch_size": 64}, epochs_compensation="auto")
+    assert fewer.stretch == 1.0  # a smaller batch does not cut them
+
+
+def test_a_longer_run_has_whole_epochs():
+    # 10 * (1 + 32 / 64) / (1 + 16 / 64) = 12
+    assert run(2, {"noise_scale": 64}, epochs_compensation="auto").schedule_steps == 12 * 32
+    # 10 * (1 + 48 / 100) / (1 + 16 / 100) = 12.76
+    assert run(3, {"noise_scale": 100}, epochs_compensation="auto").stretch == pytest.approx(1.3)
+
+
+def test_a_run_below_one_epoch_is_not_rounded_up_to_one():
+    # 0.4 * (1 + 64 / 64) / (1 + 16 / 64) = 0.64, of epochs of 16 steps
+    short = run(4, {"noise_scale": 64}, epochs=0.4, epochs_compensation="auto")
+    assert short.stretch == pytest.approx(1.6) and short.schedule_steps == 10
+
+
+def test_the_images_of_a_warm_up_count_the_smaller_last_step_of_each_epoch():
+    def said(world, epochs):
+        derived = run(world, {"lr_scaling": "none"}, {"warmup_epochs": epochs})
+        return why(derived, "warm-up").rpartition(": ")[2]
+
+    assert said(1, 2) == "2000 images (2.00 epochs)"  # 63 steps of 16 would be 1008 an epoch
+    assert said(1, 1.5) == "1496 images (1.49 epochs)"  # 94 steps: 1000 + 31 * 16
+
+
+def test_phases_written_for_a_run_of_another_length_keep_their_share_of_it():
+    drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 2, "warmup_least_steps": 0}
+    written, short = run(schedule=drops), run(schedule=drops, epochs=4, phases_factor=0.4)
+    assert written.schedule.warmup_steps == 2 * 63
+    assert short.schedule.warmup_steps == round(0.8 * 63)
+    assert short.schedule_steps == 4 * 63 and short.stretch == 1.0
+    assert short.steps_per_written_epoch == pytest.approx(0.4 * 63)
+    for share in (0.25, 0.45, 0.55, 0.75, 0.85, 0.95):
+        at = written.schedule(round(share * 630)), short.schedule(round(share * 252))
+        assert at[0] == pytest.approx(at[1], rel=0.01)
+    assert why(short, "steps") == (
+        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as written "
+        "(train.phases_for_epochs)"
+    )
+    assert why(short, "warm-up").startswith("0.8 epochs at the reference batch")
+    # A longer run on more cards lengthens them once more.
+    both = run(4, {"noise_scale": 64}, drops, epochs_compensation="auto", phases_factor=0.5)
+    assert both.stretch == pytest.approx(1.6) and both.phases_stretch == pytest.approx(0.8)
+
+
+def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
+    overrides = [
+        "train.epochs=20",
+        "train.phases_for_epochs=10",
+        "loss.static_assigner_epochs=3",
+        "data.augment={mosaic: 1.0, combine_epochs: [1, 5], close_mosaic_epochs: 2}",
+    ]
+    config = tiny_config(tmp_path, overrides)
+    derived = build.build_schedule_setup(config, 64)
+    step = build.build_train_step(config, derived, build.build_model(config))
+    assert step.loss.static_steps == 6 * 8
+    monkeypatch.setattr(build, "Feed", lambda dataset, data, *_, **__: data)
+    augment = build.build_feed(config, None, derived).augment
+    assert (augment.combine_epochs, augment.close_mosaic_epochs) == ((2, 10), 4)
+    as_written = tiny_config(tmp_path, ["train.epochs=20"])
+    assert build.build_schedule_setup(as_written, 64).phases_stretch == 1.0
+
+
+def test_augmentation_by_the_epoch_stretches_with_the_run():
+    augment = AugmentConfig(combine_epochs=(2, 50), close_mosaic_epochs=15, plain_epochs=5)
+    longer = augment.stretched(1.6)
+    assert (longer.combine_epochs, longer.close_mosaic_epochs, longer.plain_epochs) == (
+        (3, 80), 24, 8,
+    )  # fmt: skip
+    assert augment.stretched(1.0) == augment
+    short = augment.stretched(0.01)  # no phase is lost without a word
+    assert (short.combine_epochs, short.close_mosaic_epochs, short.plain_epochs) == ((0, 1), 1, 1)
+    assert AugmentConfig().stretched(2.0) == AugmentConfig()
+
+
+def test_what_was_derived_reaches_optimizer_loss_and_augmentation(tmp_path, monkeypatch):
+    config = tiny_config(
+        tmp_path,
+        [
+            "optimizer={name: adamw, lr: 0.01, lr_scaling: sqrt, weight_decay: 0.05, "
+            "betas_scaling: auto, reference_batch_size: 2, noise_scale: 8}",
+            "train.epochs_compensation=auto",
+            "loss.static_assigner_epochs=3",
+            "data.augment={mosaic: 1.0, close_mosaic_epochs: 5}",
+        ],
+    )
+    derived = build.build_schedule_setup(config, 64)  # batch 8: E = 10 * (1 + 1) / (1 + 1 / 4) = 16
+    step = build.build_train_step(config, derived, build.build_model(config))
+    adam = step.optimizer
+    assert (adam._beta1, adam._beta2) == pytest.approx((0.6, 0.996))
+    assert adam._epsilon == pytest.approx(5e-9)
+    rate = math.sqrt(4 * 1.25 / 2)  # kappa 4 counts as 2.5
+    assert adam.get_lr() == pytest.approx(0.01 * rate)
+    decays = [group["weight_decay"] for group in adam._param_groups]
+    assert decays[0] == pytest.approx(0.05 * 4 / rate) and decays[1] == 0.0
+    assert step.loss.static_steps == round(3 * 1.6 * 8)  # 3 of 10 epochs, of 8 steps each
+    monkeypatch.setattr(build, "Feed", lambda dataset, data, *_, **__: data)
+    assert build.build_feed(config, None, derived).augment.close_mosaic_epochs == 8
+
+
+def test_the_record_says_all_that_the_table_says():
+    adam = {"name": "adamw", "lr_scaling": "sqrt", "betas_scaling": "auto", "noise_scale": 1000}
+    for derived in (run(4), run(4, adam), run(4, {"noise_scale": 64}, epochs_compensation="auto")):
+        record = derived.record()
+        assert [entry["why"] for entry in record.values()] == [row[2] for row in derived.rows()]
+        assert record["total_batch"]["value"] == 64
+        assert record["lr"]["value"] == derived.schedule.peak_lr
+    assert run(4, adam).record()["betas"]["value"] == [0.6, 0.996]
+    assert why(run(4, adam), "betas") == (
+        "0.9, 0.999, scaling auto: 1 - beta x 4, epsilon 1e-08 / sqrt(4)"
+    )
+    assert why(run(4), "weight decay") == "0.0005, scaling auto"
+    assert why(run(4, {"reference_batch_size": None}), "batch / reference").endswith(
+        "null: nothing is scaled"
+    )

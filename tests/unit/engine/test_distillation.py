@@ -1,0 +1,325 @@
+"""A run with a teacher: what it learns, leaves and refuses, on one rank and on two."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paddle import nn
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.base import dump_yaml
+from ppdist.config.distributed import DistributedConfig
+from ppdist.data.sampler import TrainSampler
+from ppdist.distributed import comm
+from ppdist.engine.build import build_model
+from ppdist.engine.checkpoint import save_checkpoint
+from ppdist.engine.distillation import build_distillation, read_teacher
+from ppdist.engine.train_step import Clock
+from ppdist.losses.distillation import Teaching
+from ppdist.models.onednn.convert import use_onednn_convolutions
+from ppdist.models.onednn.layers import OneDNNConv2D
+from ppdist.models.weights import arrays_of
+from tests.distributed import run_on_ranks
+from tests.unit.engine.tiny import (
+    IMAGES,
+    build_step,
+    fixed_batch,
+    freeze_statistics,
+    init_cpu,
+    norms_of,
+    sampled_batches,
+    tiny_config,
+)
+
+FAMILIES = ("ppyoloe", "yolov5")
+LARGER = {"ppyoloe": "model.width_multiple=0.25", "yolov5": "model.width_multiple=0.125"}
+ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
+STEPS = 5
+TOLERANCE = 1e-5
+
+
+def write_teacher(
+    folder: Path, *overrides: str, model: str = "ppyoloe", seen: bool = True, more: str = ""
+) -> Path:
+    """The output_dir of a run with one checkpoint, its weights shaped by a few images or none.
+
+    Args: more: lines of its config.yml.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    comm.init("cpu", DistributedConfig())
+    config = tiny_config(folder, [LARGER[model], "seed=5", *overrides], model)
+    teacher = build_model(config)
+    if seen:
+        freeze_statistics(teacher)
+    draw = np.random.default_rng(0)
+    for key, weights in teacher.named_parameters():
+        if "pred" in key:  # says something else in every cell, and is sure of it here and there
+            bias = -2.0 if "cls" in key or "predict" in key else 0.0
+            shift = bias if key.endswith("bias") else 0.0
+            width = max(1, int(np.prod(weights.shape[1:]))) ** -0.5
+            weights.set_value((shift + draw.normal(0, width, weights.shape)).astype("float32"))
+    state = {"step": 1}
+    text = dump_yaml(config) + more
+    save_checkpoint(folder / "checkpoints", 1, {"ema": arrays_of(teacher)}, state, text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    return {model: write_teacher(folder / model, model=model) for model in FAMILIES}
+
+
+def distilled_config(folder: Path, teacher: Path, *overrides: str, model: str = "ppyoloe"):
+    return tiny_config(folder, [f"distill.teacher={teacher}", *ALL, *overrides], model)
+
+
+@pytest.mark.slow
+def test_a_teacher_may_be_named_by_its_folder_its_best_or_its_checkpoint(teachers, tmp_path):
+    output = shutil.copytree(teachers["ppyoloe"], tmp_path / "run", symlinks=True)
+    folder = output / "checkpoints"
+    config = distilled_config(tmp_path, output)
+    comm.init("cpu", DistributedConfig())
+    student = build_model(config)
+
+    def meant(path: Path) -> Path:
+        return read_teacher(path, config.model, student)[0]
+
+    assert meant(output) == folder / "last"
+    (folder / "best").symlink_to("step-00000001")
+    assert meant(output) == folder / "best"
+    assert meant(folder / "step-00000001") == folder / "step-00000001"
+    for nothing in (tmp_path, tmp_path / "absent"):
+        said = r"distill.teacher: .*: no checkpoint there; expected a"
+        with pytest.raises(ConfigError, match=said):
+            meant(nothing)
+
+
+def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
+    teacher = write_teacher(tmp_path, seen=False, more="gone: {key: 1}\n")
+    config = distilled_config(tmp_path, teacher)
+    source, read = read_teacher(teacher, config.model, build_model(config))
+    kept, arrays = load_file(source / "ema.safetensors"), arrays_of(read)
+    unmerged = arrays.keys() & kept.keys()
+    assert unmerged and all((kept[key] == arrays[key]).all() for key in unmerged)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_steps_teach_the_student_and_leave_the_teacher_as_it_is(model, teachers, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    config = distilled_config(tmp_path, teachers[model], model=model)
+    step, rates = build_step(config, frozen=False)
+    teacher = step.distillation._teacher
+    before = arrays_of(teacher)
+    kept = load_file(teachers[model] / "checkpoints" / "last" / "ema.safetensors")
+    start = arrays_of(step.model)
+    results = []
+    for number in range(4):
+        batch = iter([fixed_batch(0, 0, IMAGES)])
+        results.append(step(batch, 1, number, rates, False, Clock()))
+    after = arrays_of(teacher)
+    assert all((before[key] == after[key]).all() for key in before)
+    unmerged = [key for key in before if key in kept]
+    assert unmerged and all((kept[key] == before[key]).all() for key in unmerged)
+    assert not teacher.training and all(p.grad is None for p in teacher.parameters())
+    moved = [k for k, x in arrays_of(step.model).items() if not np.array_equal(x, start[k])]
+    assert any(key.startswith("distillation.levels") for key in moved)
+    names = [f"loss_distill_{name}" for name in ("logits", "features", "boxes")]
+    assert all(np.isfinite(result.losses[name]) for result in results for name in names)
+    assert results[0].losses["loss_distill_features"] > 0
+    assert results[0].losses["loss_distill_logits"] > 0
+
+
+# Weights that leave the ground truth little to say.  The features of this YOLOv5, hardly trained,
+# are nearly the same in all cells, so channels have nothing to tell.
+@pytest.mark.parametrize(
+    ("model", "name", "weight"),
+    [
+        pytest.param("ppyoloe", "logits", 1, marks=pytest.mark.slow),
+        pytest.param("ppyoloe", "features", 1000, marks=pytest.mark.slow),
+        pytest.param("ppyoloe", "boxes", 5, marks=pytest.mark.slow),
+        pytest.param("yolov5", "logits", 300, marks=pytest.mark.slow),
+        ("yolov5", "boxes", 300),
+    ],
+)
+def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    config = distilled_config(
+        tmp_path, teachers[model], *(f"distill.{each}=null" for each in Teaching._fields),
+        f"distill.{name}={{weight: {weight}}}", "optimizer.lr=0.03", "train.clip_norm=1.0",
+        model=model,
+    )  # fmt: skip
+    step, rates = build_step(config, frozen=True)
+    lessons = [
+        step(iter([fixed_batch(0, 0, IMAGES)]), 1, number, rates, False, Clock()).losses
+        for number in range(9)
+    ]
+    first, last = (lessons[number][f"loss_distill_{name}"] for number in (1, 8))
+    assert 0 < last < 0.99 * first, (first, last)
+
+
+def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    config = distilled_config(tmp_path, teachers["ppyoloe"])
+    student = build_model(config)
+    images = fixed_batch(0, 0, 2).images_B3HW
+    said = []
+    for switch in (lambda model: 0, use_onednn_convolutions):
+        switch(student)
+        teacher = build_distillation(config.distill, config.model, student, config.seed)
+        said.append(teacher.ask(images))
+        fast = [type(x) for x in teacher._teacher.sublayers() if isinstance(x, nn.Conv2D)]
+        assert (OneDNNConv2D in fast) == (switch is use_onednn_convolutions)
+        student.distillation = None
+    plain, fast = ([*each.class_logits, *each.side_logits, *each.features] for each in said)
+    for one, other in zip(plain, fast, strict=True):
+        assert float((one - other).abs().max()) <= 1e-4 * float(one.abs().max())
+
+
+def test_bfloat16_runs_and_no_feature_is_kept_where_none_is_compared(teachers, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    config = distilled_config(
+        tmp_path, teachers["ppyoloe"], "train.amp={enabled: true, dtype: bfloat16}"
+    )
+    step, rates = build_step(config, frozen=False)
+    assert step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock()).applied
+    config = distilled_config(tmp_path, teachers["ppyoloe"], "distill.features=null")
+    step, rates = build_step(config, frozen=False)
+    assert step.model.distillation is None
+    result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+    assert "loss_distill_features" not in result.losses
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+CASES = {  # of batch norm's statistics; trained model, its rate, images of the set, micro-batches
+    "ppyoloe": ("frozen", "ppyoloe", 0.03, 29, 2),
+    "yolov5": ("frozen", "yolov5", 0.01, 25, 1),  # the last step leaves the second rank none
+}
+SLOW = {
+    "yolov5, two micro-batches": ("frozen", "yolov5", 0.01, 29, 2),
+    "ppyoloe, the second rank without images": ("frozen", "ppyoloe", 0.03, 25, 1),
+    "ppyoloe, statistics of all ranks": ("all", "ppyoloe", 0.0002, 29, 1),
+}
+
+
+def train(case: str, teachers: dict[str, str]) -> dict:
+    norm, model, lr, images, micro = (CASES | SLOW)[case]
+    micro = micro if comm.world_size() > 1 else 1
+    batch = IMAGES // comm.world_size() // micro
+    overrides = [
+        f"optimizer.lr={lr}", "train.clip_norm=0.5", "loss.static_assigner_epochs=1",
+        f"train.batch_size_per_card={batch}", f"train.accumulate_steps={micro}",
+        f"train.sync_bn={str(norm == 'all').lower()}",
+    ]  # fmt: skip
+    overrides = [each for each in overrides if model == "ppyoloe" or "static" not in each]
+    with tempfile.TemporaryDirectory() as folder:
+        config = distilled_config(Path(folder), Path(teachers[model]), *overrides, model=model)
+    step, rates = build_step(config, norm == "frozen", images)
+    sampler = TrainSampler(
+        images, batch, micro, comm.rank(), comm.world_size(),
+        seed=0, start_step=0, end_step=STEPS, sizes=[config.model.image_size],
+    )  # fmt: skip
+    results = [
+        step(iter(sampled_batches(sampler, number)), micro, number, rates, False, Clock())
+        for number in range(STEPS)
+    ]
+    assert all(result.applied for result in results)
+    plain = type(norms_of(step.distillation._teacher)[0]).__name__
+    weights = {k: p for k, p in step.model.state_dict().items() if "._" not in k}
+    flat = np.concatenate([p.numpy().astype("float64").ravel() for p in weights.values()])
+    return {
+        "losses": [sorted(result.losses.items()) for result in results],
+        "weights": flat.tolist(),
+        "norm": plain,
+    }
+
+
+def train_on_ranks(argument):
+    init_cpu()
+    cases, teachers = argument
+    return {case: train(case, teachers) for case in cases}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [[*CASES], [*SLOW]])
+def test_two_ranks_learn_from_a_teacher_like_one_rank_with_both_batches(
+    cases, teachers, record_property
+):
+    paths = {model: f"{path}" for model, path in teachers.items()}
+    argument, target = [cases, paths], "tests.unit.engine.test_distillation:train_on_ranks"
+    by_rank = run_on_ranks(2, target, argument, seconds=300)
+    comm.init("cpu", DistributedConfig())
+    furthest = 0.0
+    for case in cases:
+        alone = train(case, paths)
+        assert by_rank[0][case]["weights"] == by_rank[1][case]["weights"]
+        for rank in by_rank:
+            for found, expected in zip(rank[case]["losses"], alone["losses"]):
+                assert [name for name, _ in found] == [name for name, _ in expected]
+                for (name, one), (_, other) in zip(found, expected):
+                    assert one == pytest.approx(other, rel=TOLERANCE, abs=1e-6), (case, name)
+            found, expected = np.array(rank[case]["weights"]), np.array(alone["weights"])
+            off = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert off < TOLERANCE, case
+            assert rank[case]["norm"] == "BatchNorm2D"
+            furthest = max(furthest, off)
+    record_property("figure", f"weights differ by {furthest:.0e} at most")
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (("ppyoloe", "model.num_classes=4"), "its model.num_classes is 4, the student has 3"),
+        (("ppyoloe", "model.levels=P2-P5"), "strides (32, 16, 8, 4), the student has (32, 16, 8)"),
+        (("yolov5", "seed=1"), "its model.name is yolov5, the student has ppyoloe"),
+    ],
+)
+def test_a_teacher_of_something_else_is_refused(other, said, tmp_path):
+    model, override = other
+    teacher = write_teacher(tmp_path / "teacher", override, model=model, seen=False)
+    with pytest.raises(ConfigError) as refused:
+        build_step(distilled_config(tmp_path, teacher), frozen=False)
+    assert said in f"{refused.value}"
+    assert f"{refused.value}".startswith(f"distill.teacher: {teacher}/checkpoints/last: its ")
+    assert f"{refused.value}".endswith("; give a teacher trained with the same")
+
+
+def test_a_teacher_with_a_head_without_suppression_teaches_by_the_other_one(teachers, tmp_path):
+    student = ["model.one_to_one=true"]
+    teacher = write_teacher(tmp_path / "teacher", *student, seen=False)
+    step, rates = build_step(distilled_config(tmp_path, teacher, *student), frozen=False)
+    head = arrays_of(step.distillation._teacher)["yolo_head.pred_cls.0.weight"]
+    ema = load_file(teacher / "checkpoints" / "last" / "ema.safetensors")
+    assert (head == ema["yolo_head.pred_cls.0.weight"]).all()
+    assert (head != ema["one_to_one_head.pred_cls.0.weight"]).any()
+    result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+    assert {"loss_distill_logits", "loss_distill_boxes", "loss_one_to_one"} <= set(result.losses)
+
+
+def test_a_yolov5_with_anchors_of_its_own_is_refused(teachers, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    step, _ = build_step(
+        distilled_config(tmp_path, teachers["yolov5"], model="yolov5"), frozen=False
+    )
+    step.distillation.check(step.loss)
+    step.model.set_anchors(np.full((3, 3, 2), 20.0))
+    with pytest.raises(ConfigError, match=r"its anchors are others than the student's.*model.anch"):
+        step.distillation.check(step.loss)
+
+
+def test_settings_that_mean_nothing_are_refused(tmp_path):
+    nothing = [f"distill.{name}=null" for name in ("logits", "features", "boxes")]
+    with pytest.raises(ConfigError, match=r"logits, features and boxes are all null, so nothing"):
+        tiny_config(tmp_path, ["distill.teacher=x", *nothing])
+    with pytest.raises(ConfigError, match=r"distill.boxes.temperature: 5 softens distributions"):
+        tiny_config(tmp_path, ["distill.teacher=x", "distill.boxes.temperature=5"], "yolov5")
+    with pytest.raises(ConfigError, match=r"distill: teaches detectors, not classifiers"):
+        tiny_config(tmp_path, ["distill.teacher=x"], "yolov5_cls")
+    assert tiny_config(tmp_path).distill is None

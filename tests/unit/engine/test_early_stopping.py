@@ -1,0 +1,270 @@
+"""Ending early: the rule, on two ranks and after a resume; and the warning of over-fitting."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import parse_config
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.train import EarlyStoppingConfig
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.distributed import comm
+from ppdist.engine.build import build_training
+from ppdist.engine.early_stopping import EarlyStopping, LossCurves, Standing
+from tests.distributed import run_on_ranks
+from tests.faults.fault import parse_faults
+from tests.faults.injector import FaultInjector
+from tests.unit.engine.tiny import tiny_config
+
+
+def stops_after(values, *, default="mAP", **keys):
+    """After which evaluation training ends, and the last standing."""
+    rule, standing = EarlyStopping(EarlyStoppingConfig(**keys), default), None
+    metric = keys.get("metric") or default
+    for number, value in enumerate(values, start=1):
+        standing = rule.judged(standing, 10 * number, {metric: value})
+        if rule.reason(standing):
+            return number, standing
+    return None, standing
+
+
+def test_training_ends_after_so_many_evaluations_in_a_row_without_a_better_one():
+    assert stops_after([0.1, 0.3, 0.2, 0.3, 0.31, 0.3, 0.2, 0.1], patience=3)[0] == 8
+    assert stops_after([0.1, 0.3, 0.2, 0.3, 0.29], patience=3)[0] == 5
+    assert stops_after([0.1, 0.2, 0.3, 0.4], patience=1)[0] is None
+    assert stops_after([0.0, 0.0], patience=1)[0] == 2
+
+
+def test_a_loss_gets_better_by_falling():
+    assert stops_after([3.0, 2.0, 2.5, 2.1], metric="val_loss", patience=2)[0] == 4
+    assert stops_after([3.0, 2.9, 2.8], metric="val_loss", patience=1)[0] is None
+
+
+def test_small_steps_count_once_they_are_more_than_min_delta_together():
+    values = [0.10, 0.14, 0.18, 0.22, 0.26, 0.30]
+    assert stops_after(values, patience=3, min_delta=0.05)[0] is None
+    assert stops_after(values, patience=1, min_delta=0.05)[0] == 2
+
+
+def test_what_is_not_a_number_is_not_better():
+    number, standing = stops_after([math.nan, math.nan], metric="val_loss", patience=2)
+    assert (number, standing.best) == (2, None)
+    assert stops_after([math.nan, 1.0, math.nan], metric="val_loss", patience=2)[0] is None
+
+
+def test_another_metric_after_a_resume_begins_anew():
+    rule = EarlyStopping(EarlyStoppingConfig(metric="f1", patience=5), "mAP")
+    before = Standing("mAP", 0.9, 10, 4)
+    assert rule.judged(before, 20, {"f1": 0.2}) == Standing("f1", 0.2, 20)
+    assert not rule.reason(Standing("mAP", 0.9, 10, 99))
+
+
+def test_the_reason_names_the_best_and_its_step():
+    rule = EarlyStopping(EarlyStoppingConfig(patience=2, min_delta=0.01), "mAP")
+    assert rule.reason(Standing("mAP", 0.51239, 120, 2)) == (
+        "mAP has not been better by more than 0.01 than 0.5124, that of step 120, in 2 evaluations "
+        "(early_stopping.patience: 2)"
+    )
+
+
+def warned_after(pairs):
+    """After which evaluations there was a warning, and the first; saved and restored throughout."""
+    curves, found = LossCurves(), []
+    for number, (train, val) in enumerate(pairs, start=1):
+        curves.trained(train + 0.5)
+        curves.trained(train - 0.5)
+        warning = curves.evaluated(val)
+        curves = LossCurves(**json.loads(json.dumps(asdict(curves))))
+        if warning:
+            found.append((number, warning))
+    return found
+
+
+def test_over_fitting_is_warned_of_once_when_the_losses_part():
+    train = [3.0 - 0.05 * n for n in range(40)]
+    val = [3.0 - 0.05 * n if n < 15 else 2.3 + 0.04 * (n - 15) for n in range(40)]
+    found = warned_after(zip(train, val))
+    assert len(found) == 1 and 25 <= found[0][0] <= 32
+    assert "over-fitting: in the last" in found[0][1] and "early_stopping" in found[0][1]
+
+
+@pytest.mark.parametrize("kind", ["both fall", "noise", "both rise", "one bad evaluation", "nan"])
+def test_over_fitting_is_not_warned_of_when(kind):
+    rng = np.random.default_rng(0)
+    falling = np.linspace(4, 1, 100)
+    train, val = {
+        "both fall": (falling, falling + 1),
+        "noise": (falling, 2 + 0.06 * rng.normal(size=100)),
+        "both rise": (falling[::-1], falling[::-1] + 1),  # a loss that gets another assignment
+        "one bad evaluation": (falling, np.where(np.arange(100) % 10 == 5, 9.0, 2.0)),
+        "nan": (falling, np.full(100, np.nan)),
+    }[kind]
+    assert not warned_after(zip(train.tolist(), val.tolist()))
+
+
+def test_noise_that_lasts_for_ten_evaluations_is_no_over_fitting():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        val = 2 + 0.06 * np.repeat(rng.normal(size=10), 10)
+        assert not warned_after(zip(np.linspace(4, 1, 100).tolist(), val.tolist()))
+
+
+OVERRIDES = [
+    "train.batch_size_per_card=4", "train.epochs=20", "log.every_steps=1", "log.images=2",
+    "optimizer.reference_batch_size=8", "early_stopping={patience: 2, min_delta: 0.05}",
+]  # fmt: skip
+# Of ten images two ranks make an epoch of two steps.  Three of these are in vain for min_delta.
+SCORES = {2: 0.1, 4: 0.3, 6: 0.34, 8: 0.4, 10: 0.41, 12: 0.45, 13: 0.2, 14: 0.9}
+ENDS_AT, BEST = 12, 12
+SLOW = 0.2  # seconds before each step of a rank
+
+
+def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
+    """Exit code and trainer of a run whose evaluations score as above."""
+    comm.init("cpu", DistributedConfig())
+    experiment = build_training(
+        tiny_config(data, [*OVERRIDES, *overrides]),
+        output_dir=output,
+        evaluate=True,
+        resume=resume,
+        command=["test"],
+        callbacks=callbacks,
+    )
+    trainer = experiment.trainer
+    inner = trainer.evaluator.evaluate
+
+    def evaluate(*arguments):
+        return {**inner(*arguments), "mAP": SCORES[trainer.progress.step]}
+
+    trainer.evaluator.evaluate = evaluate
+    with experiment.log:
+        before(trainer)
+        return trainer.fit(), trainer
+
+
+def ask_to_stop(trainer, step):
+    inner = trainer.feed.batches
+
+    def batches(first, scores):
+        for number, batch in enumerate(inner(first, scores), start=first):
+            trainer.progress.stop |= number == step and comm.rank() == 1
+            yield batch
+
+    trainer.feed.batches = batches
+
+
+def two_ranks(argument):
+    data, folder = Path(argument["data"]), Path(argument["folder"])
+    slow = FaultInjector(parse_faults(f"slow={SLOW}@rank1:step1"))
+    whole, trainer = trained(data, folder / "whole", callbacks=[slow])
+    found = [[whole, asdict(trainer.progress.standing)]]
+    stopped, _ = trained(data, folder / "resumed", before=lambda each: ask_to_stop(each, 10))
+    ended, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
+    found.append([ended, asdict(trainer.progress.standing)])
+    assert len(trainer.evaluator.pictures) == 2 * comm.is_main(), "rank 0 alone draws its share"
+    again, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
+    return [*found, [stopped, again, trainer.progress.step]]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    make_shapes(folder, train=10, val=3, size=64, seed=0)
+    return folder
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_ranks_end_early_alike_whether_resumed_or_not(shapes, tmp_path):
+    argument = {"data": str(shapes), "folder": str(tmp_path)}
+    first, second = run_on_ranks(2, "tests.unit.engine.test_early_stopping:two_ranks", argument)
+    assert first == second
+    whole, resumed, (stopped, again, step) = first
+    standing = {"metric": "mAP", "best": 0.4, "best_step": 8, "in_vain": 2}
+    assert whole == resumed == [0, standing]
+    assert (stopped, again, step) == (75, 0, ENDS_AT)  # resumed once more it ends at once
+    for name in ("whole", "resumed"):
+        output = tmp_path / name
+        records, text = lines_of(output), (output / "train.log").read_text()
+        assert [r["step"] for r in records if "loss" in r] == [*range(1, ENDS_AT + 1)]
+        names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
+        of_ranks = [r for r in records if names[0] in r]
+        assert len(of_ranks) == ENDS_AT  # with log.every_steps: 1
+        assert all(len(r[name]) == 2 and min(r[name]) >= 0 for r in of_ranks for name in names)
+        slowness = median(np.diff(r["rank_own_seconds"]).item() for r in of_ranks)
+        assert (slowness > SLOW / 2) == (name == "whole"), "the record names the slow rank"
+        assert records[-1]["finished"] == "early_stopping" and records[-1]["step"] == ENDS_AT
+        assert (
+            f"training ends early, after step {ENDS_AT}: mAP has not been better by more than 0.05 "
+            f"than 0.4000, that of step 8, in 2 evaluations (early_stopping.patience: 2)" in text
+        )
+        assert f"best: {output / 'checkpoints' / 'best'}, step {BEST}, mAP 0.4500" in text
+        for link, at in (("last", ENDS_AT), ("best", BEST)):
+            assert (output / "checkpoints" / link).resolve().name == f"step-{at:08d}"
+        assert json.loads((output / "evaluation.json").read_text())["step"] == BEST
+    assert [r["finished"] for r in lines_of(tmp_path / "resumed") if "finished" in r] == [
+        "signal", "early_stopping", "early_stopping",
+    ]  # fmt: skip
+
+
+def test_more_patience_on_resume_goes_on(shapes, tmp_path):
+    assert trained(shapes, tmp_path, "train.batch_size_per_card=8")[1].progress.step == ENDS_AT
+    more = ("train.batch_size_per_card=8", "early_stopping.patience=3", "train.max_steps=14")
+    code, trainer = trained(shapes, tmp_path, *more, resume=tmp_path)
+    assert (code, trainer.progress.step, trainer.progress.best_step) == (0, 14, 14)
+    assert lines_of(tmp_path)[-1]["finished"] == "total"
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path):
+    def goes_on(before, *overrides):
+        overrides = ("train.batch_size_per_card=8", *overrides)
+        _, trainer = trained(shapes, tmp_path / "other", *overrides, resume=tmp_path / before)
+        return trainer.progress, (tmp_path / "other" / "train.log").read_text()
+
+    trained(shapes, tmp_path / "run", "train.batch_size_per_card=8")
+    progress, text = goes_on("run", "early_stopping=null", "train.max_steps=13")
+    assert (progress.step, progress.best_step) == (13, BEST)
+    assert "best: " not in text, "the best was not left there"
+    progress, text = goes_on("other", "train.max_steps=14")
+    assert (progress.step, progress.standing.in_vain) == (14, 0)
+    assert f"best: {tmp_path / 'other' / 'checkpoints' / 'best'}, step 14, mAP 0.9000" in text
+
+
+def test_without_evaluations_it_is_refused(shapes, tmp_path):
+    comm.init("cpu", DistributedConfig())
+    with pytest.raises(
+        ConfigError, match=r"early_stopping goes by what evaluations find: .*--eval"
+    ):
+        build_training(
+            tiny_config(shapes, OVERRIDES),
+            output_dir=tmp_path / "run",
+            evaluate=False,
+            resume=None,
+            command=["test"],
+        )
+
+
+def test_a_metric_that_the_model_does_not_have_is_refused(tmp_path):
+    file = tmp_path / "wrong.yml"
+    file.write_text(
+        "data: {format: coco, root: x, train: {images: a, annotations: b}, "
+        "val: {images: a, annotations: b}}\n"
+        "model: {name: ppyoloe, num_classes: 3}\nearly_stopping: {metric: top1}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(file, [], ExperimentConfig)
+    assert (
+        "early_stopping.metric: top1 is not measured for model.name: ppyoloe; expected one of "
+        "mAP, mAP50, fitness, f1, val_loss" in str(caught.value)
+    )

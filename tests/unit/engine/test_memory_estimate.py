@@ -1,0 +1,212 @@
+"""The estimate of a step's memory, and what is read of limits."""
+
+import resource
+import sys
+import time
+from subprocess import run
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.logging import RunLog
+from ppdist.config import load_config
+from ppdist.config.train import AmpConfig
+from ppdist.distributed import comm
+from ppdist.engine import auto_batch
+from ppdist.engine.auto_batch import (
+    ADDRESSES,
+    CARD,
+    HOST,
+    Estimate,
+    Meter,
+    estimate,
+    job_of,
+    room,
+    saved_bytes,
+    shortages,
+    shown,
+    tell_memory,
+    trial_of,
+)
+from ppdist.engine.build import build_model
+from ppdist.models.base import frozen_keys
+from tests.forked import ROOT
+from tests.unit.engine.tiny import SIZE, tiny_config
+
+FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
+GIB = 1 << 30
+
+
+def of(model, images=1, size=SIZE, moments=1, averaged=True, frozen=()):
+    return estimate(
+        model, images=images, sizes=[(size, size)], moments=moments, averaged=averaged,
+        amp=AmpConfig(), frozen=frozen,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_counts_what_the_optimizer_and_the_average_hold(family, tmp_path):
+    model = build_model(tiny_config(tmp_path, model=family))
+    found = of(model, moments=2)
+    everything = sum(value.numpy().nbytes for value in model.state_dict().values())
+    trained = sum(p.numpy().nbytes for p in model.parameters() if not p.stop_gradient)
+    assert (found.weights, found.average) == (2 * everything, everything)
+    assert (found.gradients, found.moments) == (trained, 2 * trained)
+    assert of(model, averaged=False).average == 0
+
+
+def test_what_is_frozen_has_no_gradient_and_keeps_nothing_for_backward(tmp_path):
+    model = build_model(tiny_config(tmp_path))
+    plain, tenth = of(model, moments=2), of(model, moments=2, frozen=frozen_keys(model, 1))
+    frozen = frozen_keys(model, ["backbone"])
+    still = sum(model.state_dict()[key].numpy().nbytes for key in frozen)
+    found = of(model, moments=2, frozen=frozen)
+    learned = sum(
+        each.numpy().nbytes
+        for key, each in model.named_parameters()
+        if not each.stop_gradient and key not in frozen
+    )
+    assert (found.gradients, found.moments) == (learned, 2 * learned)
+    assert (found.weights, found.average) == (plain.weights, plain.average - still)
+    assert found.activations < tenth.activations < plain.activations
+    assert of(model, moments=2) == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_grow_with_images_and_pixels(family, tmp_path):
+    model = build_model(tiny_config(tmp_path, model=family))
+    one = of(model).activations
+    assert of(model, images=6).activations == pytest.approx(6 * one, rel=1e-6)
+    assert of(model, size=4 * SIZE).activations == pytest.approx(16 * one, rel=1e-6)
+    small, large = (saved_bytes(model, side, AmpConfig())[0] for side in (64, 256))
+    assert large == pytest.approx(16 * small, rel=0.1)  # so a small image is enough
+
+
+def test_saved_tensors_of_a_known_layer_are_those_that_backward_needs():
+    """Of y = relu(conv(x)): the convolution keeps x, the relu its result."""
+
+    class Known(paddle.nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.conv = paddle.nn.Conv2D(3, 5, 3, padding=1)
+
+        def normalize(self, images):
+            return images.astype("float32")
+
+        def forward(self, images):
+            return paddle.nn.functional.relu(self.conv(images))
+
+    kept, outputs = saved_bytes(Known(), 16, AmpConfig())
+    assert outputs == 5 * 16 * 16 * 4
+    assert 3 * 16 * 16 * 4 + outputs <= kept <= 3 * 16 * 16 * 4 + 2 * outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_leaves_model_and_random_numbers_as_they_were(family, tmp_path):
+    model = build_model(tiny_config(tmp_path, model=family))
+    model.train()
+    still = model.sublayers()[3]
+    still.eval()
+    before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    modes = [layer.training for layer in model.sublayers(include_self=True)]
+    paddle.seed(3)
+    expected = paddle.rand([4]).numpy()
+    paddle.seed(3)
+    of(model)
+    assert (paddle.rand([4]).numpy() == expected).all()
+    assert modes == [layer.training for layer in model.sublayers(include_self=True)]
+    for key, value in model.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), before[key])
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Config, batch, overrides: what docs/batch.md shows.
+MEASURED = {
+    "PP-YOLOE+ s, 320": ("ppyoloe/ppyoloe_plus_s_80e_coco", 4, (320, 320)),
+    "PP-YOLOE+ m, 320": ("ppyoloe/ppyoloe_plus_m_80e_coco", 2, (320, 320)),
+    "PP-YOLOE+ quarter width, BCCD": ("examples/bccd_ppyoloe", 8, (256, 320)),
+    "YOLOv5 n, 320": ("yolov5/yolov5n_300e_coco", 8, (320, 320)),
+    "YOLOv5 s, 416": ("yolov5/yolov5s_300e_coco", 4, (416, 416)),
+    "YOLOv5 s classifier, 224": ("yolov5/yolov5s_cls_imagenet", 8, (224, 224)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_estimate_is_near_what_steps_take(case, record_property):
+    name, batch, (height, width) = MEASURED[case]
+    sizes = [f"model.image_size=[{height},{width}]", "train.multi_scale=[]"]
+    config = load_config(ROOT / "configs" / f"{name}.yml", sizes)
+    expected = estimate(
+        build_model(config), images=batch, sizes=[(height, width)],
+        moments=1 if config.optimizer.name == "momentum" else 2,
+        averaged=config.train.ema.enabled, amp=config.train.amp,
+    ).total  # fmt: skip
+    trial = trial_of(job_of(config, 20, 1000), {HOST: 1 << 50}, time.monotonic() + 600)
+    took, why = trial([batch])
+    assert why == ""
+    off = expected / took[batch][HOST] - 1
+    figure = f"{case}, batch {batch}: {shown(took[batch][HOST])}, {shown(expected)}, {off:+.0%}"
+    record_property("figure", figure)
+    print(figure)
+    assert abs(off) < 0.35
+
+
+def test_a_rank_with_less_than_a_step_takes_is_warned():
+    expected = Estimate(4, (64, 64), GIB, GIB, GIB, GIB, GIB)
+    assert list(shortages(expected, {HOST: 100 * GIB})) == []
+    (warning,) = shortages(expected, {HOST: 2 * GIB, ADDRESSES: 100 * GIB})
+    assert warning == (
+        f"rank 0 (host {comm.host()}) has 2 GiB left of the memory of the host, and a step is "
+        f"estimated to take {shown(expected.total)}; to try out what fits: "
+        f"train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+    )
+
+
+def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
+    def fail():
+        raise OSError("cuda error 999")
+
+    monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
+    monkeypatch.setattr(comm, "on_gpu", lambda: True)
+    assert CARD not in room(1)
+    with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
+        tell_memory(fail, log)
+        tell_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1), log)
+    text = (tmp_path / "train.log").read_text()
+    assert "rank 0 cannot estimate what memory a step takes: OSError('cuda error 999')" in text
+    assert "a step is estimated to take 0 MiB on its card" in text
+
+
+@pytest.mark.slow
+def test_room_is_shared_by_the_ranks_of_a_host_and_a_limit_is_one_ranks_own():
+    alone, shared = room(1), room(4)
+    assert shared[HOST] == pytest.approx(alone[HOST] / 4, rel=0.1)
+    assert ADDRESSES not in alone
+    code = (
+        "from ppdist.engine.auto_batch import ADDRESSES, room, _status\n"
+        "import resource\n"
+        "limit = _status()['VmSize'] + (1 << 30)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "print(room(4)[ADDRESSES])\n"
+    )
+    found = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout.split()[-1]) == pytest.approx(GIB, rel=0.05)
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+@pytest.mark.slow
+def test_a_meter_sees_what_was_taken_and_given_back():
+    code = (
+        "from ppdist.engine.auto_batch import HOST, ADDRESSES, Meter\n"
+        "meter = Meter()\n"
+        "taken = bytearray(200 << 20)\n"
+        "taken[::4096] = b'1' * len(taken[::4096])\n"
+        "del taken\n"
+        "peak = meter.peak()\n"
+        "print(peak[HOST] >> 20, peak[ADDRESSES] >> 20)\n"
+    )
+    found = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(199 <= int(number) < 230 for number in found.stdout.split()[-2:])
+    assert Meter().peak()[HOST] >= 0

@@ -1,0 +1,317 @@
+"""Preflight: ranks that do not mean the same run are refused, and told where they differ."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppdist.common.errors import ConfigError, UserError
+from ppdist.config.distributed import HOSTS_OWN_KEYS, DistributedConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.distributed import comm, store
+from ppdist.engine import preflight as module
+from ppdist.engine.data import require_the_same
+from ppdist.engine.preflight import differences, flat_config, preflight, within
+from tests.distributed import run_on_ranks
+from tests.forked import ROOT
+from tests.unit.engine.tiny import init_cpu, tiny_config
+
+HOST = socket.gethostname()
+CHANGES = (
+    "box",
+    "class",
+    "fewer",
+    "renamed",
+    "pixels",
+    "longer",
+)  # of data, see write_changed_data
+
+
+def test_a_difference_names_key_values_ranks_and_hosts() -> None:
+    hosts = ["a", "a", "b", "b"]
+    facts = [{"x": "1", "y": "2"}] * 2 + [{"x": "3", "y": "2"}, {"x": "3", "y": "2", "z": "4"}]
+    assert list(differences(facts, hosts)) == [
+        "x: 1 on ranks 0-1 (host a); 3 on ranks 2-3 (host b)",
+        "z: absent on ranks 0-1 (host a) and rank 2 (host b); 4 on rank 3 (host b)",
+    ]
+    assert comm.ranks_named([0, 2, 3], ["a"] * 4) == "ranks 0, 2-3 (host a)"
+
+
+def test_what_may_differ_between_hosts_is_not_compared_and_all_else_is(tmp_path: Path) -> None:
+    one = flat_config(tiny_config(tmp_path, ["output_dir=a", "data.workers=0"]))
+    other = flat_config(tiny_config(tmp_path, ["output_dir=b", "data.workers=3"]))
+    assert one == other and "train.amp.enabled" in one and "data.cache" in one
+    keys = {key for key, _ in module.flattened("", tiny_config(tmp_path).model_dump(mode="json"))}
+    assert keys >= set(HOSTS_OWN_KEYS)
+
+
+def test_weights_are_compared_by_their_content_not_their_place(tmp_path: Path) -> None:
+    facts = []
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).write_bytes(content)
+        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={tmp_path / name}"])))
+    assert facts[0] == facts[1] != facts[2]
+    none = flat_config(tiny_config(tmp_path))
+    assert none.keys() != facts[0].keys()  # one rank with weights, one without
+
+
+def test_of_a_run_whose_weights_are_taken_the_best_checkpoint_is_compared(tmp_path: Path) -> None:
+    facts = []
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        best = tmp_path / name / "checkpoints" / "best"
+        best.mkdir(parents=True)
+        (best / "manifest.json").write_text(content)
+        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={tmp_path / name}"])))
+    assert facts[0] == facts[1] != facts[2]
+
+
+def test_a_run_that_begins_does_not_set_aside_the_weights_it_begins_with(tmp_path: Path) -> None:
+    best, elsewhere = tmp_path / "checkpoints" / "best", tmp_path / "other.npz"
+    step = best.parent / "step-00000004"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    best.symlink_to(step.name)
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    for place in (tmp_path, best, step, step / "ema.safetensors", link):
+        config = tiny_config(tmp_path, [f"model.pretrained={place}"])
+        with pytest.raises(ConfigError, match=r"model\.pretrained: .* give the new run a folder"):
+            module.keep_sources(config, tmp_path)
+        module.keep_sources(config, tmp_path / "fine")
+    taught = tiny_config(tmp_path, [f"distill={{teacher: {tmp_path}, logits: {{}}}}"])
+    with pytest.raises(ConfigError, match=r"distill\.teacher: .* -o output_dir=PATH"):
+        module.keep_sources(taught, tmp_path)
+    for config in (tiny_config(tmp_path), tiny_config(tmp_path, [f"model.pretrained={elsewhere}"])):
+        module.keep_sources(config, tmp_path)
+
+
+def attempt(work: Callable[[], Any]) -> str:
+    """What the user hears."""
+    try:
+        return f"agreed: {work()}"
+    except UserError as error:
+        return str(error)
+
+
+def on_two_ranks(folder: str) -> dict[str, str]:
+    """Several differences between two ranks, one after the other; all of them are told of each."""
+    texts = {"devices": attempt(lambda: init_with(comm, "_choose_device", lambda device: "gpu"))}
+    other = DistributedConfig(bucket_mb="auto" if comm.rank() else 25)
+    texts["joining"] = attempt(lambda: comm.init("cpu", other))
+    init_cpu()
+    facts = {"a": "1", "b": "2"} if comm.rank() else {"b": "2", "a": "1"}
+    texts["order"] = attempt(lambda: module.require_agreement({"versions": facts}, [HOST] * 2))
+    texts["late"] = attempt(sum_without_rank_1)
+    texts |= differing_runs(Path(folder)) | differing_data(Path(folder))
+    return texts
+
+
+def init_with(owner: Any, name: str, replacement: Any) -> None:
+    """Joins, while on rank 1 something is replaced."""
+    on_rank_1(owner, name, replacement, init_cpu)
+
+
+def on_rank_1(owner: Any, name: str, replacement: Any, work: Callable[[], Any]) -> Any:
+    real = getattr(owner, name)
+    if comm.rank() == 1:
+        setattr(owner, name, replacement)
+    try:
+        return work()
+    finally:
+        setattr(owner, name, real)
+
+
+def sum_without_rank_1() -> None:
+    def give_up(tensor: Any) -> Any:
+        raise RuntimeError("gloo/transport/tcp/unbound_buffer.cc: Timed out")
+
+    real, comm.all_reduce_sum = comm.all_reduce_sum, give_up
+    try:
+        if comm.rank() == 0:
+            module.require_sum()
+        else:
+            next(store._meetings)  # the number of the announcement that it does not make
+    finally:
+        comm.all_reduce_sum = real
+        comm.barrier()
+
+
+def differing_runs(folder: Path) -> dict[str, str]:
+    second = comm.rank() == 1
+    code, versions, add = module.digests_of_code(), module.versions(), comm.all_reduce_sum
+
+    def look(overrides: Sequence[str] = (), evaluate: bool = False) -> list[str]:
+        config = tiny_config(folder, overrides)
+        return preflight(config, output_dir=folder, evaluate=evaluate, resume=False)
+
+    def replaced(name: str, value: Any, owner: Any = module) -> str:
+        return attempt(lambda: on_rank_1(owner, name, value, look))
+
+    changed = ["train.epochs=11", "output_dir=elsewhere"] if second else []
+    began = time.monotonic()
+    texts = {"same": attempt(look), "seconds": f"{time.monotonic() - began}"}
+    texts["config"] = attempt(lambda: look(changed))
+    texts["command line"] = attempt(lambda: look(evaluate=second))
+    other = code | {"ppdist/losses/boxes.py": "0", "ppdist/x.py": "1"}
+    texts["code"] = replaced("digests_of_code", lambda: other)
+    texts["versions"] = replaced("versions", lambda: versions | {"paddle": "3.0.0"})
+    texts["sum"] = replaced("all_reduce_sum", lambda tensor: add(tensor) + 1, comm)
+    return texts
+
+
+def differing_data(folder: Path) -> dict[str, str]:
+    def look(name: str) -> None:
+        root = folder / (name if comm.rank() else "same")
+        config = tiny_config(folder, [f"data.root={root}"])
+        require_the_same(read_split(config.data, "train", 3), config.data.root)
+
+    return {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
+
+
+def write_changed_data(folder: Path) -> None:
+    """`same` of four images, and beside it copies with one change each, named after it."""
+    make_shapes(folder / "same", train=4, val=1, size=64)
+    file = Path("annotations/instances_train.json")
+    for name in CHANGES:
+        shutil.copytree(folder / "same", folder / name)
+        tree = json.loads((folder / "same" / file).read_text())
+        if name == "box":
+            tree["annotations"][0]["bbox"][2] -= 1
+        elif name == "class":
+            tree["categories"][0]["name"] = "other"
+        elif name == "fewer":
+            last = tree["images"].pop()["id"]
+            tree["annotations"] = [one for one in tree["annotations"] if one["image_id"] != last]
+        elif name in ("pixels", "longer"):
+            image = folder / name / "images" / tree["images"][2]["file_name"]
+            content = image.read_bytes()
+            image.write_bytes(content[:-1] + (b"?" if name == "pixels" else b"??"))
+        else:
+            image, images = tree["images"][1], folder / name / "images"
+            (images / image["file_name"]).rename(images / "train" / "other.jpg")
+            image["file_name"] = "train/other.jpg"
+        (folder / name / file).write_text(json.dumps(tree))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two ranks was told of each difference."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_changed_data(folder)
+    return run_on_ranks(2, "tests.unit.engine.test_preflight:on_two_ranks", str(folder))
+
+
+@pytest.mark.slow
+def test_ranks_that_agree_start_within_five_seconds(told: list[dict[str, str]]) -> None:
+    for texts in told:
+        assert texts["same"].startswith("agreed") and texts["data: same"].startswith("agreed")
+        assert float(texts["seconds"]) < 5
+
+
+def test_each_kind_of_difference_is_refused_on_every_rank(
+    told: list[dict[str, str]], record_property
+) -> None:
+    for texts in told:
+        assert texts["config"] == (
+            f"the ranks differ, so nothing was started:\n"
+            f"  config: train.epochs: 10.0 on rank 0 (host {HOST}); 11.0 on rank 1 (host {HOST})\n"
+            f"    -> give every host the same file after -c and the same -o"
+        )
+        assert f"command line: --eval: False on rank 0 (host {HOST}); True" in texts["command line"]
+        assert "code: ppdist/losses/boxes.py: " in texts["code"]
+        assert "code: ppdist/x.py: absent on rank 0" in texts["code"]
+        assert f"3.0.0 on rank 1 (host {HOST})" in texts["versions"]
+        assert "an all-reduce over 2 ranks gave 4 where 3 is right" in texts["sum"]
+    alike = ("devices", "joining", "config", "command line", "code", "versions")
+    assert [told[0][name] for name in alike] == [told[1][name] for name in alike]
+    record_property("figure", f"{len(alike)} kinds of differences refused")
+
+
+def test_what_would_hang_while_ranks_join_is_refused_before(told: list[dict[str, str]]) -> None:
+    for texts in told:
+        assert texts["devices"].startswith(
+            f"device: cpu on rank 0 (host {HOST}), gpu on rank 1 (host {HOST})"
+        )
+        assert texts["joining"].startswith(
+            f"distributed.bucket_mb: 25 on rank 0 (host {HOST}), auto on rank 1 (host {HOST})"
+        )
+
+
+def test_data_that_differ_are_named_by_image_and_column(told: list[dict[str, str]]) -> None:
+    for texts in told:
+        box, classes, fewer, renamed = (texts[f"data: {name}"] for name in CHANGES[:4])
+        assert ".jpg: boxes: [[" in box and "give every host the same files below" in box
+        assert f"rank 0 (host {HOST}) and rank 1 (host {HOST}): the classes are" in classes
+        assert "4 and 3 images, of which only one has images/train/" in fewer
+        assert "other.jpg" in renamed and "in their order, image 1 is" in renamed
+
+
+def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
+    for texts in told:
+        pixels, longer = (texts[f"data: {name}"] for name in CHANGES[4:])
+        for text in (pixels, longer):
+            assert f"not the same images on rank 0 (host {HOST}) and rank 1 (host {HOST}): " in text
+        assert ".jpg: as many bytes, but others; give every host the same" in pixels
+        size = int(longer.partition(".jpg: ")[2].split()[0])
+        assert f".jpg: {size} bytes and {size + 1} bytes; give" in longer
+
+
+def test_a_rank_that_does_not_come_to_the_first_sum_is_named(told: list[dict[str, str]]) -> None:
+    text = told[0]["late"]
+    assert text.startswith("rank 1 (host 127.0.0.1) did not come to the first all-reduce within 0")
+
+
+def test_facts_in_another_order_are_the_same_and_the_script_is_a_fact(
+    told: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [texts["order"] for texts in told] == ["agreed: None"] * 2
+    script = tmp_path / "mine.py"
+    found = []
+    for content in ("1", "2"):
+        script.write_text(content)
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        found.append(module.digests_of_code())
+    assert found[0].keys() == found[1].keys() and found[0]["mine.py"] != found[1]["mine.py"]
+
+
+def test_a_call_that_does_not_come_back_ends_the_process_with_a_reason() -> None:
+    code = (
+        "import time; from ppdist.engine.preflight import within\n"
+        "with within(0.2, 'the first all-reduce'): time.sleep(30)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "the first all-reduce has not come back within 0.2 s" in done.stderr
+    assert "NCCL_SOCKET_IFNAME=" in done.stderr and f"on host {HOST}" in done.stderr
+
+
+def test_a_call_that_comes_back_leaves_no_clock_behind() -> None:
+    before = threading.active_count()
+    with within(0.1, "nothing"):
+        assert threading.active_count() == before + 1
+    time.sleep(0.2)  # the process would be gone
+    assert threading.active_count() == before
+
+
+def test_little_memory_and_a_full_disk_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
+    memory, disk = module.resource_warnings(tmp_path / "not" / "there")
+    assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank:")
+    assert disk.startswith("output_dir: ") and "3.0 GiB free" in disk

@@ -1,0 +1,493 @@
+"""Steps that fail on one rank: what all ranks do, and that training is what it was."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine import recovery
+from ppdist.engine.build import build_training
+from ppdist.engine.recovery import trusted
+from ppdist.engine.train_step import parts_of
+from tests.distributed import run_on_ranks
+from tests.unit.engine.tiny import tiny_config
+
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
+    "checkpoint.every_steps=3", "checkpoint.keep=9", "optimizer.reference_batch_size=8",
+    "data.bad_images=error",
+)  # fmt: skip
+# ten images: three steps an epoch on one rank, two on two
+
+
+def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False, evaluate=False):
+    """A run in this process; `before` gets the trainer.  Returns the trainer, when it is done."""
+    experiment = build_training(
+        tiny_config(Path(shapes), [*OVERRIDES, *overrides]),
+        output_dir=Path(folder),
+        evaluate=evaluate,
+        resume=Path(folder) if resume else None,
+        command=["test"],
+    )
+    with experiment.log:
+        before(experiment.trainer)
+        experiment.trainer.fit()
+    return experiment.trainer
+
+
+def alone(*arguments, **named):
+    comm.init("cpu", DistributedConfig())
+    return train(*arguments, **named)
+
+
+def weights(folder, group="model", link="last"):
+    return load_file(Path(folder) / "checkpoints" / link / f"{group}.safetensors")
+
+
+def lines_of(folder, name):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def same(first, second, groups=("model", "ema", "optimizer")):
+    found = [(weights(first, group), weights(second, group)) for group in groups]
+    return all(set(a) == set(b) and all(np.array_equal(a[k], b[k]) for k in a) for a, b in found)
+
+
+def at_step(trainer, number, action, times=1):
+    """Calls `action` when a step (from 0) begins, the first so many times."""
+    inner, done = trainer._step, []
+
+    def step(*arguments):
+        if trainer.progress.step == number and len(done) < times:
+            done.append(True)
+            action()
+        return inner(*arguments)
+
+    trainer._step = step
+
+
+def spoil(trainer, steps, times=1, factor=math.nan):
+    """Multiplies the loss of steps (from 0), each so many times."""
+    seen = dict.fromkeys(steps, 0)
+
+    def poisoned(loss, arguments, output):
+        step = arguments[4]
+        if seen.get(step, times) < times:
+            seen[step] += 1
+            return output._replace(total=output.total * factor)
+        return output
+
+    trainer.train_step.loss.register_forward_post_hook(poisoned)
+
+
+def out_of_memory(trainer, from_images=2, before=True):
+    """Batches of so many images do not fit any more, in forward or in backward."""
+    model, step = trainer.train_step.model, trainer.train_step
+
+    def fail(layer, inputs, outputs=None):
+        if inputs[0].shape[0] >= from_images and layer.training:
+            raise MemoryError("(ResourceExhausted) Fail to alloc memory")
+
+    if before:
+        return model.register_forward_pre_hook(fail)
+    inner = step.scaler.scale
+
+    def scale(loss):
+        if model.seen >= from_images:
+            raise MemoryError("(ResourceExhausted) Fail to alloc memory")
+        return inner(loss)
+
+    step.scaler.scale = scale
+    return model.register_forward_pre_hook(
+        lambda layer, inputs: setattr(layer, "seen", inputs[0].shape[0] if layer.training else 0)
+    )
+
+
+def freeze(trainer):
+    for layer in trainer.train_step.model.sublayers():
+        if isinstance(layer, paddle.nn.BatchNorm2D):
+            layer._use_global_stats = True
+
+
+@paddle.no_grad()
+def flip(trainer):
+    """One bit of a weight, of a running mean and of a velocity."""
+    model = trainer.train_step.model
+    mean = next(x._mean for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D))
+    velocity = next(iter(trainer.train_step.optimizer.state_dict().values()))
+    for tensor in (model.parameters()[3], mean, velocity):
+        array = np.array(tensor.numpy())
+        array.view(np.int32).ravel()[0] ^= 1 << 22
+        paddle.assign(paddle.to_tensor(array), tensor)
+
+
+def two_ranks(argument):
+    """Every scenario in one pair of processes, because each start takes seconds."""
+    comm.init("cpu", DistributedConfig())
+    shapes, top, me = argument["shapes"], Path(argument["folder"]), comm.rank()
+    found = {}
+
+    def run(name, *overrides, before=lambda trainer: None, of=1, **options):
+        trainer = train(
+            shapes,
+            top / name,
+            *overrides,
+            before=lambda trainer: (freeze(trainer), before(trainer) if me == of else None),
+            **options,
+        )
+        ours = np.concatenate([p.numpy().ravel() for p in trainer.train_step.model.parameters()])
+        found[name] = [
+            float(ours.sum(dtype="float64")),
+            trainer.feed.parts,
+            trainer.progress.returns,
+        ]
+
+    run("whole")
+    # Steps 5 to 7 are not finite on rank 1; step 6 is to be saved amid them, step 3 was before.
+    run("nan", before=lambda trainer: spoil(trainer, (4, 5, 6)), of=1)
+    run("memory", before=lambda t: at_step(t, 4, lambda: out_of_memory(t, 2)))
+    run("memory in backward", before=lambda t: at_step(t, 4, lambda: out_of_memory(t, 3, False)))
+    # Once more when it is made again: then both stay where they are.
+    often = "distributed.check_weights_every=2"
+    run("flip", often, before=lambda t: at_step(t, 4, lambda: flip(t), times=2))
+    run("evaluation", evaluate=True, before=break_one_evaluation)
+    run("evaluations", evaluate=True, of=0, before=break_all_evaluations)
+    return found
+
+
+def break_one_evaluation(trainer):
+    hook = trainer.evaluated_model.register_forward_pre_hook(lambda *_: (hook.remove(), 1 / 0))
+
+
+def break_all_evaluations(trainer):
+    trainer.evaluator.measure = lambda found: 1 / 0
+
+
+@pytest.fixture(scope="module")
+def ranks(shapes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    argument = {"shapes": str(shapes), "folder": str(folder)}
+    first, second = run_on_ranks(
+        2, "tests.unit.engine.test_recovery:two_ranks", argument, seconds=600
+    )
+    assert first == second  # not a bit apart, after everything
+    return folder, first
+
+
+def log_of(ranks, name):
+    return (ranks[0] / name / "train.log").read_text()
+
+
+def test_steps_that_one_rank_cannot_finish_take_all_ranks_back_with_half_the_rate(ranks, shapes):
+    folder, found = ranks
+    assert found["nan"][2] == 1 and found["whole"][2] == 0
+    text = log_of(ranks, "nan")
+    assert "not finite for 3 steps in a row, up to step 7: back to the weights after step 3" in text
+    assert "from there on with 0.5 of the learning rate (return 1 of at most 3)" in text
+    bad = lines_of(folder / "nan", "bad_steps.jsonl")
+    assert [(line["step"], line["rank"]) for line in bad] == [
+        (step, rank) for step in (5, 6, 7) for rank in (0, 1)
+    ]
+    assert all(line["loss"] == "nan" for line in bad if line["rank"] == 1)
+    assert all(math.isfinite(line["loss"]) for line in bad if line["rank"] == 0)
+    assert all(Path(path).is_file() for line in bad for path in line["images"])
+    # Nothing was saved amid the bad steps, from which a killed run would go on.
+    assert not (folder / "nan" / "checkpoints-old-1").exists()
+    rates, whole = (
+        [(record["step"], record["lr"]) for record in lines_of(folder / name, "metrics.jsonl")
+         if "lr" in record]
+        for name in ("nan", "whole")
+    )  # fmt: skip
+    assert rates == whole[:3] + [(step, rate / 2) for step, rate in whole[3:]]
+    state = json.loads((folder / "nan/checkpoints/last/state.json").read_text())
+    assert (state["step"], state["returns"], state["bad_steps"]) == (8, 1, 0)
+
+
+def test_a_rank_without_memory_makes_all_take_smaller_bites_of_the_same_steps(ranks):
+    folder, found = ranks
+    for name, parts in (("memory", 4), ("memory in backward", 2)):
+        assert found[name][1] == parts
+        # The same images in the same steps, dealt out otherwise: rounding is all that differs.
+        whole = weights(folder / "whole")
+        for key, value in weights(folder / name).items():
+            np.testing.assert_allclose(value, whole[key], rtol=1e-4, atol=1e-5, err_msg=key)
+        losses = [
+            [
+                record["loss"]
+                for record in lines_of(folder / run, "metrics.jsonl")
+                if "loss" in record
+            ]
+            for run in ("whole", name)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 8
+        assert losses[1][:4] == losses[0][:4]
+    text = log_of(ranks, "memory")
+    assert "step 5: rank 1 (host " in text and "micro-batches of at most 2 of the 4 images" in text
+    assert "at most 1 of the 4 images (train.batch_size_per_card) and 4 times as many" in text
+    state = json.loads((folder / "memory/checkpoints/last/state.json").read_text())
+    assert state["most_images"] == 1
+
+
+def test_two_ranks_whose_weights_differ_are_named_and_go_back_together(ranks):
+    text = log_of(ranks, "flip")
+    assert "after step 6: rank 1 (host " in text and "held other weights than rank 0 (host " in text
+    assert text.count("which of them are right cannot be told; all have those of rank 0") == 2
+    assert text.count("after step 6: back to the weights after step 3, as each rank has kept") == 1
+    assert text.count("held other weights") == 2  # velocity, too, is then the same
+    records = lines_of(ranks[0] / "flip", "metrics.jsonl")
+    (returned,) = [record for record in records if "returned_from_step" in record]
+    assert (returned["step"], returned["returned_from_step"]) == (3, 6)
+    assert returned["reason"] == "ranks held different weights"
+    assert "held other weights" not in log_of(ranks, "whole")
+
+
+def test_an_evaluation_that_fails_on_one_rank_is_made_again(ranks):
+    folder, _ = ranks
+    text = log_of(ranks, "evaluation")
+    assert "the evaluation after step 2 failed, it is tried once more: rank 1 (host " in text
+    assert "ZeroDivisionError: division by zero" in text
+    evaluated = [r["step"] for r in lines_of(folder / "evaluation", "metrics.jsonl") if "mAP" in r]
+    assert evaluated == [2, 4, 6, 8]
+    assert same(folder / "evaluation", folder / "whole")
+
+
+def test_training_goes_on_without_an_evaluation_that_fails_again(ranks):
+    folder, _ = ranks
+    text = log_of(ranks, "evaluations")
+    assert text.count("failed, TRAINING GOES ON WITHOUT THIS EVALUATION: rank 0") == 4
+    assert not [r for r in lines_of(folder / "evaluations", "metrics.jsonl") if "mAP" in r]
+    assert same(folder / "evaluations", folder / "whole")
+
+
+def test_going_back_is_resuming_with_half_the_rate_bit_for_bit(shapes, tmp_path):
+    short = "train.max_steps=6"
+    alone(shapes, tmp_path / "back", short, before=lambda trainer: spoil(trainer, (3, 4, 5)))
+    alone(shapes, tmp_path / "resumed", "train.max_steps=3")
+    alone(shapes, tmp_path / "resumed", short, before=halve, resume=True)
+    assert same(tmp_path / "back", tmp_path / "resumed")
+    alone(shapes, tmp_path / "start", short, before=lambda trainer: spoil(trainer, (0, 1, 2)))
+    alone(shapes, tmp_path / "halved", short, before=halve)
+    assert same(tmp_path / "start", tmp_path / "halved")  # back to the start, momentum and all
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp_path):
+    def bad(trainer):
+        spoil(trainer, (4, 5, 6))  # step 6 is to be saved
+
+    def killed(trainer):
+        bad(trainer)
+        at_step(trainer, 6, lambda: 1 / 0)
+
+    def stopped(trainer):
+        bad(trainer)
+        at_step(trainer, 5, trainer._ask_to_stop)
+
+    short = "train.max_steps=8"
+    alone(shapes, tmp_path / "whole", short, before=bad)
+    with pytest.raises(ZeroDivisionError):
+        alone(shapes, tmp_path / "killed", short, before=killed)
+    alone(shapes, tmp_path / "killed", short, before=bad, resume=True)
+    assert same(tmp_path / "whole", tmp_path / "killed")
+    trainer = alone(shapes, tmp_path / "stopped", short, before=stopped)
+    assert (trainer.progress.step, trainer.progress.returns) == (4, 1)  # not before it was back
+    alone(shapes, tmp_path / "stopped", short, resume=True)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_best_of_steps_that_are_made_again_goes_aside_and_the_log_says_where(shapes, tmp_path):
+    def rising(trainer):
+        spoil(trainer, (5, 6, 7))
+        inner = trainer.evaluator.evaluate
+
+        def evaluate(*arguments):
+            return {**inner(*arguments), "mAP": float(trainer.progress.step)}
+
+        trainer.evaluator.evaluate = evaluate
+
+    short = ("train.max_steps=8", "checkpoint.every_steps=5")
+    alone(shapes, tmp_path, *short, before=rising, evaluate=True)
+    text = (tmp_path / "train.log").read_text()
+    assert f"checkpoints beyond step 5 are now in {tmp_path / 'checkpoints-old-1'}" in text
+    assert (tmp_path / "checkpoints-old-1" / "best").resolve().name == "step-00000006"
+    records = lines_of(tmp_path, "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == [*range(1, 9)]
+    assert [r["step"] for r in records if "mAP" in r] == [3, 6, 8]
+
+
+def test_a_run_that_goes_back_in_vain_ends_and_says_where_the_images_are(shapes, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row, up to step 5, and 3 returns"):
+        alone(
+            shapes, tmp_path, "train.bad_steps_limit=2", before=lambda t: spoil(t, (3, 4), times=9)
+        )
+    assert len(lines_of(tmp_path, "bad_steps.jsonl")) == 8
+    assert json.loads((tmp_path / "checkpoints/last/state.json").read_text())["step"] == 3
+
+
+def test_images_that_are_not_finite_leave_no_trace_in_running_statistics(
+    shapes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(recovery, "loss_scale", lambda scaler: 0.5)
+
+    def poison(trainer):
+        inner = trainer.train_step.model.normalize
+
+        def normalize(images_B3HW):
+            factor = math.nan if trainer.progress.step == 1 else 1.0
+            return inner(images_B3HW) * factor
+
+        trainer.train_step.model.normalize = normalize
+
+    alone(shapes, tmp_path, "train.max_steps=3", before=poison)
+    for group in ("model", "ema"):
+        assert all(np.isfinite(value).all() for value in weights(tmp_path, group).values())
+    assert (
+        "float16 no longer reaches: set train.amp.dtype: bfloat16"
+        in (tmp_path / "train.log").read_text()
+    )
+
+
+def test_a_step_left_out_opens_no_image_and_moves_no_weight(shapes, tmp_path, monkeypatch):
+    alone(shapes, tmp_path / "two", "train.max_steps=2")
+    monkeypatch.setenv(SKIP_STEP_VARIABLE, "3")
+    opened = []
+
+    def note(trainer):
+        inner = trainer.feed._loader._samples.batch
+
+        def batch(keys, *rest):
+            opened.extend(key.index for key in keys)
+            return inner(keys, *rest)
+
+        trainer.feed._loader._samples.batch = batch
+
+    trainer = alone(shapes, tmp_path / "three", "train.max_steps=3", before=note, evaluate=True)
+    left_out = trainer.feed.images_of(2, None)
+    assert sorted([*opened, *left_out]) == list(range(10))
+    assert same(tmp_path / "two", tmp_path / "three")
+    assert (
+        "step 3 is left out, because the run ended there twice; its images: "
+        in (tmp_path / "three" / "train.log").read_text()
+    )
+    (line,) = lines_of(tmp_path / "three", "bad_steps.jsonl")
+    assert (line["step"], line["why"], len(line["images"])) == (3, "left out", len(left_out))
+    assert (tmp_path / "three/checkpoints/step-00000003").is_dir()  # saved and evaluated as due
+    assert [r["step"] for r in lines_of(tmp_path / "three", "metrics.jsonl") if "mAP" in r] == [3]
+
+
+def test_a_single_image_without_memory_is_the_users_to_put_right(shapes, tmp_path):
+    with pytest.raises(ConfigError, match=r"step 1: rank 0 .* out of memory with one image at a"):
+        alone(shapes, tmp_path, before=lambda trainer: out_of_memory(trainer, 1))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_still_takes_small_bites_and_the_users_batch_may_be_smaller_yet(
+    shapes, tmp_path
+):
+    alone(shapes, tmp_path, "train.max_steps=2", before=lambda t: out_of_memory(t, 3))
+    assert alone(shapes, tmp_path, "train.max_steps=4", resume=True).feed.parts == 2
+    smaller = ("train.batch_size_per_card=1", "train.accumulate_steps=4", "train.max_steps=6")
+    assert alone(shapes, tmp_path, *smaller, resume=True).feed.parts == 1
+
+
+def test_a_rank_that_cannot_tell_the_others_leaves_it_to_the_next_attempt(
+    shapes, tmp_path, monkeypatch
+):
+    """Within a collective of GPUs, where nobody knows which meetings it missed."""
+
+    def run_out(trainer):
+        def call(*arguments):
+            raise OSError("(External) CUDNN error(4), CUDNN_STATUS_ALLOC_FAILED")
+
+        trainer.train_step._gradients = call
+
+    job = tmp_path / "job"  # fleetrun's, on this host, from one attempt to the next
+    job.mkdir()
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(job))
+    alone_it_says = r"step 1: rank 0 \(.*\) ran out of memory; fleetrun --max_restart .* 2 im"
+    with pytest.raises(MemoryError, match=alone_it_says):
+        recovered_parts(shapes, tmp_path, run_out)
+    assert recovered_parts(shapes, tmp_path) == 2
+    monkeypatch.delenv(JOB_DIR_VARIABLE)  # another job, of someone who has read the message
+    assert recovered_parts(shapes, tmp_path) == 1
+
+
+def recovered_parts(shapes, folder, before=lambda trainer: None):
+    return alone(shapes, folder, "train.max_steps=1", before=before).feed.parts
+
+
+def test_what_counts_as_too_little_memory():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(
+        OSError("CUBLAS_STATUS_ALLOC_FAILED")
+    )
+    assert not is_out_of_memory(OSError("No such file")) and not is_out_of_memory(ValueError())
+    with pytest.raises(MemoryError):
+        paddle.empty([10**14])
+    sizes = [parts_of(12, most) for most in (None, 12, 11, 6, 5, 1)]
+    assert sizes == [1, 1, 2, 2, 4, 16]
+
+
+@pytest.mark.parametrize(
+    "groups, finite, right, sure",
+    [
+        ([[0], [1, 2]], [True, True, True], [1, 2], True),  # more than half
+        ([[0], [1]], [False, True], [1], True),  # alone finite
+        ([[0], [1]], [True, True], [0], False),  # then the lowest rank
+        ([[0], [1]], [False, False], [0], False),
+        ([[0, 3], [1, 2]], [True] * 4, [0, 3], False),
+        ([[0], [1, 2], [3]], [True] * 4, [1, 2], False),
+    ],
+)
+def test_which_of_several_weights_are_taken_for_right(groups, finite, right, sure):
+    assert trusted(groups, finite) == (right, sure)
+
+
+WAYS = {
+    "shares of AdamW": ["distributed.shard_optimizer=true", "optimizer={name: adamw, lr: 0.001}"],
+    "local SGD": ["distributed.sync_every=2"],
+    "low rank": ["distributed.gradient_rank=2"],
+}
+
+
+def go_back_in_every_way(argument):
+    """As test_going_back..., on two ranks and for all that they keep besides weights."""
+    comm.init("cpu", DistributedConfig())
+    shapes, top = argument["shapes"], Path(argument["folder"])
+    later, first = (
+        lambda trainer, steps=steps: spoil(trainer, steps * comm.rank())
+        for steps in ((4, 5, 6), (0, 1, 2))
+    )  # rank 0 has none of them
+    for name, overrides in WAYS.items():
+        train(shapes, top / name / "back", *overrides, before=later)
+        train(shapes, top / name / "resumed", *overrides, "train.max_steps=3")
+        train(shapes, top / name / "resumed", *overrides, before=halve, resume=True)
+        train(shapes, top / name / "start", *overrides, before=first)
+        train(shapes, top / name / "halved", *overrides, before=halve)
+
+
+def halve(trainer):
+    trainer.progress.returns = 1
+
+
+@pytest.mark.slow
+def test_going_back_is_resuming_for_all_that_ranks_keep(shapes, tmp_path):
+    argument = {"shapes": str(shapes), "folder": str(tmp_path)}
+    run_on_ranks(2, "tests.unit.engine.test_recovery:go_back_in_every_way", argument, seconds=900)
+    for name in WAYS:
+        assert same(tmp_path / name / "back", tmp_path / name / "resumed"), name
+        assert same(tmp_path / name / "start", tmp_path / name / "halved"), name
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "3,,4", "-1", "3;4"])
+def test_steps_to_leave_out_that_are_no_numbers_are_the_users_error(text):
+    with pytest.raises(ConfigError, match=f"PPDIST_SKIP_STEP={text}: expected the numbers of st"):
+        recovery._left_out(text)
+    assert recovery._left_out("7,12") == {7, 12} and recovery._left_out("") == set()

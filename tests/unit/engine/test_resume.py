@@ -1,0 +1,320 @@
+"""Where a run goes on, with which settings, and what it says about it: on one rank."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import JOB_DIR_VARIABLE, CheckpointError
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine import state as module
+from ppdist.engine.build import build_training
+from ppdist.engine.checkpoint import read_checkpoint
+from ppdist.engine.evaluator import EvaluationStopped, Evaluator
+from ppdist.engine.preflight import flattened
+from ppdist.engine.state import FREE, SCORES, changes, require_same
+from tests.unit.engine.tiny import MODELS, tiny_config
+
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
+    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
+)  # fmt: skip
+# ten images in batches of four: three steps an epoch, nine in all
+
+
+def build(data, output_dir, *overrides, resume=None, changed=False, evaluate=False):
+    comm.init("cpu", DistributedConfig())
+    return build_training(
+        tiny_config(data, [*OVERRIDES, *overrides]),
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=resume,
+        command=["test"],
+        resume_changed=changed,
+    )
+
+
+def run(*arguments, **options):
+    experiment = build(*arguments, **options)
+    with experiment.log:
+        assert experiment.trainer.fit() == 0
+
+
+@pytest.fixture(scope="module")
+def five_steps(shapes, tmp_path_factory):
+    """What a run of five steps leaves: checkpoints of 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("five")
+    run(shapes, folder, "train.max_steps=5", evaluate=True)
+    return folder
+
+
+@pytest.fixture
+def output(five_steps, tmp_path):
+    return shutil.copytree(five_steps, tmp_path / "output", symlinks=True)
+
+
+def said(output_dir):
+    return (output_dir / "train.log").read_text()
+
+
+def logged_steps(output_dir):
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def steps_in(folder):
+    return sorted(int(path.name[-8:]) for path in folder.glob("step-*"))
+
+
+def test_the_tables_of_keys_name_only_keys_that_exist(tmp_path):
+    keys = set()
+    for model in MODELS:
+        taught = [] if model.endswith("_cls") else ["distill.teacher=DIR"]
+        config = tiny_config(tmp_path, taught, model).model_dump(mode="json")
+        keys |= {key for key, _ in flattened("", config)}
+    for name in (*FREE, *SCORES):
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    assert not set(FREE) & set(SCORES)
+
+
+def test_settings_are_told_apart_by_what_they_change(tmp_path):
+    then = tiny_config(tmp_path)
+    now = tiny_config(
+        tmp_path,
+        ["log.every_steps=3", "nms.keep=50", "optimizer.lr=1.0", "evaluate.every_epochs=4"],
+    )
+    found = changes(then, now, by_scores=False)
+    assert [each.key for each in found.free] == ["evaluate.every_epochs", "log.every_steps"]
+    assert [f"{each}" for each in found.scores] == ["nms.keep: 300 then, 50 now"]
+    assert [f"{each}" for each in found.learned] == ["optimizer.lr: 0.003 then, 1.0 now"]
+    found = changes(then, now, by_scores=True)
+    learned = ["evaluate.every_epochs", "nms.keep", "optimizer.lr"]
+    assert [each.key for each in found.learned] == learned
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_settings_that_teach_it_nothing_else(shapes, output, tmp_path):
+    free = ["data.workers=1", "train.batch_size_per_card=2", "train.accumulate_steps=2"]
+    run(shapes, output, *free, "train.max_steps=6", resume=output)
+    line = next(line for line in said(output).splitlines() if "teach it nothing else" in line)
+    assert "data.workers: 0 then, 1 now" in line
+    assert "train.batch_size_per_card: 4 then, 2 now" in line
+    assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
+
+
+def test_settings_that_change_what_is_learned_need_to_be_meant(shapes, output):
+    longer = ["train.epochs=4", "optimizer.lr=0.001", "log.images=0"]
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError) as refused:
+        run(shapes, output, *longer, resume=output)
+    text = str(refused.value)
+    assert "\n  optimizer.lr: 0.003 then, 0.001 now\n  train.epochs: 3.0 then, 4.0 now\n" in text
+    assert "step-00000005/config.yml" in text and "add --resume-changed" in text
+    assert "log.images" not in text
+    after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    assert {path for path in before if before[path] != after[path]} <= {output / "run.lock"}
+    run(shapes, output, *longer, "train.max_steps=6", resume=output, changed=True)
+    assert "from here on it is another: optimizer.lr: 0.003 then, 0.001 now; train" in said(output)
+    assert "the schedule goes on at step 5 of 12; it was one of 9" in said(output)
+    assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_training_set_is_noticed(shapes, output, tmp_path):
+    other = shutil.copytree(shapes, tmp_path / "other")
+    file = other / "annotations" / "instances_train.json"
+    content = json.loads(file.read_text())
+    content["annotations"][0]["bbox"][2] -= 1
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"another training set: 10 images then, 10 \(others"):
+        run(other, output, f"data.root={other}", resume=output)
+    moved = shutil.copytree(shapes, tmp_path / "moved")
+    run(moved, output, f"data.root={moved}", "train.max_steps=6", resume=output)
+    assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_begins_anew_where_scores_are_measured_otherwise(shapes, output):
+    experiment = build(shapes, output, evaluate=True, resume=output)
+    experiment.log.close()
+    assert np.isfinite(experiment.trainer.progress.best)
+    experiment = build(shapes, output, "evaluate.metric=mAP50", evaluate=True, resume=output)
+    experiment.log.close()
+    assert experiment.trainer.progress.best == -np.inf
+    assert 'evaluate.metric: null then, "mAP50" now): best begins anew' in said(output)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_moved_aside(shapes, output, tmp_path):
+    whole = tmp_path / "whole"
+    shutil.copytree(output, whole, symlinks=True)
+    file = output / "checkpoints" / "step-00000005" / "ema.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for folder in (whole, output):
+        run(shapes, folder, evaluate=True, resume=folder)
+    assert "passed over:" in said(output) and "ema.safetensors: damaged" in said(output)
+    assert "resumed from" in said(output) and "after step 4" in said(output)
+    assert steps_in(output / "checkpoints-old-1") == [5]
+    assert logged_steps(output) == logged_steps(whole) == [*range(1, 10)]
+    assert_same_checkpoint(output, whole)
+
+
+def assert_same_checkpoint(*folders):
+    for group in ("model", "ema", "optimizer"):
+        first, second = (
+            load_file(folder / "checkpoints" / "last" / f"{group}.safetensors")
+            for folder in folders
+        )
+        assert first.keys() == second.keys()
+        assert [key for key in first if not np.array_equal(first[key], second[key])] == []
+
+
+def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from_as_if_it_had_one(shapes, output):
+    path = output / "checkpoints" / "step-00000005"
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["optimizer.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"step 5 has no optimizer\.safetensors"):
+        run(shapes, output, resume=output)
+
+
+def test_a_stop_amid_an_evaluation_that_is_made_up_leaves_a_checkpoint(
+    shapes, output, tmp_path, monkeypatch
+):
+    def stop(*_):
+        raise EvaluationStopped
+
+    monkeypatch.setattr(Evaluator, "evaluate", stop)
+    other, path = tmp_path / "other", output / "checkpoints" / "step-00000004"
+    experiment = build(shapes, other, "train.max_steps=4", evaluate=True, resume=path)
+    with experiment.log:
+        assert experiment.trainer.fit() == 75
+    assert steps_in(other / "checkpoints") == [4]
+    assert "stopped by a signal after step 4; --resume continues from there" in said(other)
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_in_another_folder_whatever_lies_there(shapes, output, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(output / "checkpoints", other / "checkpoints", symlinks=True)
+    path = output / "checkpoints" / "step-00000004"
+    run(shapes, other, evaluate=True, resume=path)
+    run(shapes, output, evaluate=True, resume=output)
+    assert steps_in(other / "checkpoints-old-1") == [3, 4, 5]
+    assert steps_in(output / "checkpoints")[-3:] == [6, 8, 9]
+    assert_same_checkpoint(output, other)
+    assert "best appears there with the first that is better" in said(other)
+
+
+def test_a_finished_run_has_nothing_left_to_train(shapes, output):
+    run(shapes, output, "train.max_steps=5", evaluate=True, resume=output)
+    assert "nothing is left to train: this run ends after step 5" in said(output)
+    run(shapes, output, "train.max_steps=3", evaluate=True, resume=output)
+    assert steps_in(output / "checkpoints")[-1] == 5
+    assert logged_steps(output) == [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_hands_on_the_bad_images_and_the_id_of_its_run(shapes, output):
+    saved = read_checkpoint(output / "checkpoints" / "step-00000005").state["run"]
+    assert saved["images"] == 10 and saved["schedule_steps"] == 9
+    experiment = build(shapes, output, "train.max_steps=6", resume=output)
+    with experiment.log:
+        assert experiment.trainer.progress.run.id == saved["id"]
+        experiment.trainer._meet_bad_images({7: "cut short"})
+        experiment.trainer.fit()
+    experiment = build(shapes, output, resume=output)
+    experiment.log.close()
+    assert experiment.trainer.bad_images.known == {7: "cut short"}
+    assert experiment.trainer.progress.run.id == saved["id"]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The folder that fleetrun keeps from one attempt to the next."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(folder))
+    return folder
+
+
+def test_an_attempt_goes_on_from_what_the_job_has_written_without_being_told(shapes, job, tmp_path):
+    output = tmp_path / "output"
+    run(shapes, output, "train.max_steps=4")
+    experiment = build(shapes, output)  # the very command, which does not say --resume
+    with experiment.log:
+        assert experiment.trainer.progress.step == 4
+        experiment.trainer.fit()
+    assert logged_steps(output) == [*range(1, 10)]
+    assert not (output / "metrics.previous.jsonl").exists()
+
+
+def test_an_attempt_does_not_take_what_an_earlier_run_has_left(shapes, job, output):
+    # The job's first attempt was killed before it could move them aside: nothing is noted.
+    experiment = build(shapes, output)
+    experiment.log.close()
+    assert experiment.trainer.progress.step == 0
+    assert steps_in(output / "checkpoints-old-1") == [3, 4, 5]
+    # The second was killed before its first checkpoint.
+    experiment = build(shapes, output)
+    experiment.log.close()
+    assert experiment.trainer.progress.step == 0
+    previous = (output / "metrics.previous.jsonl").read_text()
+    assert '"loss"' in previous  # of the earlier run, and not of the attempt before this one
+
+
+@pytest.mark.slow
+def test_an_attempt_of_a_resumed_run_begins_where_the_command_says(shapes, job, output, tmp_path):
+    other = tmp_path / "other"
+    path = output / "checkpoints" / "step-00000004"
+    for expected in (4, 4, 6):  # killed before its first checkpoint; after it; and once more
+        experiment = build(shapes, other, "train.max_steps=6", resume=path)
+        with experiment.log:
+            assert experiment.trainer.progress.step == expected
+            if (job / "again").exists():
+                experiment.trainer.fit()
+        (job / "again").touch()
+
+
+def test_a_returned_host_learns_from_the_others_that_the_job_has_begun(monkeypatch, job):
+    monkeypatch.setattr(comm, "exchange", lambda mine: [mine, "the run", None])
+    assert module.job_run() == "the run"
+
+
+def test_the_size_of_messages_is_that_of_a_checkpoint_of_as_many_ranks(
+    shapes, five_steps, tmp_path, monkeypatch
+):
+    taken = []
+    monkeypatch.setattr(comm, "resume_bucket", taken.append)
+    found = read_checkpoint(five_steps / "checkpoints" / "step-00000005")
+    for world in (1, 2):
+        state = {**found.state, "world": world, "bucket_mb": 4 * world}
+        checkpoint = replace(found, state=state)
+        monkeypatch.setattr(module, "_asked_for", lambda asked, each=checkpoint: (each, []))
+        config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+        start = module.find_start(five_steps, tmp_path, config, False)
+        assert start.step == 5 and not start.own
+    assert taken == [4]
+    assert start.notes[0] == "ranks: 2 then, 1 now; each step has the same images"
+
+
+def test_a_configuration_of_another_version_is_shown_and_not_guessed(tmp_path):
+    (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
+    config = tiny_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
+        require_same(tmp_path, config, by_scores=False, allow=False)
+    assert require_same(tmp_path, config, by_scores=False, allow=True).learned
+
+
+def test_auto_means_the_output_dir_once_it_holds_a_checkpoint_whole_or_not(
+    shapes, five_steps, tmp_path
+):
+    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+    (tmp_path / "checkpoints").mkdir()
+    assert module.find_start(module.AUTO, tmp_path, config, False).step is None
+    assert module.find_start(module.AUTO, five_steps, config, False).step == 5
+    (tmp_path / "checkpoints" / "step-00000005").mkdir()  # torn: an error, rather than anew
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        module.find_start(module.AUTO, tmp_path, config, False)

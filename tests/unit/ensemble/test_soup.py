@@ -1,0 +1,132 @@
+"""Averages of weights: what is averaged, what is left out, what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import ConfigError, WeightsError
+from ppdist.engine.build import build_model
+from ppdist.ensemble.soup import begin, greedy, put, read, require_different, uniform
+from ppdist.models.weights import arrays_of, write_arrays
+from tests.unit.engine.tiny import tiny_config
+
+
+def several(tmp_path: Path, count: int, model: str = "yolov5"):
+    """A model and files with weights like its own, each moved by other noise."""
+    built = build_model(tiny_config(tmp_path, model=model))
+    own, paths = arrays_of(built), []
+    named = dict(built.named_parameters())
+    for place in range(count):
+        rng = np.random.default_rng(place)
+        moved = {
+            key: value + rng.random(value.shape).astype(np.float32) if key in named else value
+            for key, value in own.items()
+        }
+        paths.append(tmp_path / f"{place}.npz")
+        write_arrays(paths[-1], moved)
+    return built, paths
+
+
+@pytest.mark.parametrize("name", ["yolov5", "ppyoloe", "yolov5_cls"])
+def test_all_weights_and_statistics_are_averaged_and_constants_kept(name, tmp_path: Path) -> None:
+    model, paths = several(tmp_path, 3, name)
+    before = arrays_of(model)
+    put(model, uniform(model, paths).mean())
+    files = [dict(np.load(path)) for path in paths]
+    changed = set()
+    for key, value in arrays_of(model).items():
+        expected = np.mean([file[key].astype(np.float64) for file in files], axis=0)
+        np.testing.assert_array_equal(value, expected.astype(value.dtype))
+        changed |= {key} if (value != before[key]).any() else set()
+    assert any(key.endswith("._mean") for key in changed)
+    assert {key for key in before if key not in changed} == (
+        {"head.anchors"} if name == "yolov5" else set()
+    )
+
+
+def test_the_mean_of_equals_is_exactly_the_same_and_nothing_differs(tmp_path: Path) -> None:
+    model, (path,) = several(tmp_path, 1)
+    arrays = read(model, path)
+    soup = begin(model, path, arrays).plus(path, arrays).plus(path, arrays)
+    assert soup.differs == frozenset() and len(soup.paths) == 3
+    assert all((value == arrays[key]).all() for key, value in soup.mean().items())
+
+
+def test_what_differs_is_known_by_key(tmp_path: Path) -> None:
+    model, (path,) = several(tmp_path, 1)
+    arrays = read(model, path)
+    key = next(key for key in arrays if key.endswith("._mean"))
+    other = {**arrays, key: arrays[key] + 1}
+    assert begin(model, path, arrays).plus(path, other).differs == {key}
+
+
+def test_other_anchors_are_refused_because_their_mean_is_nothing(tmp_path: Path) -> None:
+    model, (first, second) = several(tmp_path, 2)
+    arrays = dict(np.load(second))
+    write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
+    with pytest.raises(WeightsError) as error:
+        uniform(model, [first, second])
+    assert error.value.code == "weights_not_alike"
+    assert str(error.value) == (
+        f"{second}: head.anchors is not that of {first}, and cannot be averaged; give checkpoints "
+        f"of one run, or of runs that started alike (of YOLOv5: with the same model.anchors)"
+    )
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    model, (path,) = several(tmp_path, 1)
+    write_arrays(tmp_path / "other.npz", {"a": np.zeros(3, np.float32)})
+    with pytest.raises(WeightsError) as error:
+        uniform(model, [path, tmp_path / "other.npz"])
+    assert error.value.code == "weights_of_other_architecture"
+
+
+def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "best").symlink_to("step-1")
+    with pytest.raises(ConfigError) as error:
+        require_different([tmp_path / "step-1", tmp_path / "best"])
+    assert error.value.code == "weights_repeated"
+    assert str(error.value) == (
+        f"--weights: {tmp_path}/best is the same as {tmp_path}/step-1; leave one out"
+    )
+    with pytest.raises(
+        ConfigError, match="--weights: 1 given, expected two or more to average"
+    ) as error:
+        require_different([tmp_path / "best"])
+    assert error.value.code == "weights_too_few"
+
+
+def test_the_greedy_soup_takes_the_best_first_and_leaves_out_what_makes_it_worse(
+    tmp_path: Path,
+) -> None:
+    model, paths = several(tmp_path, 4)
+    key = next(key for key, value in model.named_parameters() if not value.stop_gradient)
+    # Each file is a point; the score is how near the mean of the points taken is to 10.
+    for path, point in zip(paths, [16.0, 7.0, 12.0, 30.0]):
+        arrays = dict(np.load(path))
+        write_arrays(path, {**arrays, key: np.full_like(arrays[key], point)})
+    renewed = []
+
+    def score() -> float:
+        return -abs(float(model.state_dict()[key].numpy().flat[0]) - 10)
+
+    def renew(soup) -> None:
+        renewed.append([path.name for path in soup.paths])
+        put(model, soup.mean())
+
+    soup, tried = greedy(model, paths, score, renew)
+    # 12 alone scores -2; with 7 (9.5): -0.5, taken; with 16 (11.67): -1.67, left; with 30: left.
+    assert [path.name for path in soup.paths] == ["2.npz", "1.npz"]
+    assert [each.taken for each in tried] == [True, True, False, False]
+    assert [each.alone for each in tried] == [-2, -3, -6, -20]
+    assert [each.together for each in tried] == pytest.approx([-2, -0.5, -5 / 3, -19 / 3])
+    assert renewed == [["2.npz", "1.npz"], ["2.npz", "1.npz", "0.npz"], ["2.npz", "1.npz", "3.npz"]]
+    assert soup.mean()[key].flat[0] == 9.5
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    model, paths = several(tmp_path, 3)
+    soup, tried = greedy(model, paths, lambda: 0.5, lambda soup: None)
+    assert list(soup.paths) == paths and all(each.taken for each in tried)

@@ -1,0 +1,87 @@
+"""Views of a model: input sizes and mirrored images give boxes of the original."""
+
+from dataclasses import replace
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.engine.evaluator import Evaluator
+from ppdist.ensemble.views import Mirrored, require_same_images, sizes_of
+from ppdist.models.base import Detector
+from tests.unit.engine.test_evaluator import IMAGES, Loader, Oracle, five_images
+
+
+class Brightest(Detector):
+    """Finds the one bright pixel of an image: a box that reaches from it 5 to the right, 3 down."""
+
+    def __init__(self) -> None:
+        super().__init__(1, (32,), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+        self.norm = paddle.nn.BatchNorm2D(3)
+
+    def forward(self, images_B3HW):
+        return images_B3HW[:, 0].numpy()
+
+    def decode(self, outputs):
+        boxes = []
+        for image_HW in outputs:
+            y, x = np.unravel_index(image_HW.argmax(), image_HW.shape)
+            boxes.append([[x, y, x + 5, y + 3]])
+        return paddle.ones([len(boxes), 1, 1]), paddle.to_tensor(np.array(boxes, np.float32))
+
+
+def test_a_mirrored_detector_gives_boxes_of_the_image_as_it_is() -> None:
+    images = np.zeros((2, 3, 32, 64), np.uint8)
+    images[0, :, 4, 10] = images[1, :, 30, 63] = 255
+    plain_BN4 = Brightest().predict(paddle.to_tensor(images))[1]
+    mirrored_BN4 = Mirrored(Brightest()).predict(paddle.to_tensor(images))[1]
+    assert plain_BN4.numpy().tolist() == [[[10, 4, 15, 7]], [[63, 30, 68, 33]]]
+    # What it sees to the right of the pixel lies to its left: x1 = 64 - (53 + 5).
+    assert mirrored_BN4.numpy().tolist() == [[[6, 4, 11, 7]], [[59, 30, 64, 33]]]
+
+
+def test_the_evaluator_takes_a_mirrored_detector_for_any_other() -> None:
+    dataset = five_images()
+    model = Oracle(dataset)
+    evaluator = Evaluator(dataset, Loader(dataset, list(range(IMAGES))), NMSConfig())
+    plain_R7 = evaluator.predict(model)
+    model.train()
+    seen_R7 = evaluator.predict(Mirrored(model))
+    assert model.training and model.norm.training, "the model within has its mode back, too"
+    # The images are grey, so the oracle finds the same boxes, which then are mirrored.
+    inside = plain_R7[:, 2] != 0.2
+    expected_R7 = plain_R7[inside].copy()
+    expected_R7[:, [3, 5]] = 256 - plain_R7[inside][:, [5, 3]]
+    found = {tuple(row.round(2)) for row in seen_R7.astype(float)}
+    assert {tuple(row.round(2)) for row in expected_R7.astype(float)} <= found
+
+
+def test_sizes_are_multiples_near_the_scales_and_none_counts_twice() -> None:
+    assert sizes_of((256, 320), (0.83, 1, 1.2), 32) == [(224, 256), (256, 320), (320, 384)]
+    assert sizes_of((64, 64), (0.1,), 32) == [(32, 32)]
+    with pytest.raises(ConfigError) as error:
+        sizes_of((256, 320), (1, 1.01), 32)
+    assert error.value.code == "scales_repeated"
+    assert str(error.value) == (
+        "--scales: 1 and 1.01 of 256x320 are both 256x320 pixels (sides are multiples of 32) and "
+        "would count twice; leave one out"
+    )
+
+
+def test_models_of_other_classes_or_images_are_refused() -> None:
+    one = five_images()
+    require_same_images("a.yml", one, "b.yml", replace(one, source="elsewhere"))
+    with pytest.raises(DataError) as error:
+        require_same_images("a.yml", one, "b.yml", replace(one, class_names=("dog", "cat")))
+    assert error.value.code == "models_of_other_classes"
+    assert str(error.value) == (
+        "a.yml and b.yml: cannot be fused: the classes are cat, dog and dog, cat; give models of "
+        "the same classes in the same order"
+    )
+    with pytest.raises(
+        DataError, match=r"the validation sets differ \(test and test, 5 images and 4 images\)"
+    ) as error:
+        require_same_images("a.yml", one, "b.yml", replace(one, records=one.records[1:]))
+    assert error.value.code == "validation_sets_differ"

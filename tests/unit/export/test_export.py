@@ -1,0 +1,372 @@
+"""Exported models: what they compute, what is refused, what stays untouched."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import paddle
+import pytest
+import yaml
+
+from ppdist.common.errors import ExportError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.export.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
+from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, split_rows
+from ppdist.export.spec import InferenceSpec, InputSection
+from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
+from ppdist.losses.nms import multiclass_nms
+from ppdist.models.layers import GlooSyncBatchNorm2D
+from ppdist.models.onednn.convert import use_onednn_convolutions
+from ppdist.models.ppyoloe import PPYOLOE
+
+SIZE = (64, 96)
+NMS = NMSConfig(score_threshold=0.3)
+Picture = Callable[..., np.ndarray]
+
+
+def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0) -> PPYOLOE:
+    """A PP-YOLOE+ of width 1/8 whose scores and boxes depend on the image, in training mode."""
+    paddle.seed(seed)
+    model = kind(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=3))
+    with paddle.no_grad():
+        for layer in model.yolo_head.pred_cls:
+            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.08)
+            layer.bias.set_value(paddle.full(layer.bias.shape, -2.0))
+        for layer in model.yolo_head.pred_reg:
+            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.1)
+        norms = [x for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)]
+        for layer in norms:
+            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+        model.train()
+        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
+        for layer in norms:
+            layer._momentum = 0.9
+            # A channel divided by little would make much of every rounding.
+            layer._variance.set_value(layer._variance.clip(min=0.2))
+    return model
+
+
+def tiny_spec(**changes: Any) -> InferenceSpec:
+    names = changes.pop("class_names", ("red", "green", "blue"))
+    return InferenceSpec(
+        model="tiny", input=InputSection(**{"size": SIZE, **changes}), nms=NMS,
+        class_names=names, category_ids=tuple(range(1, len(names) + 1)),
+    )  # fmt: skip
+
+
+def pictures(batch: int, height: int = SIZE[0], width: int = SIZE[1]) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    small = rng.integers(0, 256, (batch, 3, height // 8, width // 8))
+    return small.repeat(8, 2).repeat(8, 3).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> PPYOLOE:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def with_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("with") / "model"
+    export_detector(model, directory, tiny_spec())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def without_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("without") / "model"
+    export_detector(model, directory, tiny_spec(), nms_in_graph=False)
+    return directory
+
+
+def assert_same_boxes(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(got) == len(expected)
+    for got_R6, expected_R6 in zip(got, expected):
+        assert unexplained_rows(got_R6, expected_R6, NMS) == 0
+        assert abs(len(got_R6) - len(expected_R6)) <= 1
+    assert sum(map(len, expected)) >= 5
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
+@pytest.mark.parametrize("kind", ["with_nms", "without_nms"])
+def test_the_exported_model_keeps_the_boxes_of_eager(
+    model: PPYOLOE, kind: str, onednn: bool, request: pytest.FixtureRequest
+) -> None:
+    exported = ExportedPredictor(request.getfixturevalue(kind), RuntimeOptions(onednn=onednn))
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
+        assert_same_boxes(exported(images), eager(images))
+
+
+@pytest.mark.slow
+def test_images_without_objects_give_no_rows(tmp_path: Path, model: PPYOLOE) -> None:
+    nothing = NMS.model_copy(update={"score_threshold": 1.0})
+    save_graph(KeptModel(deployment_copy(model), nothing), tmp_path, tiny_spec().input)
+    for graph in load_graphs(tmp_path).values():
+        rows_R6, count_B = graph(pictures(2))
+        assert [found_R6.shape for found_R6 in split_rows(rows_R6, count_B)] == [(0, 6), (0, 6)]
+
+
+def test_infer_yml_alone_is_enough_to_get_the_boxes_of_eager(
+    model: PPYOLOE, with_nms: Path
+) -> None:
+    """Written without anything of ppdist, as somebody who deploys the model would."""
+    image_HW3 = pictures(1, 40, 200)[0].transpose(1, 2, 0).astype(np.uint8)
+    spec = yaml.safe_load((with_nms / "infer.yml").read_text(encoding="utf-8"))
+    assert (spec["input"]["colour"], spec["input"]["layout"]) == ("rgb", "BCHW")
+    assert (spec["resize"]["mode"], spec["resize"]["interpolation"]) == ("stretch", "cubic")
+    height, width = spec["input"]["size"]
+    resized = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_CUBIC)
+    config = paddle.inference.Config(*(str(with_nms / file) for file in spec["paddle"]["files"]))
+    config.disable_glog_info()
+    predictor = paddle.inference.create_predictor(config)
+    predictor.get_input_handle(spec["input"]["name"]).copy_from_cpu(
+        resized.transpose(2, 0, 1)[None].astype(spec["input"]["dtype"])
+    )
+    predictor.run()
+    rows_R6 = predictor.get_output_handle(spec["paddle"]["outputs"][0]["name"]).copy_to_cpu()
+    rows_R6[:, [2, 4]] = (rows_R6[:, [2, 4]] * 200 / width).clip(0, 200)
+    rows_R6[:, [3, 5]] = (rows_R6[:, [3, 5]] * 40 / height).clip(0, 40)
+
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    assert_same_boxes([rows_R6], [detect(eager, image_HW3, SIZE)])
+
+
+def test_exporting_leaves_the_model_as_it_was(
+    model: PPYOLOE, with_nms: Path, without_nms: Path
+) -> None:
+    after, untouched = model.state_dict(), tiny_model()
+    assert list(after) == list(untouched.state_dict())
+    for key, value in untouched.state_dict().items():
+        assert np.array_equal(after[key].numpy(), value.numpy()), key
+    expected = [(type(layer), layer.training) for layer in untouched.sublayers()]
+    assert [(type(layer), layer.training) for layer in model.sublayers()] == expected
+
+
+@pytest.mark.slow
+def test_a_graph_of_fixed_batch_and_size_computes_the_same(tmp_path: Path, model: PPYOLOE) -> None:
+    plain = deployment_copy(model)
+    with paddle.no_grad():
+        expected = RawModel(plain)(paddle.to_tensor(pictures(1)))
+    fixed = tiny_spec(dynamic_batch=False, dynamic_size=False).input
+    save_graph(RawModel(plain), tmp_path, fixed)
+    graph = load_graphs(tmp_path)["Paddle Inference without oneDNN"]
+    for got, true in zip(graph(pictures(1)), expected):
+        assert np.abs(got - true.numpy()).max() < 1e-3
+
+
+def test_a_deployment_copy_has_plain_convolutions_and_batch_norms_in_eval_mode() -> None:
+    model = tiny_model()
+    plain = [type(layer) for layer in model.sublayers()]
+    use_onednn_convolutions(model)
+    for layer in model.sublayers():
+        if type(layer) is paddle.nn.BatchNorm2D:
+            layer.__class__ = GlooSyncBatchNorm2D
+    training = [type(layer) for layer in model.sublayers()]
+    assert training != plain
+    copied = deployment_copy(model)
+    assert [type(layer) for layer in copied.sublayers()] == plain
+    assert not any(layer.training for layer in copied.sublayers())
+    assert [type(layer) for layer in model.sublayers()] == training
+
+
+class OtherWhenStatic(PPYOLOE):
+    """A model whose static graph computes something else."""
+
+    def decode(self, outputs: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
+        scores_BNC, boxes_BN4 = super().decode(outputs)
+        return scores_BNC, boxes_BN4 + (0.0 if paddle.in_dynamic_mode() else 4.0)
+
+
+def test_a_file_that_computes_something_else_is_refused_and_an_older_export_stays(
+    tmp_path: Path, with_nms: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(with_nms, directory)
+    kept = {file.name: file.read_bytes() for file in directory.iterdir()}
+    with pytest.raises(ExportError) as error:
+        export_detector(tiny_model(OtherWhenStatic), directory, tiny_spec())
+    assert error.value.code == "export_differs"
+    message = str(error.value)
+    assert "Paddle Inference with oneDNN does not compute what the model computes" in message
+    assert "boxes by up to 4 px (allowed 0.05); nothing was kept" in message
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(ExportError, match="is there already and is not an export") as error:
+        export_detector(model, tmp_path, tiny_spec())
+    assert error.value.code == "out_not_ours"
+    assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "message"),
+    [
+        (
+            tiny_spec(size=(64, 90)),
+            "image_size_not_multiple",
+            "image size 64x90: height and width must be multiples of 32",
+        ),
+        (
+            tiny_spec(class_names=("one", "two")),
+            "class_names_count",
+            "2 class names for a model of 3 classes",
+        ),
+    ],
+)
+def test_a_description_that_does_not_fit_the_model_is_refused(
+    tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, code: str, message: str
+) -> None:
+    with pytest.raises(ExportError, match=message) as error:
+        export_detector(model, tmp_path / "model", spec)
+    assert error.value.code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_model()
+    key, value = next(iter(model.state_dict().items()))
+    value.set_value(paddle.full_like(value, float("nan")))
+    with pytest.raises(ExportError, match=f"{key} holds values that are not finite") as error:
+        export_detector(model, tmp_path / "model", tiny_spec())
+    assert error.value.code == "weights_not_finite"
+
+
+def test_a_folder_without_infer_yml_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        ExportError, match=r"no infer\.yml here, so this is not an exported model"
+    ) as error:
+        ExportedPredictor(tmp_path)
+    assert error.value.code == "not_an_export"
+
+
+def test_a_missing_weight_file_is_named(tmp_path: Path, with_nms: Path) -> None:
+    (tmp_path / "infer.yml").write_bytes((with_nms / "infer.yml").read_bytes())
+    with pytest.raises(
+        ExportError, match=r"model\.json: named by infer\.yml but not there"
+    ) as error:
+        ExportedPredictor(tmp_path)
+    assert error.value.code == "export_incomplete"
+
+
+ROWS = np.array(
+    [[0, 0.9, 0, 0, 10, 10], [0, 0.8, 50, 50, 60, 70], [2, 0.8, 50, 50, 60, 70]], np.float32
+)
+
+
+def test_equal_rows_in_any_order_are_explained() -> None:
+    assert unexplained_rows(ROWS[::-1] + np.float32([0, 1e-5, 1e-3, 0, 0, 0]), ROWS, NMS) == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "change"), [(0, 1), (1, -0.01), (2, 0.2)], ids=["class", "score", "box"]
+)
+def test_a_row_that_differs_counts_on_both_sides(column: int, change: float) -> None:
+    other = ROWS.copy()
+    other[1, column] += change
+    assert unexplained_rows(other, ROWS, NMS) == 2
+
+
+def test_a_row_is_counted_once_however_many_partners_it_could_have() -> None:
+    twice = np.concatenate([ROWS, ROWS[:1]])
+    assert unexplained_rows(twice, ROWS, NMS) == 1
+
+
+def test_a_missing_row_is_explained_by_a_tie_at_a_threshold() -> None:
+    at_score = np.array([[1, NMS.score_threshold, 0, 0, 5, 5]], np.float32)
+    at_overlap = np.array([[0, 0.85, 0, 0, 10, 7]], np.float32)  # IoU 0.7 with the first row
+    for extra in (at_score, at_overlap):
+        assert unexplained_rows(np.concatenate([ROWS, extra]), ROWS, NMS) == 0
+    elsewhere = np.array([[0, 0.85, 0, 0, 10, 6]], np.float32)
+    assert unexplained_rows(np.concatenate([ROWS, elsewhere]), ROWS, NMS) == 1
+
+
+def test_of_two_overlapping_boxes_that_score_alike_either_may_stay() -> None:
+    one = np.array([[0, 0.9, 0, 0, 50, 50]], np.float32)
+    other = one + np.float32([0, 1e-7, 2, 0, 2, 0])
+    raw = np.array([[0.9, 0, 0], [0.9, 0, 0]], np.float32), np.concatenate([one, other])[:, 2:]
+    assert unexplained_rows(other, one, NMS, raw) == 0
+    moved = other + np.float32([0, 0, 1, 0, 1, 0])  # no box that the model predicts
+    assert unexplained_rows(moved, one, NMS, raw) == 1
+    assert unexplained_rows(other, one, NMS) == 2
+
+
+def test_what_a_box_lost_to_a_tie_would_have_suppressed_is_explained() -> None:
+    best, shift = [0, 0.95, 0, 0, 100, 100], 100 * 0.3 / 1.7  # IoU 0.7 with the best
+    tied = [0, 0.9, shift, 0, 100 + shift, 100]
+    behind = [0, 0.8, shift + 4, 0, 104 + shift, 100]
+    got, true = np.float32([best, behind]), np.float32([best, tied])
+    assert unexplained_rows(got, true, NMS) == 0
+    assert unexplained_rows(got, np.float32([best]), NMS) == 1  # nothing was lost
+
+
+def test_a_tie_at_the_limit_of_candidates_is_explained() -> None:
+    nms = NMS.model_copy(update={"candidates": 1})
+    one, other = ROWS[1:2], ROWS[1:2] + np.float32([0, 0, 90, 90, 90, 90])
+    raw = np.float32([[0.8], [0.8]]), np.concatenate([one, other])[:, 2:]
+    assert unexplained_rows(other, one, nms, raw) == 0
+    raw[0][1] = 0.7
+    assert unexplained_rows(other - np.float32([0, 0.1, 0, 0, 0, 0]), one, nms, raw) == 2
+
+
+def test_a_box_without_area_and_what_a_full_list_lost_for_it_are_explained() -> None:
+    nms = NMS.model_copy(update={"keep": 3})
+    thin = np.array([[0, 0.95, 30, 10, 30, 40]], np.float32)
+    assert unexplained_rows(np.concatenate([thin, ROWS[:2]]), ROWS, nms) == 0
+    assert unexplained_rows(np.concatenate([thin, ROWS[:2]]), ROWS, NMS) == 1
+
+
+@pytest.mark.parametrize("change", [{"iou_threshold": 0.45}, {"iou_threshold": 0.6}, {"keep": 40}])
+def test_another_suppression_is_not_explained_by_ties(change: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    corner, size = rng.uniform(0, 60, (1, 200, 2)), rng.uniform(10, 40, (1, 200, 2))
+    boxes_BN4 = np.concatenate([corner, corner + size], axis=2).astype(np.float32)
+    raw = rng.uniform(0, 1, (1, 200, 4)).astype(np.float32), boxes_BN4
+    nms = NMSConfig(score_threshold=0.05, iou_threshold=0.5)
+
+    def kept(nms: NMSConfig) -> tuple[np.ndarray, np.ndarray]:
+        rows_R6, count_B = multiclass_nms(*map(paddle.to_tensor, raw), nms)
+        return rows_R6.numpy(), count_B.numpy()
+
+    found = kept_differences(kept(nms), raw, nms, "Paddle")
+    assert (found.score, found.box, found.boxes, found.ties) == (0, 0, len(kept(nms)[0]), 0)
+    rows_R6, _ = kept(nms.model_copy(update=change))
+    assert unexplained_rows(rows_R6, kept(nms)[0], nms, (raw[0][0], raw[1][0])) >= 10
+    with pytest.raises(ExportError, match="are not those of eager") as error:
+        kept_differences(kept(nms.model_copy(update=change)), raw, nms, "Paddle")
+    assert error.value.code == "export_differs"
+
+
+def test_numbers_that_are_not_finite_or_of_another_shape_are_no_agreement() -> None:
+    true = np.zeros((2, 5, 3)), np.zeros((2, 5, 4))
+    moved = np.full((2, 5, 4), [0.0, 0.0, 0.02, 0.04])
+    found = raw_differences((true[0] + 0.5, moved), true, "it")
+    assert (found.score, found.box, found.boxes) == (0.5, 0.04, 10)
+    large = np.full((2, 5, 4), [0.0, 0.0, 1000.0, 10.0])
+    assert raw_differences((true[0], large + moved), (true[0], large), "it").box == (
+        pytest.approx(0.02)
+    )
+    assert raw_differences(true[:1], true[:1], "it").box is None
+    with pytest.raises(ExportError, match="it gives numbers that are not finite") as error:
+        raw_differences((true[0], moved * np.nan), true, "it")
+    assert error.value.code == "export_differs"
+    with pytest.raises(ExportError, match="it gives outputs of the shapes") as error:
+        raw_differences((true[0][:, :1], true[1]), true, "it")
+    assert error.value.code == "export_differs"
+
+
+def test_half_a_character_in_a_class_name_is_refused(tmp_path: Path, model: PPYOLOE) -> None:
+    spec = tiny_spec(class_names=("red", "gr\ud800en", "blue"))
+    with pytest.raises(
+        ExportError, match=r"class name 'gr\\ud800en' holds half a character"
+    ) as error:
+        export_detector(model, tmp_path / "model", spec)
+    assert error.value.code == "class_name_unwritable"

@@ -1,0 +1,171 @@
+"""Exported classifiers compute what the model computes, from raw pixels to probabilities."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import paddle
+import pytest
+import yaml
+
+from ppdist.common.errors import ConfigError, ExportError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5ClsConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.export.export import deployment_copy, export_classifier
+from ppdist.export.predictor import (
+    EagerClassifier,
+    ExportedClassifier,
+    ExportedPredictor,
+    best_classes_of,
+)
+from ppdist.export.spec import InferenceSpec, InputSection, ResizeSection, read_spec, write_spec
+from ppdist.models.yolov5 import YOLOv5Classifier
+from tests.unit.export.test_export import pictures, tiny_spec
+
+SIZE = (64, 96)
+
+
+def tiny_classifier(kind: type[YOLOv5Classifier] = YOLOv5Classifier) -> YOLOv5Classifier:
+    """Seven classes, width 1/8, with probabilities that depend on the image."""
+    paddle.seed(0)
+    model = kind(
+        YOLOv5ClsConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=7, dropout=0.5)
+    )
+    norms = [layer for layer in model.sublayers() if isinstance(layer, paddle.nn.BatchNorm2D)]
+    momenta = [layer._momentum for layer in norms]
+    with paddle.no_grad():
+        model.head.linear.weight.set_value(model.head.linear.weight * 5)
+        for layer in norms:
+            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
+    for layer, momentum in zip(norms, momenta):
+        layer._momentum = momentum
+    return model
+
+
+def classifier_spec(**changes: object) -> InferenceSpec:
+    names = tuple(f"kind {number}" for number in range(7))
+    return InferenceSpec(
+        task="classify", model="tiny", input=InputSection(**{"size": SIZE, **changes}),
+        resize=ResizeSection(mode="centre_crop", interpolation="linear"),
+        class_names=names, category_ids=tuple(range(7)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> YOLOv5Classifier:
+    return tiny_classifier()
+
+
+@pytest.fixture(scope="module")
+def exported(model: YOLOv5Classifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("export") / "model"
+    export_classifier(model, directory, classifier_spec())
+    return directory
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
+def test_the_exported_classifier_gives_the_probabilities_of_eager(
+    model: YOLOv5Classifier, exported: Path, onednn: bool
+) -> None:
+    classify = ExportedClassifier(exported, RuntimeOptions(onednn=onednn))
+    eager = EagerClassifier(deployment_copy(model))
+    for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
+        found_BC, expected_BC = classify(images), eager(images)
+        assert found_BC.shape == (len(images), 7)
+        np.testing.assert_allclose(found_BC, expected_BC, atol=1e-4)
+        np.testing.assert_allclose(found_BC.sum(1), 1, atol=1e-5)
+    differing = eager(pictures(3))
+    assert np.ptp(differing, axis=0).max() > 0.05, "the images make no difference"
+
+
+def test_infer_yml_alone_is_enough_to_get_the_probabilities_of_eager(
+    model: YOLOv5Classifier, exported: Path
+) -> None:
+    """Written without anything of ppdist, as somebody who deploys the model would."""
+    image_HW3 = pictures(1, 40, 200)[0].transpose(1, 2, 0).astype(np.uint8)
+    spec = yaml.safe_load((exported / "infer.yml").read_text(encoding="utf-8"))
+    assert (spec["task"], spec["nms"], spec["resize"]["map_back"]) == ("classify", None, None)
+    assert (spec["resize"]["mode"], spec["resize"]["interpolation"]) == ("centre_crop", "linear")
+    (output,) = spec["paddle"]["outputs"]
+    assert output["shape"] == "[B, C]" and output["meaning"].startswith("probabilities")
+    height, width = spec["input"]["size"]
+    scale = min(40 / height, 200 / width)
+    tall, wide = int(height * scale + 0.5), int(width * scale + 0.5)
+    top, left = (40 - tall) // 2, (200 - wide) // 2
+    part = image_HW3[top : top + tall, left : left + wide]
+    resized = cv2.resize(part, (width, height), interpolation=cv2.INTER_LINEAR)
+    config = paddle.inference.Config(*(str(exported / file) for file in spec["paddle"]["files"]))
+    config.disable_glog_info()
+    predictor = paddle.inference.create_predictor(config)
+    predictor.get_input_handle(spec["input"]["name"]).copy_from_cpu(
+        resized.transpose(2, 0, 1)[None].astype(spec["input"]["dtype"])
+    )
+    predictor.run()
+    (probability_C,) = predictor.get_output_handle(output["name"]).copy_to_cpu()
+
+    eager = EagerClassifier(deployment_copy(model))
+    labels_K, scores_K = best_classes_of(eager, image_HW3, SIZE)
+    assert labels_K.tolist() == np.argsort(-probability_C)[:5].tolist()
+    np.testing.assert_allclose(scores_K, probability_C[labels_K], atol=1e-4)
+
+
+class OtherWhenStatic(YOLOv5Classifier):
+    """A model whose static graph computes something else."""
+
+    def decode(self, outputs: paddle.Tensor) -> paddle.Tensor:
+        return super().decode(outputs * (1.0 if paddle.in_dynamic_mode() else 2.0))
+
+
+def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError) as error:
+        export_classifier(tiny_classifier(OtherWhenStatic), tmp_path / "model", classifier_spec())
+    assert error.value.code == "export_differs"
+    assert "does not compute what the model computes, it differs in probabilities by up to" in (
+        str(error.value)
+    )
+    assert "(allowed 0.0001); nothing was kept" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spec", [classifier_spec(), tiny_spec()], ids=["classes", "boxes"])
+def test_infer_yml_read_again_is_what_was_written(spec: InferenceSpec, tmp_path: Path) -> None:
+    write_spec(tmp_path, spec)
+    assert read_spec(tmp_path) == spec
+    assert (spec.resize.map_back is None) == (spec.task == "classify")
+
+
+def test_a_json_reader_and_a_yaml_reader_find_the_same_in_infer_yml(tmp_path: Path) -> None:
+    strange = (
+        "größe 1e-5",
+        "细胞 🩸",
+        'say "x": 1e-05',
+        "a\\b\tc",
+        "end\u2028\x85\x7f",
+        "null",
+        "1e-05",
+    )
+    nms = NMSConfig(score_threshold=1e-05)
+    spec = tiny_spec().model_copy(update={"class_names": strange, "nms": nms})
+    write_spec(tmp_path, spec)
+    text = (tmp_path / "infer.yml").read_text(encoding="utf-8")
+    assert json.loads(text) == yaml.safe_load(text) == spec.model_dump(mode="json")
+    assert "细胞 🩸" in text and '"score_threshold": 1.0e-05,' in text
+    assert read_spec(tmp_path) == spec
+
+
+def test_an_export_is_only_used_for_its_task(exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ExportError, match="made to classify, not to detect; take another export"
+    ) as error:
+        ExportedPredictor(exported)
+    assert error.value.code == "export_of_other_task"
+    spec = read_spec(exported)
+    assert spec.paddle is not None and spec.paddle.max_box_error is None
+    text = (exported / "infer.yml").read_text(encoding="utf-8")
+    (tmp_path / "infer.yml").write_text(text.replace('"classify"', '"detect"'))
+    with pytest.raises(ConfigError, match="nms is missing: task detect needs it"):
+        read_spec(tmp_path)
+    assert tiny_spec().task == "detect"

@@ -1,0 +1,118 @@
+"""The model as it is exported: fewer operations, the same outputs."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.export.export import (
+    RawModel,
+    deployed,
+    deployment_copy,
+    export_detector,
+    normalisation_of,
+)
+from ppdist.export.predictor import EagerPredictor, ExportedPredictor
+from ppdist.export.spec import read_spec
+from ppdist.models.base import ImageModel
+from ppdist.models.layers import ConvBNLayer
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.yolov5 import YOLOv5
+from tests.unit.export.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
+from tests.unit.export.test_export_classifier import tiny_classifier
+
+
+def alive(model: ImageModel) -> ImageModel:
+    """The model with batch norms that do something and outputs that depend on the image."""
+    for layer in model.sublayers():
+        if isinstance(layer, nn.BatchNorm2D):
+            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+        if isinstance(layer, nn.Conv2D) and not layer.weight.stop_gradient:
+            shape = layer.weight.shape
+            layer.weight.set_value(paddle.randn(shape) * math.prod(shape[1:]) ** -0.5)
+            if layer.bias is not None:
+                layer.bias.set_value(paddle.zeros(layer.bias.shape))
+    model.train()
+    with paddle.no_grad():
+        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
+    model.eval()
+    return model
+
+
+SMALL = {"width_multiple": 0.125, "depth_multiple": 0.33, "num_classes": 3}
+MODELS: dict[str, Callable[[], ImageModel]] = {
+    "crn": lambda: alive(PPYOLOE(PPYOLOEConfig(variant="crn", **SMALL))),
+    "plus": tiny_model,
+    "auxiliary": lambda: alive(PPYOLOE(PPYOLOEConfig(auxiliary=True, levels="P2-P6", **SMALL))),
+    "yolov5": lambda: alive(YOLOv5(YOLOv5Config(**SMALL))),
+    "classifier": tiny_classifier,
+}
+
+
+def outputs(model: nn.Layer, images_B3HW: np.ndarray) -> list[np.ndarray]:
+    model.eval()
+    with paddle.no_grad():
+        found = RawModel(model)(paddle.to_tensor(images_B3HW))
+    return [part.numpy() for part in (found if isinstance(found, tuple) else (found,))]
+
+
+def normalised(model: ImageModel, images_B3HW: np.ndarray) -> np.ndarray:
+    section = normalisation_of(model)
+    mean, std = (np.reshape(np.float32(x), (3, 1, 1)) for x in (section.mean, section.std))
+    return (images_B3HW / np.float32(255) - mean) / std
+
+
+@pytest.mark.parametrize("takes", ["pixels", "normalised pixels"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_deployed_model_computes_the_same_without_any_batch_norm(kind: str, takes: str) -> None:
+    paddle.seed(0)
+    model = MODELS[kind]()
+    before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
+    ready = deployed(model, normalised_input=takes != "pixels")
+    assert not [layer for layer in ready.sublayers() if isinstance(layer, nn.BatchNorm2D)]
+    images = pictures(2, 128, 64)
+    given = images if takes == "pixels" else normalised(model, images)
+    for got, true in zip(outputs(ready, given), outputs(model, images), strict=True):
+        between_images = np.abs(true[0] - true[1]).max()
+        assert np.abs(got - true).max() < 1e-3 * between_images
+    assert all(np.array_equal(value, before[key]) for key, value in arrays(model).items())
+
+
+def arrays(model: nn.Layer) -> dict[str, np.ndarray]:
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def test_a_folded_norm_gives_the_same_output_from_one_convolution() -> None:
+    paddle.seed(0)
+    block = ConvBNLayer(3, 8, 3, stride=2, epsilon=1e-2)
+    for value in (block.bn.weight, block.bn.bias, block.bn._mean):
+        value.set_value(paddle.randn([8]))
+    block.bn._variance.set_value(paddle.rand([8]) + 0.1)
+    block.eval()
+    x = paddle.randn([2, 3, 9, 7])
+    before = block(x)
+    block.fold_norm()
+    assert set(block.state_dict()) == {"conv.weight", "conv.bias"}
+    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
+    block.fold_norm()  # again: nothing more happens
+    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_export_for_normalised_pixels_says_so_and_keeps_the_boxes_of_eager(
+    tmp_path: Path,
+) -> None:
+    model = MODELS["crn"]()
+    spec = tiny_spec(normalised=normalisation_of(model))
+    export_detector(model, tmp_path / "model", spec)
+    section = read_spec(tmp_path / "model").input.normalised
+    assert section is not None and section.mean == pytest.approx((0.485, 0.456, 0.406))
+    exported = ExportedPredictor(tmp_path / "model", RuntimeOptions())
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    assert_same_boxes(exported(pictures(2)), eager(pictures(2)))

@@ -1,0 +1,228 @@
+"""An ONNX model in 8-bit integers: what stays in float, what it still finds, what is noted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.errors import ExportError
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.export import onnx as onnx_nms
+from ppdist.export.export import (
+    Pictures,
+    export_detector,
+    precision_on,
+    readable,
+    spread,
+    take_sample,
+)
+from ppdist.export.predictor import EagerPredictor, ExportedPredictor, OnnxGraph
+from ppdist.export.spec import read_spec, write_spec
+from tests.forked import run_tool
+from tests.unit.export.test_export import NMS, SIZE, pictures, tiny_model, tiny_spec
+
+pytest.importorskip("paddle2onnx")
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+INT8 = RuntimeOptions(backend="onnx", precision="int8")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without suppression, to see scores and boxes."""
+    directory = tmp_path_factory.mktemp("int8") / "model"
+    calibration = list(pictures(6))
+    export_detector(tiny_model(), directory, tiny_spec(), ["onnx"], False, calibration=calibration)
+    return directory
+
+
+def test_the_int8_model_scores_nearly_as_the_float_model_does(exported: Path) -> None:
+    images = pictures(3, 96, 64)  # neither the batch nor the size of the calibration
+    floats, _ = OnnxGraph(exported / "model.onnx", INT8)(images)
+    integers, _ = OnnxGraph(exported / "model_int8.onnx", INT8)(images)
+    errors = np.abs(floats - integers)
+    assert errors.max() > 0
+    assert errors.mean() < 0.2 * floats.std()
+
+
+def test_all_convolutions_but_the_last_run_on_integers(exported: Path) -> None:
+    graph = onnx.load(exported / "model_int8.onnx").graph
+    made_by = {output: node.op_type for node in graph.node for output in node.output}
+    sources = [
+        [made_by.get(name) for name in node.input] for node in graph.node if node.op_type == "Conv"
+    ]
+    on_integers = [each[:2] == ["DequantizeLinear"] * 2 for each in sources]
+    assert on_integers.count(False) == 6  # scores and boxes of three levels
+    assert on_integers.count(True) > 50
+    assert onnx.TensorProto.INT8 in {tensor.data_type for tensor in graph.initializer}
+
+
+def test_the_int8_model_is_described_beside_the_float_model(exported: Path) -> None:
+    spec = read_spec(exported)
+    assert spec.onnx is not None and spec.onnx_int8 is not None
+    assert spec.onnx_int8.files == ("model_int8.onnx",)
+    assert spec.onnx_int8.outputs == spec.onnx.outputs
+    assert spec.onnx_int8.max_score_error > spec.onnx.max_score_error
+    files = [exported / section.files[0] for section in (spec.onnx_int8, spec.onnx)]
+    assert files[0].stat().st_size < 0.7 * files[1].stat().st_size
+
+
+def test_an_export_without_int8_says_how_to_get_it(tmp_path: Path, exported: Path) -> None:
+    write_spec(tmp_path, read_spec(exported).model_copy(update={"onnx_int8": None}))
+    with pytest.raises(
+        ExportError, match=r"holds no int8 ONNX model; export with .* --int8"
+    ) as error:
+        ExportedPredictor(tmp_path, INT8)
+    assert error.value.code == "export_lacks_format"
+
+
+def records(count: int, folder: Path) -> list[ImageRecord]:
+    """Images with the boxes that the tiny model finds in them: nobody is as good as eager."""
+    cv2 = pytest.importorskip("cv2")
+    eager = EagerPredictor(tiny_model(), NMS)
+    found = []
+    for place, image in enumerate(pictures(count)):
+        path = folder / f"{place}.png"
+        cv2.imwrite(str(path), image[::-1].transpose(1, 2, 0))
+        rows_R6 = eager(image[None])[0][:8]
+        boxes_M4 = rows_R6[:, 2:].clip(0, [SIZE[1], SIZE[0], SIZE[1], SIZE[0]])
+        found.append(
+            ImageRecord(
+                path=str(path), image_id=place, width=SIZE[1], height=SIZE[0], boxes_M4=boxes_M4,
+                labels_M=rows_R6[:, 0].astype(np.int64),
+                crowd_M=np.zeros(len(rows_R6), bool),
+                area_M=np.prod(boxes_M4[:, 2:] - boxes_M4[:, :2], axis=1),
+            )
+        )  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def validation(tmp_path_factory: pytest.TempPathFactory) -> DetectionSet:
+    names = tiny_spec().class_names
+    return DetectionSet(records(5, tmp_path_factory.mktemp("val")), names, (1, 2, 3), "made up")
+
+
+@pytest.mark.slow
+def test_the_accuracy_of_every_file_is_noted_beside_eager(
+    tmp_path: Path, validation: DetectionSet
+) -> None:
+    directory = tmp_path / "model"
+    export_detector(
+        tiny_model(), directory, tiny_spec(), ["paddle", "onnx"],
+        calibration=list(pictures(6)), validation=validation,
+    )  # fmt: skip
+    spec = read_spec(directory)
+    for section in (spec.paddle, spec.onnx, spec.onnx_int8):
+        assert section is not None and section.sample is not None
+        assert section.sample.images == 5 and section.sample.mAP_eager > 0.5
+    assert spec.paddle.sample.mAP == pytest.approx(spec.paddle.sample.mAP_eager, abs=1e-3)
+    assert spec.onnx.sample.mAP == pytest.approx(spec.onnx.sample.mAP_eager, abs=1e-3)
+
+
+def test_a_sample_ends_with_its_time_and_images_that_cannot_be_read_do_not_count(
+    tmp_path: Path, validation: DetectionSet
+) -> None:
+    eager = EagerPredictor(tiny_model(), NMS)
+    for limit in ({"seconds": 0.0}, {"count": 1}):
+        sample = take_sample(validation, eager, tiny_spec(), **limit)
+        assert sample is not None and len(sample.dataset.records) == 1
+    gone = records(2, tmp_path)
+    Path(gone[0].path).unlink()
+    half = DetectionSet(gone, validation.class_names, (1, 2, 3), "made up")
+    sample = take_sample(half, eager, tiny_spec(), count=1)
+    assert sample is not None and len(sample.dataset.records) == 1
+    assert precision_on(sample, eager, tiny_spec()) == sample.mAP
+    Path(gone[1].path).unlink()
+    assert take_sample(half, eager, tiny_spec()) is None
+
+
+@pytest.mark.slow
+def test_a_float_file_of_another_accuracy_is_not_kept(
+    tmp_path: Path, validation: DetectionSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppdist.export.export.precision_on", lambda *_: 0.25)
+    with pytest.raises(ExportError, match=r"mAP 0\.2500 on 5 validation images, eager 0\."):
+        export_detector(tiny_model(), tmp_path / "model", tiny_spec(), validation=validation)
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_beginning_of_a_spread_list_is_spread_over_it() -> None:
+    places = [int(place) for place in spread(range(1000))]  # type: ignore[arg-type]
+    assert sorted(places) == list(range(1000))
+    assert np.diff(sorted([*places[:50], 1000])).max() <= 60
+
+
+def test_a_sample_of_crowds_alone_measures_nothing(validation: DetectionSet) -> None:
+    crowds = [replace(each, crowd_M=np.ones_like(each.crowd_M)) for each in validation.records]
+    eager = EagerPredictor(tiny_model(), NMS)
+    assert take_sample(replace(validation, records=crowds), eager, tiny_spec()) is None
+
+
+def test_for_an_image_that_cannot_be_read_the_next_is_taken(
+    tmp_path: Path, validation: DetectionSet
+) -> None:
+    gone = replace(validation.records[0], path=str(tmp_path / "gone.png"))
+    warnings: list[str] = []
+    found = readable([gone, *validation.records], 2, warnings.append)
+    assert found == list(validation.records[:2])
+    assert len(warnings) == 1 and "1 images cannot be read and are left out" in warnings[0]
+    assert readable([gone] * 9, 2, warnings.append) == []
+    for picture in Pictures(found, tiny_spec()):
+        assert picture.shape == (3, *SIZE) and picture.dtype == np.float32
+
+
+@pytest.mark.slow
+def test_an_int8_file_whose_suppression_is_broken_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = onnx_nms.append_nms
+
+    def append(raw: Path, file: Path, nms: NMSConfig) -> None:
+        other = {"iou_threshold": 0.05, "score_threshold": 0.1} if "int8" in file.name else {}
+        real(raw, file, nms.model_copy(update=other))
+
+    monkeypatch.setattr(onnx_nms, "append_nms", append)
+    with pytest.raises(ExportError) as error:
+        export_detector(
+            tiny_model(), tmp_path / "model", tiny_spec(), ["onnx"], calibration=list(pictures(2))
+        )
+    assert error.value.code == "export_differs"
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_that_cannot_be_quantised_is_one_message(tmp_path: Path) -> None:
+    from ppdist.export.onnx import quantize_onnx
+
+    (tmp_path / "broken.onnx").write_bytes(b"not a model")
+    with pytest.raises(ExportError, match="ONNX Runtime cannot quantise this model") as error:
+        quantize_onnx(
+            tmp_path / "broken.onnx", tmp_path / "out.onnx", list(pictures(1)), tiny_spec()
+        )
+    assert error.value.code == "quantise_failed"
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> None:
+    paddle.set_device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--int8"], "--int8 is a form of the ONNX model; add --format onnx"),
+        (["--calibration", "9"], "--calibration is for --int8; add it or leave both out"),
+    ],
+)
+def test_options_of_int8_alone_are_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    done = run_tool("export", "-c", "x.yml", "-w", "x", "--out", tmp_path, *options)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,274 @@
+"""Runtimes of exported models: options, what they compute, how their speed is measured."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from ppdist.benchmark import latency
+from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
+from ppdist.common.errors import DataError, ExportError
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.export import predictor as runtime
+from ppdist.export.export import deployment_copy, export_detector
+from ppdist.export.predictor import (
+    EagerPredictor,
+    ExportedPredictor,
+    OnnxGraph,
+    PaddleGraph,
+    graph_input,
+    prepare,
+)
+from ppdist.export.spec import InferenceSpec, read_spec, write_spec
+from ppdist.models.ppyoloe import PPYOLOE
+from tests.unit.export.test_export import (
+    NMS,
+    SIZE,
+    assert_same_boxes,
+    pictures,
+    tiny_model,
+    tiny_spec,
+)
+from tools import infer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model() -> PPYOLOE:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runtime") / "model"
+    export_detector(model, directory, tiny_spec(), latency.formats_here())
+    return directory
+
+
+def variants() -> list[Any]:
+    onnx = pytest.mark.skipif(
+        "onnx" not in latency.formats_here(), reason="needs paddle2onnx and onnxruntime"
+    )
+    return [
+        pytest.param({"threads": 2}, id="oneDNN"),
+        pytest.param({"onednn": False, "threads": 2}, id="without oneDNN"),
+        pytest.param({"backend": "onnx"}, id="ONNX Runtime", marks=onnx),
+        pytest.param({"backend": "onnx", "threads": 2, "spinning": False}, id="asleep", marks=onnx),
+    ]
+
+
+@pytest.mark.parametrize("options", variants())
+def test_every_runtime_keeps_the_boxes_of_eager(
+    model: PPYOLOE, exported: Path, options: dict[str, Any]
+) -> None:
+    predict = ExportedPredictor(exported, RuntimeOptions(**options))
+    eager = EagerPredictor(deployment_copy(model), NMS)
+    for images in (pictures(1), pictures(3), pictures(1, 96, 64)):
+        assert_same_boxes(predict(images), eager(images))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensorrt": True}, "tensorrt needs backend onnx and device gpu"),
+        ({"precision": "int8"}, "precision int8 does not go here: .*quantised ONNX file"),
+        ({"precision": "float16"}, "precision float16 does not go here"),
+        ({"precision": "float16", "backend": "onnx", "device": "gpu"}, "of onnx with tensorrt"),
+        ({"precision": "bfloat16", "onednn": False}, "bfloat16: Paddle with oneDNN, for CPUs"),
+        ({"threads": 0}, "greater than or equal to 1"),
+        ({"memory_optim": True}, "Extra inputs are not permitted"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RuntimeOptions(**options)
+
+
+def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card, too, where nothing can be run here."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Config:
+        def __init__(self, *files: str) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *values: calls.append((name, *values))
+
+    predictor = SimpleNamespace(get_input_names=lambda: ["x"], get_output_names=lambda: ["y"])
+    kinds = SimpleNamespace(Half="half", Float32="single")
+    inference = SimpleNamespace(
+        Config=Config, create_predictor=lambda config: predictor, PrecisionType=kinds
+    )
+    monkeypatch.setattr(runtime.paddle, "inference", inference)
+
+    def set_by(**options: Any) -> list[tuple[Any, ...]]:
+        calls.clear()
+        PaddleGraph(Path("a"), Path("b"), RuntimeOptions(**options))
+        return calls[1:]  # without the one that silences it
+
+    cpu = [("disable_gpu",), ("set_cpu_math_library_num_threads", 3)]
+    assert set_by(threads=3) == [*cpu, ("enable_onednn",)]
+    assert set_by(threads=3, onednn=False) == [*cpu, ("disable_onednn",)]
+    assert set_by(precision="bfloat16")[-1] == ("enable_onednn_bfloat16",)
+    assert set_by(device="gpu") == [("enable_use_gpu", 256, 0, "single")]
+    half = set_by(device="gpu", precision="float16", gpu_memory_mb=900)
+    assert half == [("enable_use_gpu", 900, 0, "half")]
+
+
+def test_onnx_runtime_is_asked_for_the_best_kernels_first() -> None:
+    def asked(**options: Any) -> list[tuple[str, dict[str, Any]]]:
+        return runtime._providers(RuntimeOptions(backend="onnx", **options))
+
+    cpu, card = ("CPUExecutionProvider", {}), ("CUDAExecutionProvider", {})
+    assert asked() == [cpu]
+    assert asked(device="gpu") == [card, cpu]
+    half = ("TensorrtExecutionProvider", {"trt_fp16_enable": True})
+    assert asked(device="gpu", tensorrt=True, precision="float16") == [half, card, cpu]
+
+
+def test_an_onnx_runtime_without_a_card_or_with_a_broken_file_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    file = tmp_path / "model.onnx"
+    file.write_bytes(b"no model")
+    with pytest.raises(ExportError, match=r"ONNX Runtime cannot load .*model\.onnx") as error:
+        OnnxGraph(file, RuntimeOptions(backend="onnx"))
+    assert error.value.code == "runtime_load_failed"
+    with pytest.raises(
+        ExportError, match=r"has no CUDAExecutionProvider.*onnxruntime-gpu"
+    ) as error:
+        OnnxGraph(file, RuntimeOptions(backend="onnx", device="gpu"))
+    assert error.value.code == "package_build"
+
+
+def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ExportError, match=r"needs ONNX Runtime: pip install onnxruntime") as error:
+        OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="onnx"))
+    assert error.value.code == "package_missing"
+
+
+def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -> None:
+    write_spec(tmp_path, tiny_spec())
+    for options, message in (
+        ({}, "no Paddle model; export with --format paddle$"),
+        ({"backend": "onnx"}, "no ONNX model; export with --format onnx$"),
+        ({"backend": "onnx", "precision": "int8"}, "no int8 ONNX .* --format onnx --int8$"),
+    ):
+        with pytest.raises(ExportError, match=message) as error:
+            ExportedPredictor(tmp_path, RuntimeOptions(**options))
+        assert error.value.code == "export_lacks_format"
+
+
+def test_a_graph_that_takes_normalised_pixels_gets_them() -> None:
+    spec = tiny_spec(normalised={"mean": (0.5, 0.25, 0.0), "std": (0.5, 1.0, 0.25)})
+    images = np.full((2, 3, 4, 4), 255, np.float32)
+    found = graph_input(images, spec)
+    assert found.dtype == np.float32 and found.shape == images.shape
+    assert found[1, :, 2, 3].tolist() == [1.0, 0.75, 4.0]
+    assert graph_input(images, tiny_spec()) is images
+
+
+def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
+    def predict(images: np.ndarray) -> list[np.ndarray]:
+        now[0] += seconds * len(images)
+        return [rows] * len(images)
+
+    return predict
+
+
+@pytest.mark.slow
+def test_predictors_are_interleaved_and_compared_with_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, order = [0.0], []
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latency.time, "sleep", lambda seconds: order.append(seconds))
+    box = np.float32([[0, 0.9, 1, 1, 9, 9]])
+    moved = box + np.float32([0, 0, 3, 3, 3, 3])
+    predictors = {
+        "slow": made_up(0.04, now, box),
+        "fast": made_up(0.01, now, box),
+        "wrong": made_up(0.02, now, moved),
+        "half, bfloat16": made_up(0.03, now, moved),
+    }
+    report = measure_predictors(
+        predictors, tiny_spec(), pictures_of(None)[:3], batch=2, threads=1, rounds=4
+    )
+    assert order == [latency._PAUSE_SECONDS] * 16  # before each predictor
+    found = report["predictors"]
+    assert found["slow"]["median_ms"] == pytest.approx(80)
+    assert found["slow"]["images_per_second"] == pytest.approx(25)
+    assert [found[name]["ratio"] for name in predictors] == (pytest.approx([1, 0.25, 0.5, 0.75]))
+    differing = [found[name].get("boxes_differing") for name in predictors]
+    assert differing == [0, 0, 16, None]  # fewer bits have no tolerance
+    assert found["fast"]["boxes"] == 8
+    assert (report["batch"], report["image_size"], report["pictures"]) == (2, list(SIZE), 3)
+
+
+@pytest.mark.slow
+def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> None:
+    spec: InferenceSpec = read_spec(exported)
+    names = ["eager", "Paddle Inference", "Paddle Inference, oneDNN"]
+    if runtime.paddle.base.core.supports_bfloat16_fast_performance():
+        names.append(f"{names[-1]}, bfloat16")
+    if spec.onnx is not None:
+        names.append("ONNX Runtime")
+    predictors = predictors_of(deployment_copy(model), exported, spec, threads=1)
+    assert list(predictors) == names
+    assert list(predictors_of(None, exported, spec, threads=1)) == names[1:]
+    report = measure_predictors(
+        predictors, spec, pictures_of(None)[:2], batch=1, threads=1, rounds=2
+    )
+    for name, found in report["predictors"].items():
+        assert 0 < found["median_ms"] <= found["p95_ms"] and found["boxes"] > 0
+        assert name.endswith("bfloat16") or found["boxes_differing"] == 0
+    assert 0 < report["prepare_ms"] < report["detect_other_ms"] * 2
+
+
+def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jpg: neither this nor another image") as error:
+        record = SimpleNamespace(path=tmp_path / "gone.jpg")
+        pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
+    assert error.value.code == "no_good_image"
+
+
+@pytest.mark.parametrize("backend", ["paddle", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_the_tool_runs_an_export_in_either_runtime(
+    exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend not in latency.formats_here():
+        pytest.skip("needs paddle2onnx and onnxruntime")
+    image_HW3 = pictures_of(None)[0]
+    cv2.imwrite(str(tmp_path / "a.png"), image_HW3[:, :, ::-1])
+    where = ["--source", str(tmp_path / "a.png"), "--out", str(tmp_path / "out")]
+    command = ["infer.py", "--model", str(exported), "--backend", backend, "--threads", "2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--threshold", "0.3", *where])
+    assert infer.main() == 0
+    found = json.loads((tmp_path / "out" / "detections.json").read_text(encoding="utf-8"))
+    best = max(found["annotations"], key=lambda one: one["score"])
+    expected = ExportedPredictor(exported)(prepare(image_HW3, SIZE)[None])[0]
+    assert best["score"] == pytest.approx(expected[:, 1].max(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_tool_measures_an_export_without_a_config(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["benchmark.py", "infer", "--model", str(exported), "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(latency, "_PAUSE_SECONDS", 0.0)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    result = json.loads(printed.out)["result"]
+    assert result["predictors"]["Paddle Inference"]["ratio"] == 1

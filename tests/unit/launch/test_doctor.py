@@ -1,0 +1,131 @@
+"""Preflight and the notice about Paddle's own fleetrun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdist.launch import doctor
+from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
+from ppdist.launch.doctor import FAIL, OK, WARN
+from tests.unit.launch.test_plan import A, B, machine
+from tools.doctor import launch_options, parse
+
+ROOT = Path(__file__).resolve().parents[3]
+STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER_ID": "0"}
+
+
+def test_ranks_of_paddles_launcher_are_told_and_ours_and_lone_processes_are_not() -> None:
+    assert "python tools/launch.py" in (started_by_stock_launcher(STOCK) or "")
+    assert started_by_stock_launcher(STOCK | {"PPDIST_LAUNCHER": "fleetrun"}) is None
+    assert started_by_stock_launcher({"PADDLE_TRAINERS_NUM": "2"}) is None  # started by hand
+    assert started_by_stock_launcher({}) is None
+
+
+def test_with_several_hosts_the_notice_says_what_can_go_wrong() -> None:
+    two = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{B}:1"}
+    one = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{A}:2"}
+    assert "several hosts" in (started_by_stock_launcher(two) or "")
+    assert "several hosts" not in (started_by_stock_launcher(one) or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "level"),
+    [
+        ("ppdist.launch.cli", "ppdist", WARN),
+        ("paddle.distributed.launch.main", "paddle", WARN),
+    ],
+)
+def test_the_fleetrun_on_path_is_told_apart(
+    tmp_path: Path, module: str, owner: str, level: str
+) -> None:
+    script = tmp_path / "fleetrun"
+    script.write_text(f"#!/usr/bin/python3\nfrom {module} import main\n")
+    script.chmod(0o755)
+    assert whose_fleetrun(str(tmp_path)) == (owner, script)
+    finding = doctor.check_fleetrun(str(tmp_path))  # ours, but of another Python: a warning too
+    assert finding.level == level and "python tools/launch.py" in finding.remedy
+
+
+def test_no_fleetrun_on_path_is_a_warning(tmp_path: Path) -> None:
+    assert whose_fleetrun(str(tmp_path)) == ("none", None)
+    assert doctor.check_fleetrun(str(tmp_path)).level == WARN
+
+
+def test_network_findings_name_this_host_or_fail() -> None:
+    levels = {f.subject: f for f in doctor.check_network(f"{A},{B}", None, None, machine())}
+    assert levels["hosts"].found == f"this is {A}, host 1 of 2"
+    assert levels["interface"].found == f"{A} is on eth1"
+    lost = doctor.check_network("10.1.1.1,10.1.1.2", None, None, machine())
+    assert lost[-1].level == FAIL and "is this machine" in lost[-1].found
+
+
+def test_a_taken_port_fails_on_the_host_that_listens() -> None:
+    on = machine(taken=(6070,))
+    assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == FAIL
+    on = machine(own=B, taken=(6070,))
+    assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == OK
+
+
+def test_what_fleetrun_takes_from_the_environment_doctor_takes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--start_timeout", "7", "--gpus", "0-1"])
+    found = {"POD_IP": A, "FLAGS_START_PORT": "7000", "PADDLE_IPS": f"{A},{B}"}
+    for name, value in (found | {"PADDLE_MASTER": "left over"}).items():
+        monkeypatch.setenv(name, value)
+    options = launch_options(parse())
+    assert (options.host, options.start_port, options.ips) == (A, 7000, f"{A},{B}")
+    assert (options.start_timeout, options.cards, options.processes) == (7, "0-1", None)
+    assert options.typed == ("--start_timeout=7", "--selected_gpus=0-1")
+
+
+def test_cards_with_a_cpu_build_are_a_warning() -> None:
+    assert doctor.check_cards(machine(cards=2, build="cpu"), None).level == WARN
+    assert doctor.check_cards(machine(cards=2), "1").found.endswith("visible: 1")
+    assert doctor.check_cards(machine(cards=2), "7").level == FAIL
+    assert doctor.check_cards(machine(), None).level == OK
+
+
+def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+
+    def run(command: list[str], env: dict[str, str], **words) -> subprocess.CompletedProcess:
+        given.update(env)
+        return subprocess.CompletedProcess(command, 0, "ppdist 3.3.1 12.6 2\n", "")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    finding = doctor.check_software("gpu", ["4", "5"])[1]
+    assert finding.found == "3.3.1, CUDA 12.6, computes on 2 cards"
+    assert given["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+@pytest.mark.slow
+def test_the_tool_ends_with_2_when_something_fails_and_says_what_to_do() -> None:
+    command = [sys.executable, "tools/doctor.py", "--ips", "10.254.1.1,10.254.1.2", "-c", "no.yml"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "FAIL  hosts: none of --ips 10.254.1.1, 10.254.1.2 is this machine" in ended.stdout
+    assert "FAIL  config: " in ended.stdout and "Traceback" not in ended.stderr
+    assert "OK    cores: " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "protobuf", "level"),
+    [
+        ("3.3.1", "6.33.6", OK),
+        ("3.3.1", "7.36.2", OK),
+        ("3.2.2", "6.33.6", OK),
+        ("3.2.2", "7.36.2", FAIL),
+        ("2.6.2", "4.25.0", WARN),
+    ],
+)
+def test_a_paddle_that_cannot_use_the_installed_protobuf_is_found(
+    version: str, protobuf: str, level: str
+) -> None:
+    finding = doctor.judge_paddle(version, f"{version}, CPU build", protobuf)
+    assert finding.level == level
+    assert ("pip install 'protobuf<7'" in finding.remedy) == (level == FAIL)

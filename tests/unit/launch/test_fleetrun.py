@@ -1,0 +1,226 @@
+"""The installed fleetrun, for real: it starts processes on this machine and their ends are judged.
+
+Only the two tests of collectives load Paddle in the ranks; the others need none there.
+"""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import Failure
+from ppdist.launch.options import STALE_VARIABLES
+from tests.distributed import _free_ports
+from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
+
+PATIENCE = 90.0  # seconds; a hang is a failed test
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory and an environment without traces of another launch."""
+    for name in (*STALE_VARIABLES, "PPDIST_EXIT_DIR", "PPDIST_LAUNCHER", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    if not FLEETRUN.is_file():
+        pytest.skip("ppdist is not installed in this Python (pip install -e .)")
+    return tmp_path
+
+
+@contextmanager
+def started(*words: str, **streams) -> Iterator[subprocess.Popen]:
+    """fleetrun, which does not outlive the test, nor does what it started."""
+    defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([str(FLEETRUN), *words], **(defaults | streams))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def fleetrun(*words: str) -> subprocess.CompletedProcess:
+    with started(*words) as process:
+        try:
+            output, errors = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate(timeout=40)
+            logs = [f"{path}: {path.read_text()}" for path in Path("log").glob("workerlog*")]
+            pytest.fail(f"fleetrun hangs\n{output}\n{errors}\n" + "\n".join(logs))
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_two_gloo_processes_sum_and_only_rank_0_is_seen() -> None:
+    ended = fleetrun("--nproc_per_node", "2", write(ALL_REDUCE))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["sum 3.0 on rank 0 of 2"]
+    assert "LAUNCH" not in ended.stdout + ended.stderr  # the lines of Paddle's launcher
+    assert "sum 3.0 on rank 1 of 2" in Path("log/workerlog.1").read_text()
+    assert sorted(path.name for path in Path("log").iterdir()) == ["workerlog.0", "workerlog.1"]
+
+
+@pytest.mark.slow
+def test_two_hosts_on_loopback_sum() -> None:
+    ips, port = "--ips=127.0.0.2,127.0.0.3", str(_free_ports(1)[0])
+    script = write(ALL_REDUCE)
+    common = (ips, "--start_port", port, "--nproc_per_node", "1")
+    other = ("--host", "127.0.0.3", *common, "--log_dir", "log_b", script)
+    with started(*other) as second:
+        first = fleetrun("--host", "127.0.0.2", *common, "--log_dir", "log_a", script)
+        output, errors = second.communicate(timeout=PATIENCE)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + errors
+    assert "sum 3.0 on rank 0 of 2" in first.stdout
+    assert "sum 3.0 on rank 1 of 2" in output
+
+
+@pytest.mark.slow
+def test_wrong_input_on_one_rank_is_one_message_and_exit_2() -> None:
+    code = "def main():\n if rank: raise DataError('a.json: no images')\n time.sleep(60)\nrun(main)"
+    ended = fleetrun("--nproc_per_node", "2", write(code))
+    assert ended.returncode == 2
+    assert ended.stderr.count("ppdist: error: a.json: no images\n") == 1
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_an_exception_names_the_rank_and_shows_its_traceback_once() -> None:
+    code = "def main():\n if rank == 1: raise RuntimeError('boom')\n time.sleep(60)\nrun(main)"
+    ended = fleetrun("--nproc_per_node", "2", write(code))
+    assert ended.returncode == 1
+    assert "fleetrun: rank 1 failed first: it ended with exit code 1" in ended.stderr
+    assert ended.stderr.count("RuntimeError: boom") == 1
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_though_its_peer_fails_too_and_a_restart_follows() -> None:
+    code = """
+first = not Path("again").exists()
+print("attempt", 1 if first else 2, flush=True)
+Path(f"up{rank}").touch()
+if first and rank == 1:
+    while not Path("up0").exists(): time.sleep(0.02)
+    Path("again").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if first:
+    while not Path("again").exists(): time.sleep(0.02)
+    time.sleep(0.3)
+    run(lambda: 1 / 0 if rank < 0 else sys.exit("gloo/transport/tcp/pair.cc: Connection closed"))
+"""
+    ended = fleetrun("--nproc_per_node", "2", "--max_restart", "1", write(code))
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 1 failed first: it was killed by SIGKILL" in ended.stderr
+    assert "restart 1 of 1 in 1 s, from the newest checkpoint of this job" in ended.stderr
+    assert ended.stdout.split("\n")[:2] == ["attempt 1", "attempt 2"]
+
+
+@pytest.mark.slow
+def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
+    with started("--nproc_per_node", "2", write(SAVES_AT_SIGTERM)) as process:
+        wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
+        process.terminate()
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75, errors
+    assert output == "saved\n" and "saved" in Path("log/workerlog.1").read_text()
+
+
+@pytest.mark.slow
+def test_killing_fleetrun_leaves_no_process_behind() -> None:
+    code = """
+Path(f"pid{rank}").write_text(f"{os.getpid()} {os.getppid()}")
+os.rename(f"pid{rank}", f"pids{rank}")
+time.sleep(120)
+"""
+    with started("--nproc_per_node", "2", write(code), stdout=None, stderr=None) as process:
+        wait_for(lambda: Path("pids0").exists() and Path("pids1").exists())
+        pids = [int(pid) for rank in "01" for pid in Path(f"pids{rank}").read_text().split()]
+        assert len(set(pids)) == 4 and all(alive(pid) for pid in pids)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(alive(pid) for pid in pids), 15)
+
+
+@pytest.mark.slow
+def test_rank_0_writes_to_the_terminal_itself_and_at_once() -> None:
+    code = """
+print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
+for _ in range(3):
+    time.sleep(0.2)
+    print("now", time.time())
+"""
+    ours, theirs = pty.openpty()
+    delays: list[float] = []
+    with started("--nproc_per_node", "2", write(code), stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # the other side is closed
+                break
+            seen += piece
+            times = re.findall(rb"now ([\d.]+)\r", seen)  # of the lines that are complete
+            delays += [time.time() - float(at) for at in times[len(delays) :]]
+        os.close(ours)
+        assert process.wait(PATIENCE) == 0
+    assert b"terminal True True" in seen
+    assert len(delays) == 3 and max(delays) < 0.5, (delays, seen)
+
+
+@pytest.mark.slow
+def test_a_script_of_no_rank_reports_what_paddles_launcher_said() -> None:
+    ended = fleetrun("--nproc_per_node", "1", "--elastic_level", "high", write(""))
+    assert ended.returncode == 1
+    assert "Paddle's launcher failed before any rank began" in ended.stderr
+    assert "--elastic_level: invalid int value: 'high'" in ended.stderr
+
+
+@pytest.mark.parametrize("program", [[str(FLEETRUN)], [sys.executable, f"{ROOT}/tools/launch.py"]])
+def test_cards_on_a_machine_without_any_exit_2_and_say_what_to_type(program: list[str]) -> None:
+    from ppdist.launch.topology import machine_cards
+
+    if machine_cards():
+        pytest.skip("this machine has cards")
+    write("")
+    command = [*program, "--selected_gpus", "0,1", "t.py", "-c", "a.yml"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "ppdist: error: cards 0,1 were asked for, but this machine has no visible GPU; to train on "
+        "its CPU, type: fleetrun --nproc_per_node 2 t.py -c a.yml\n"
+    )
+
+
+def test_fleetrun_starts_without_importing_paddle() -> None:
+    code = "import sys, ppdist.launch.cli; assert 'paddle' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_signals_have_names_in_messages() -> None:
+    from ppdist.launch.watchdog import RankEnd
+
+    nothing = Failure("", "", "")
+    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
+    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

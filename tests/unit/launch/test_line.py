@@ -1,0 +1,207 @@
+"""The line between the hosts of a run; each host is a thread with one end of it."""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ppdist.launch.rendezvous import Connection, ControlChannel, Report, verdict
+from ppdist.launch.watchdog import Outcome
+
+A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
+GLOO = "rank 0 failed first: it ended with exit code 1\ngloo/transport/tcp/pair.cc TIMEOUT"
+
+
+class Host:
+    """A host whose ranks end as `end` says, or stop when the others want it."""
+
+    def __init__(
+        self, own: str, line: ControlChannel, end: Callable[[bool], Outcome | None]
+    ) -> None:
+        self.own, self.line, self.end = own, line, end
+        self.received: list[int] = []
+        self.outcome: Outcome | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        outcome = None
+        while outcome is None:
+            must_stop = self.line.watch(self.received)
+            outcome = self.end(must_stop or bool(self.received))
+            time.sleep(0.02)
+        self.outcome = self.line.finish(outcome, self.received)
+
+
+def lines(
+    hosts: Sequence[str], silence: float = 60.0
+) -> tuple[dict[str, ControlChannel], dict[str, list]]:
+    said: dict[str, list[str]] = {host: [] for host in hosts}
+    near, far = {}, {}
+    for host in hosts[1:]:
+        one, other = socket.socketpair()
+        near[host], far[host] = Connection(one), Connection(other)
+    made = {hosts[0]: ControlChannel(hosts[0], hosts, near, None, said[hosts[0]].append, silence)}
+    for host, connection in far.items():
+        peers = {hosts[0]: connection}
+        made[host] = ControlChannel(host, hosts, peers, None, said[host].append, silence)
+    return made, said
+
+
+def ran(ends: dict[str, Callable[[bool], Outcome | None]]) -> tuple[dict[str, Host], dict]:
+    made, said = lines(list(ends))
+    hosts = {own: Host(own, line, ends[own]) for own, line in made.items()}
+    join(hosts)
+    return hosts, said
+
+
+def join(hosts: dict[str, Host]) -> None:
+    for host in hosts.values():
+        host.thread.join(20)
+        assert not host.thread.is_alive(), f"{host.own} hangs"
+
+
+def done(must_stop: bool) -> Outcome | None:
+    return Outcome(0, "")
+
+
+def killed_when_asked(must_stop: bool) -> Outcome | None:
+    """A rank that hangs in a collective until it is killed."""
+    said = "rank 0 failed first: it was killed by SIGTERM"
+    return Outcome(1, said, told=said, is_consequence=True, time=time.time()) if must_stop else None
+
+
+def test_all_hosts_wait_for_all() -> None:
+    ready = time.monotonic() + 0.5
+    ends = {A: done, B: lambda stop: Outcome(0, "") if time.monotonic() > ready else None}
+    hosts, said = ran(ends)
+    assert [host.outcome for host in hosts.values()] == [Outcome(0, "")] * 2
+    assert said == {A: [], B: []} and time.monotonic() > ready
+
+
+@pytest.mark.parametrize("culprit", [A, B, C])
+def test_a_failure_on_one_host_stops_all_and_is_named_everywhere(culprit: str) -> None:
+    failed = Outcome(1, "rank 3 failed first: boom; above", told="rank 3 failed first: boom")
+    ends = {host: killed_when_asked for host in (A, B, C)}
+    ends[culprit] = lambda stop: failed
+    hosts, said = ran(ends)
+    for own, host in hosts.items():
+        assert host.outcome is not None and host.outcome.code == 1
+        if own == culprit:
+            assert host.outcome.message == "rank 3 failed first: boom; above"
+        else:
+            assert host.outcome.message == f"host {culprit}: rank 3 failed first: boom"
+            stopping = f"host {culprit}: rank 3 failed first: boom; stopping the ranks here too"
+            assert said[own] == [stopping]
+
+
+def test_the_cause_is_named_even_when_a_consequence_is_reported_first() -> None:
+    now = time.time()
+    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=now)
+    cause = Outcome(1, "rank 1: SIGSEGV", told="rank 1: SIGSEGV", time=now - 0.1)
+    late = time.monotonic() + 0.4
+    hosts, _ = ran(
+        {A: lambda stop: lost, B: lambda stop: cause if time.monotonic() > late else None}
+    )
+    assert hosts[A].outcome == Outcome(1, f"host {B}: rank 1: SIGSEGV")
+    assert hosts[B].outcome == Outcome(1, "rank 1: SIGSEGV")
+
+
+def test_wrong_input_on_one_host_is_exit_2_on_all() -> None:
+    wrong = Outcome(2, "error: a.json: no images", told="error: a.json: no images")
+    hosts, _ = ran({A: killed_when_asked, B: lambda stop: wrong})
+    assert hosts[A].outcome == Outcome(2, f"host {B}: error: a.json: no images")
+    assert hosts[B].outcome == wrong
+
+
+def test_the_same_wrong_input_on_all_hosts_is_said_by_each_as_its_own() -> None:
+    wrong = Outcome(2, "error: unknown key", told="error: unknown key")
+    hosts, _ = ran({A: lambda stop: wrong, B: lambda stop: wrong})
+    assert [host.outcome for host in hosts.values()] == [wrong, wrong]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_others_hear_whether_a_host_knows_why_its_ranks_failed(known: bool) -> None:
+    failed = Outcome(1, "x", told="x", is_consequence=not known)
+    made, _ = lines([A, B, C])
+    made[B].tell_failure(failed)
+    deadline = time.monotonic() + 10
+    while not (made[A].watch([]) and made[C].watch([])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [made[host].cause_known for host in (A, B, C)] == [known] * 3
+    assert not made[B].watch([])  # its own failure is no news to it
+
+
+@pytest.mark.parametrize("stopped", [A, B, C])
+def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
+    made, said = lines([A, B, C])
+    save = Outcome(75, "")
+    hosts = {
+        own: Host(own, line, lambda stop: save if stop else None) for own, line in made.items()
+    }
+    time.sleep(0.2)
+    hosts[stopped].received.append(signal.SIGTERM)
+    join(hosts)
+    for own, host in hosts.items():
+        assert host.outcome is not None and host.outcome.code == 75
+        assert (host.line.stopped_by == signal.SIGTERM) == (own != stopped)
+        if own != stopped:
+            assert said[own] == [f"host {stopped}: got SIGTERM; stopping the ranks here too"]
+
+
+@pytest.mark.parametrize("gone", [A, B])
+def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> None:
+    made, _ = lines([A, B, C])
+    hosts = {own: Host(own, made[own], killed_when_asked) for own in (A, B, C) if own != gone}
+    for peer in made[gone]._peers.values():
+        peer.close()
+    join(hosts)
+    for host in hosts.values():
+        assert host.outcome is not None and host.outcome.code == 1
+        assert host.outcome.message.startswith(f"host {gone}: its fleetrun is gone")
+
+
+@pytest.mark.parametrize("silent", [A, B])
+def test_a_host_that_falls_silent_is_lost_though_gloo_failed_first(silent: str) -> None:
+    made, _ = lines([A, B], silence=0.6)
+    other = B if silent == A else A
+    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
+    hosts = {other: Host(other, made[other], lambda stop: lost)}
+    join(hosts)
+    assert hosts[other].outcome is not None
+    assert hosts[other].outcome.message.startswith(f"host {silent}: no word from it for 1 s")
+
+
+def test_hosts_that_lost_each_other_are_not_sent_round_in_a_circle() -> None:
+    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
+    hosts, _ = ran({A: lambda stop: lost, B: lambda stop: lost})
+    for host in hosts.values():
+        assert host.outcome is not None and host.outcome.code == 1
+        assert host.outcome.message.count("No host knows a cause, each lost another one") == 1
+
+
+def test_the_verdict_prefers_wrong_input_then_the_cause_then_the_earliest() -> None:
+    clean, stopped = Report(A, 0, "", False, 0.0), Report(B, 75, "", False, 0.0)
+    early, late = Report(A, 1, "x", False, 1.0), Report(B, 1, "y", False, 2.0)
+    wrong, echo = Report(C, 2, "z", False, 3.0), Report(C, 2, "rank 0 (host a) failed:", True, 0.5)
+    assert verdict([clean, stopped]) == stopped
+    assert verdict([clean, late, early]) == early
+    assert verdict([late, early, wrong]) == wrong
+    assert verdict([late, early, echo]) == early
+    guess, lost = Report(A, 1, "g", False, 0.1, is_guess=True), Report(B, 1, "l", True, 0.05)
+    assert verdict([late, guess]) == late and verdict([lost, guess]) == guess
+
+
+def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
+    one, other = socket.socketpair()
+    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    other.sendall(b'{"type": "ended", "code": -7, "age_ms": "x", "message": 1}\n')
+    assert line.watch([])
+    assert line._reports[B].code == 1 and line._reports[B].message == ""
+    one, other = socket.socketpair()
+    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    other.sendall(b"nonsense\n")
+    assert line.watch([]) and line._reports[B].code == 1

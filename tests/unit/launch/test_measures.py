@@ -1,0 +1,269 @@
+"""The numbers of a host are right, and what cannot be read costs no others."""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppdist.distributed import heartbeat
+from ppdist.launch import exporter, metrics, worker
+from ppdist.launch.metrics import METRICS, Evaluations, Measures, newest_checkpoint
+from tests.unit.launch.hosts import ROOT, wait_for
+from tests.unit.launch.measured import Ranks
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    folder = tmp_path / "private"
+    folder.mkdir()
+    return Ranks(folder)
+
+
+def test_each_rank_is_measured_and_the_run_by_rank_0s_host_alone(ranks: Ranks) -> None:
+    ranks.say(0, "step", 20, inside=True)
+    ranks.say(1, "step", 17, silent=300)
+    found = ranks.read()
+    assert found["ppdist_rank_up{rank=0}"] == found["ppdist_rank_up{rank=1}"] == 1
+    assert found["ppdist_rank_lag_steps{rank=0}"] == 0
+    assert found["ppdist_rank_lag_steps{rank=1}"] == 3
+    assert (found["ppdist_rank_waiting{rank=0}"], found["ppdist_rank_waiting{rank=1}"]) == (1, 0)
+    assert found["ppdist_rank_silent_seconds{rank=0}"] < 100
+    assert 300 <= found["ppdist_rank_silent_seconds{rank=1}"] < 400
+    assert found["ppdist_rank_phase{rank=1,phase=step}"] == 1
+    assert sum(value for name, value in found.items() if "rank_phase{rank=1" in name) == 1
+    assert found["ppdist_rank_own_seconds_total{rank=1}"] == 1.5 * 17
+    assert found["ppdist_run_step"] == 20 and found["ppdist_run_planned_steps"] == 80
+    assert found["ppdist_run_loss"] == 3.25 and found["ppdist_run_images_total"] == 160
+    assert found["ppdist_run_bad_steps_total"] == 1 and found["ppdist_host_ranks"] == 2
+    ranks.begin(1)
+    ranks.say(4, "step", 20)  # the first of another host
+    other = ranks.read()
+    assert other["ppdist_rank_step{rank=4}"] == 20
+    assert not [name for name in other if name.startswith("ppdist_run_")]
+
+
+def test_a_rank_that_has_ended_is_down_and_says_nothing_more(ranks: Ranks) -> None:
+    ranks.say(0, "step", 20)
+    ranks.say(1, "step", 20)
+    worker.end_report(ranks.attempt, 1, 1, -9)
+    found = ranks.read()
+    assert (found["ppdist_rank_up{rank=0}"], found["ppdist_rank_up{rank=1}"]) == (1, 0)
+    assert "ppdist_rank_silent_seconds{rank=1}" not in found
+
+
+def test_restarts_and_ended_stalls_are_counted_over_attempts(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.tell_run(tmp_path / "output" / "demo")
+    first = Measures(ranks.folder, exporter.read_cards, pytest.fail)
+    assert {labels["run"] for _, labels, _ in first.samples()} == {"demo"}
+    (ranks.attempt / "watch.json").write_text("{}")
+    ranks.begin(1)
+    ranks.begin(2)
+    samples = {name: (labels, value) for name, labels, value in first.samples()}
+    assert samples["ppdist_host_restarts_total"][1] == 2
+    assert samples["ppdist_host_stalls_total"][1] == 1
+    assert samples["ppdist_host_ranks"][0]["run"] == "demo"  # as long as nobody says otherwise
+
+
+def test_before_any_rank_began_there_are_numbers_of_the_host_only(tmp_path: Path) -> None:
+    found = Measures(tmp_path, exporter.read_cards, pytest.fail).samples()
+    assert {name for name, _, _ in found} == {
+        "ppdist_host_ranks", "ppdist_host_restarts_total", "ppdist_host_stalls_total",
+    }  # fmt: skip
+
+
+def test_checkpoint_and_evaluation_come_from_the_files_of_the_run(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    output = tmp_path / "demo"
+    ranks.say(0, "step", 20)
+    ranks.tell_run(output)
+    orders = ranks.attempt / "job.json"
+    os.utime(orders, (time.time() - 100, time.time() - 100))
+    found = ranks.read()
+    assert found["ppdist_run_ranks"] == 4
+    assert not [name for name in found if "checkpoint_step" in name or "evaluation" in name]
+    assert 100 <= found["ppdist_run_checkpoint_age_seconds"] < 150  # of the attempt
+    for step, age in ((900, 50), (1000, 20)):
+        manifest = output / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text("{}")
+        os.utime(manifest, (time.time() - age, time.time() - age))
+    (output / "checkpoints" / "step-00001100").mkdir()  # not yet whole
+    record = {"step": 1000, "mAP": 0.5, "AP/cat": 0.7, "val_loss": None, "eval_seconds": 2.0}
+    (output / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    found = ranks.read()
+    assert found["ppdist_run_checkpoint_step"] == 1000
+    assert 20 <= found["ppdist_run_checkpoint_age_seconds"] < 50
+    assert found["ppdist_run_evaluation{metric=mAP}"] == 0.5
+    assert found["ppdist_run_evaluation_step"] == 1000
+    assert len([name for name in found if "evaluation{" in name]) == 1
+    os.utime(orders)  # resumed from it a moment ago
+    assert ranks.read()["ppdist_run_checkpoint_age_seconds"] < 15
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    (tmp_path / "step-x").mkdir()
+    assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None
+
+
+def test_only_what_was_added_is_read_of_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    evaluations = Evaluations(path)
+    assert evaluations.last() == {}
+    with path.open("w") as file:
+        file.write('{"step": 1, "loss": 2.0}\n{"step": 1, "eval_seconds": 1.0, "mAP": 0.1}\n')
+        file.write('{"step": 2, "eval_sec')  # it is being written
+        file.flush()
+        assert evaluations.last()["mAP"] == 0.1
+        file.write('onds": 1.0, "mAP": 0.2}\n"eval_seconds"\nno "eval_seconds" in JSON\n')
+        file.flush()
+        assert evaluations.last()["mAP"] == 0.2
+    read = evaluations._read
+    assert read == path.stat().st_size and evaluations.last()["mAP"] == 0.2
+    draft = tmp_path / "draft"  # a resumed run drops the records beyond its step
+    draft.write_text('{"step": 1, "eval_seconds": 1.0, "mAP": 0.1}\n')
+    draft.replace(path)
+    assert evaluations.last()["mAP"] == 0.1
+    path.unlink()
+    assert evaluations.last() == {}
+    monkeypatch.setattr(metrics, "_TAIL_BYTES", 100)
+    path.write_text('{"step": 1, "loss": 2.0}\n' * 1000 + '{"step": 3, "eval_seconds": 1.0}\n')
+    assert Evaluations(path).last()["step"] == 3
+    path.write_text("")
+    evaluations = Evaluations(path)
+    assert evaluations.last() == {}
+    with path.open("a") as file:  # a line that is longer than what is read at a time
+        file.write('{"step": 4, "eval_seconds": 1.0, "long": "' + 333 * "x" + '"}\n')
+        file.write('{"step": 5, "eval_seconds": 1.0}\n')
+    assert [evaluations.last().get("step") for _ in range(5)][-1] == 5
+
+
+def test_what_cannot_be_read_is_left_out_and_said_once(ranks: Ranks) -> None:
+    ranks.say(0, "step", 20)
+    (ranks.attempt / "job.json").write_text("{")
+    said: list[str] = []
+    broken = Measures(ranks.folder, exporter.read_cards, said.append)
+    for _ in range(2):
+        names = {name for name, _, _ in broken.samples()}
+    assert "ppdist_rank_up" in names and "ppdist_host_ranks" not in names
+    assert len(said) == 1 and said[0].startswith("some numbers cannot be read: JSONDecodeError")
+
+
+@pytest.mark.parametrize("told", ['{"output_dir": "/tmp/', '{"world": 2}', "[]", "\xff"])
+def test_what_the_ranks_told_of_the_run_may_be_broken(ranks: Ranks, told: str) -> None:
+    ranks.say(0, "step", 20)
+    heartbeat.run_of(ranks.attempt, 0).write_bytes(told.encode("latin-1"))
+    said: list[str] = []
+    broken = Measures(ranks.folder, exporter.read_cards, said.append)
+    for _ in range(2):
+        names = {name for name, _, _ in broken.samples()}
+    assert {"ppdist_rank_up", "ppdist_host_ranks", "ppdist_run_step"} <= names
+    assert len(said) == 1 and said[0].startswith("some numbers cannot be read: ")
+
+
+class Trouble(Exception):
+    """As pynvml.NVMLError."""
+
+
+def fake_nvml(broken: bool = False) -> types.ModuleType:
+    """Two cards; the second is a slice that has no temperature and no power."""
+    module = types.ModuleType("pynvml")
+
+    def init() -> None:
+        if broken:
+            raise Trouble("Driver Not Loaded")
+
+    def not_of_a_slice(value: int):
+        def ask(card: object, *more: object) -> int:
+            if card == "MIG-7":
+                raise Trouble("Not Supported")
+            return value
+
+        return ask
+
+    module.__dict__.update(
+        NVMLError=Trouble,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=init,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        nvmlDeviceGetMemoryInfo=lambda card: types.SimpleNamespace(used=2 << 30, total=80 << 30),
+        nvmlDeviceGetUtilizationRates=lambda card: types.SimpleNamespace(gpu=93, memory=40),
+        nvmlDeviceGetTemperature=not_of_a_slice(71),
+        nvmlDeviceGetPowerUsage=not_of_a_slice(312_500),
+    )
+    return module
+
+
+def test_cards_are_measured_and_what_one_cannot_say_is_left_out(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    ranks.begin(1, cards=("3", "MIG-7"))
+    found = {name: value for name, value in ranks.read().items() if "gpu" in name}
+    assert found == {
+        "ppdist_gpu_memory_used_bytes{gpu=3}": 2 << 30,
+        "ppdist_gpu_memory_total_bytes{gpu=3}": 80 << 30,
+        "ppdist_gpu_utilisation_ratio{gpu=3}": 0.93,
+        "ppdist_gpu_temperature_celsius{gpu=3}": 71,
+        "ppdist_gpu_power_watts{gpu=3}": 312.5,
+        "ppdist_gpu_memory_used_bytes{gpu=MIG-7}": 2 << 30,
+        "ppdist_gpu_memory_total_bytes{gpu=MIG-7}": 80 << 30,
+        "ppdist_gpu_utilisation_ratio{gpu=MIG-7}": 0.93,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=True))
+    assert not [name for name in ranks.read() if "gpu" in name]
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert not [name for name in ranks.read() if "gpu" in name]
+
+
+def test_a_driver_that_hangs_costs_the_cards_and_no_more(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "_CARDS_SECONDS", 0.2)
+    ranks.begin(1, cards=("0",))
+    ranks.say(0, "step", 20)
+    answers, asked_of_it, said = threading.Event(), [], []
+
+    def read(labels: list[str]) -> Iterator[tuple[str, str, float]]:
+        asked_of_it.append(labels)
+        answers.wait(60)
+        yield "ppdist_gpu_power_watts", "0", 312.5
+
+    cards = exporter.Cards(said.append, read)
+    whole = Measures(ranks.folder, cards, said.append)
+    began = time.monotonic()
+    for _ in range(20):
+        names = {name for name, _, _ in whole.samples()}
+        assert "ppdist_rank_step" in names and "ppdist_gpu_power_watts" not in names
+    assert time.monotonic() - began < 0.2 * 20  # it is waited for once
+    assert len(asked_of_it) == 1 and len(said) == 1 and "driver does not answer" in said[0]
+    answers.set()
+    wait_for(lambda: "ppdist_gpu_power_watts" in {name for name, _, _ in whole.samples()}, 20)
+
+
+def test_cards_that_cannot_be_read_are_said_once(ranks: Ranks) -> None:
+    ranks.begin(1, cards=("0",))
+    said: list[str] = []
+
+    def read(labels: list[str]) -> list[tuple[str, str, float]]:
+        raise AttributeError("nvmlInit")
+
+    whole = Measures(ranks.folder, exporter.Cards(said.append, read), said.append)
+    for _ in range(2):
+        assert "ppdist_host_ranks" in {name for name, _, _ in whole.samples()}
+    assert said == ["some numbers cannot be read: AttributeError('nvmlInit')"]
+
+
+def test_every_number_is_explained() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(ppdist_(?:run|host|rank|gpu)_\w+)`", page)) == set(METRICS)

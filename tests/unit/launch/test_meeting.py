@@ -1,0 +1,322 @@
+"""Hosts that meet: each is a thread of this process with a loopback address of its own."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch import rendezvous
+from ppdist.launch.rendezvous import ControlChannel, Handshake, differences, read_handshake, remarks
+from tests.distributed import _free_ports
+
+A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+TRAIN = Handshake(
+    host=A,
+    hosts=(A, B),
+    processes=2,
+    device="cpu",
+    script="tools/train.py",
+    arguments=("-c", "cfg.yml", "-o", "seed=1"),
+    ppdist="0.1.0",
+    paddle="3.3.1",
+    python="3.11.7",
+)
+
+
+@dataclass
+class Host:
+    """One fleetrun that waits for the others, in a thread."""
+
+    greeting: Handshake
+    port: int
+    seconds: float = 8
+    said: list[str] = field(default_factory=list)
+    line: ControlChannel | None = None
+    error: str = ""
+    received: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self._meet, daemon=True)
+        self.thread.start()
+
+    def _meet(self) -> None:
+        try:
+            self.line = rendezvous.rendezvous(
+                self.greeting, self.port, self.seconds, self.said.append, self.received
+            )
+        except LaunchError as error:
+            self.error = str(error)
+        except rendezvous.Stopped:
+            self.error = "stopped"
+
+    def end(self) -> None:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), f"{self.greeting.host} hangs: {self.said}"
+        if self.line is not None:
+            self.line._close()
+
+
+def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
+    return replace(TRAIN, host=own, hosts=tuple(hosts), identity=own + str(time.time()), **changes)
+
+
+def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
+    """All of them, started one after another."""
+    port = _free_ports(1)[0]
+    hosts = [Host(greeting, port, seconds) for greeting in greetings]
+    for each in hosts:
+        each.start()
+        time.sleep(pause)
+    for each in hosts:
+        each.thread.join(30)
+    for each in sorted(hosts, key=lambda each: each.greeting.is_first):  # which leaves last
+        each.end()
+    return hosts
+
+
+@pytest.mark.parametrize("order", [(A, B, C), (C, B, A)])
+def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> None:
+    hosts = met(*(host(own, (A, B, C)) for own in order), pause=0.1)
+    assert [each.error for each in hosts] == ["", "", ""]
+    assert all(each.line is not None and "all 3 hosts are here" in each.said for each in hosts)
+
+
+@pytest.mark.slow
+def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.5)
+    hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, B, C)), pause=1.2)
+    assert [each.error for each in hosts] == ["", "", ""]
+    said = "\n".join(hosts[0].said)
+    assert "still waiting for host 127.0.0.3 (127.0.0.3:" in said
+    assert "connection refused: nothing listens there (is fleetrun started on that host?)" in said
+    assert any(
+        line.startswith("host 127.0.0.2: still waiting for host 127.0.0.4")
+        for line in hosts[1].said
+    )
+
+
+@pytest.mark.slow
+def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.4)
+    hosts = met(host(B), host(A), pause=1.0)
+    assert [each.error for each in hosts] == ["", ""]
+    assert "still waiting for host 127.0.0.2 (127.0.0.2:" in "\n".join(hosts[0].said)
+
+
+def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+    hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), seconds=1.5)
+    for each in hosts:
+        assert "gave up after 1.5 s (--start_timeout): " in each.error
+        assert "still waiting for host 127.0.0.4 (127.0.0.4:" in each.error
+
+
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
+    port, all_hosts = _free_ports(1)[0], (A, B, C, "127.0.0.5")  # which does not come
+    hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
+    for each in hosts:
+        each.start()
+    time.sleep(1.5)
+    hosts[stopped].received.append(signal.SIGTERM)
+    for each in hosts:
+        each.end()
+    assert [each.error for each in hosts] == ["stopped"] * 3
+
+
+def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -> None:
+    port = _free_ports(1)[0]
+    hosts = [Host(host(own), port) for own in (A, B, B)]
+    hosts[1].received.append(signal.SIGINT)
+    for each in hosts:
+        each.start()
+        time.sleep(0.3)
+    for each in (*hosts[1:], hosts[0]):
+        each.end()
+    assert [each.error for each in hosts] == ["", "stopped", ""]
+
+
+def test_two_hosts_that_both_think_they_are_first_find_out() -> None:
+    hosts = met(host(A, (A, B)), host(B, (B, A)))
+    for each, other in zip(hosts, hosts[::-1]):
+        own, theirs = (",".join(side.greeting.hosts) for side in (each, other))
+        assert f"host {other.greeting.host} was started otherwise" in each.error
+        assert f"has {own}, {other.greeting.host} has {theirs}" in each.error
+        assert "the same order everywhere" in each.error
+
+
+def test_an_order_that_differs_on_the_last_host_reaches_every_host() -> None:
+    hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, C, B)), pause=0.3)
+    assert all("127.0.0.2,127.0.0.4,127.0.0.3" in each.error for each in hosts)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_not_in_the_list_is_refused_and_the_others_say_whom_they_miss() -> None:
+    first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
+    assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
+    assert "refused 127.0.0.4, which has called and is not among --ips of this host" in first.said
+    assert "still waiting for host 127.0.0.3" in first.error
+
+
+def test_a_second_fleetrun_for_one_host_is_refused_and_the_run_goes_on() -> None:
+    hosts = met(*(host(own, (A, B, C)) for own in (A, B, B, C)), pause=0.4)
+    assert "another fleetrun is host 127.0.0.3 of this run already" in hosts[2].error
+    assert [hosts[place].error for place in (0, 1, 3)] == ["", "", ""]
+
+
+def test_a_call_during_the_run_is_answered() -> None:
+    port = _free_ports(1)[0]
+    hosts = [Host(host(own), port) for own in (A, B)]
+    late = Host(host(B), port)
+    for each in hosts:
+        each.start()
+    for each in hosts:
+        each.thread.join(20)
+    late.start()
+    while late.thread.is_alive():
+        assert hosts[0].line is not None
+        hosts[0].line.watch([])
+        time.sleep(0.05)
+    assert "host 127.0.0.2 refused this one, 127.0.0.3: a run is in progress there" in late.error
+    for each in hosts[::-1]:
+        each.end()
+
+
+@pytest.mark.parametrize(
+    "speaks",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (b"", b"220 mail.example ESMTP\r\n")
+        ),
+        b'{"type": 3}\n',
+    ],
+)
+def test_another_program_on_the_port_is_told_from_a_fleetrun(speaks: bytes, monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.5)
+    with socket.create_server((A, 0)) as server:
+        waiting = Host(host(B), server.getsockname()[1], seconds=1.5)
+        waiting.start()
+        caller, _ = server.accept()
+        caller.sendall(speaks)
+        waiting.end()
+        caller.close()
+    assert "what answers there is not a fleetrun: another program has the port" in waiting.error
+
+
+def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:
+    with socket.create_server((A, 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} is in use on this machine"):
+            rendezvous.rendezvous(host(A), port, 5, print)
+
+
+def test_noise_on_the_port_of_the_first_host_does_no_harm() -> None:
+    port = _free_ports(1)[0]
+    first, second = Host(host(A), port), Host(host(B), port)
+    first.start()
+    callers = []
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 500_000,
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b"",
+    ):
+        time.sleep(0.2)
+        callers.append(socket.create_connection((A, port)))
+        callers[-1].settimeout(5)
+        try:
+            callers[-1].sendall(noise)
+        except OSError:
+            assert len(noise) > 100_000  # refused before all of it was read
+    second.start()
+    first.thread.join(20)
+    second.end()
+    first.end()
+    assert (first.error, second.error) == ("", "")
+    for caller in callers:
+        caller.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"processes": 4}, f"processes on a host: {A} has 2, {B} has 4; ranks are numbered by it"),
+        ({"device": "gpu"}, f"device: {A} has cpu, {B} has gpu"),
+        ({"script": "tools/eval.py"}, f"script: {A} has train.py, {B} has eval.py"),
+        ({"arguments": ("-c", "b.yml", "-o", "seed=1")}, f"{A} has cfg.yml, {B} has b.yml"),
+        ({"arguments": ("-c", "cfg.yml", "-o", "seed=2")}, f"{A} has seed=1, {B} has seed=2"),
+        ({"arguments": ("-c", "cfg.yml", "--resume", "-o", "seed=1")}, f"{B} has --resume"),
+        ({"arguments": ()}, f"{A} has -c cfg.yml -o seed=1, {B} has none"),
+        ({"ppdist": "0.2.0"}, f"ppdist: {A} has 0.1.0, {B} has 0.2.0; install the same version"),
+        ({"paddle": "3.2.2"}, f"paddle: {A} has 3.3.1, {B} has 3.2.2"),
+    ],
+)
+def test_what_must_agree_is_named_with_both_sides(change: dict, says: str) -> None:
+    found = differences(TRAIN, replace(TRAIN, host=B, **change))
+    assert len(found) == 1 and says in found[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"script": "/opt/ppdist/tools/train.py"},
+        {"python": "3.11.9"},
+        {"arguments": ("-c", "/home/b/cfg.yml", "-o", "seed=1")},
+        {"arguments": ("-c", "cfg.yml", "-o", "seed=1", "data.root=/mnt/coco")},
+        {"arguments": ("-c", "cfg.yml", "-o", "seed=1", "model.pretrained=/b/w.pdparams")},
+    ],
+)
+def test_what_may_differ_between_hosts_is_let_through(change: dict) -> None:
+    other = replace(TRAIN, host=B, **change)
+    assert differences(TRAIN, other) == []
+    changed = change.get("python") or change.get("script")
+    assert not changed or changed in " ".join(remarks(TRAIN, other))
+
+
+def test_an_option_that_only_sets_a_hosts_own_paths_may_be_on_one_host_alone() -> None:
+    plain = replace(TRAIN, arguments=("-c", "cfg.yml", "--eval"))
+    own = replace(plain, host=B, arguments=("-c", "cfg.yml", "-o", "output_dir=/b", "--eval"))
+    assert differences(plain, own) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "go"},
+        {"hosts": "127.0.0.2"},
+        {"hosts": [B]},
+        {"arguments": [1]},
+        {"arguments": ["x"] * 5000},
+        {"processes": True},
+        {"processes": 10**9},
+    ],
+)
+def test_a_greeting_that_is_none_is_not_taken_for_one(change: dict) -> None:
+    message = json.loads(json.dumps(TRAIN.message()))
+    assert read_handshake(message) == TRAIN
+    assert read_handshake(message | change) is None
+
+
+def test_a_host_that_does_not_answer_at_all_says_what_to_check(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
+    with socket.create_server((A, 0), backlog=0) as server:
+        address = server.getsockname()
+        filling = [socket.socket() for _ in range(3)]  # nobody takes these calls
+        for each in filling:
+            each.setblocking(False)
+            each.connect_ex(address)
+        call = rendezvous.Connection.call(*address)
+        while call.closed is None and time.monotonic() - call.opened < 5:
+            call.receive()
+            time.sleep(0.05)
+        for each in filling:
+            each.close()
+    assert call.closed == "no answer: a firewall, a wrong address, or the host is down"

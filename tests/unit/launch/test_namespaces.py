@@ -1,0 +1,262 @@
+"""Hosts with addresses of their own: network namespaces joined by a cable that can be pulled.
+
+Each is a host for everything that fleetrun, gloo and Paddle see; only the disk is shared.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.hosts import ALL_REDUCE, ROOT, Ended, Host, hosts_of_a_test, wait_for, write
+
+pytestmark = pytest.mark.slow
+A, B = "10.213.7.1", "10.213.7.2"
+MANAGEMENT = "10.214.7.1"  # a second network of the first host
+TRAINING = (
+    "data.workers=0",
+    "train.epochs=2",
+    "train.max_steps=12",
+    "evaluate.every_epochs=100",
+    "log.every_steps=1",
+    "distributed.timeout_seconds=120",
+)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Cable:
+    """Two namespaces and the cable between them."""
+
+    namespaces: tuple[str, str]
+
+    def prefix(self, host: str) -> Sequence[str]:
+        return ("ip", "netns", "exec", self.namespaces[host == B])
+
+    def pull(self) -> None:
+        ip("-n", self.namespaces[1], "link", "set", "cable1", "down")
+
+    def block(self, target: str) -> None:
+        """B finds no way to the target any more."""
+        ip("-n", self.namespaces[1], "route", "add", "blackhole", target)
+
+    def unblock(self, target: str) -> None:
+        ip("-n", self.namespaces[1], "route", "del", "blackhole", target)
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the program ip (iproute2)")
+    names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
+            for end, (other, name) in pairs.items():
+                peer = ("peer", "name", other, "netns", name)
+                ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
+        ip("-n", names[0], "link", "set", "manage0", "up")
+        for place, address in enumerate((A, B)):
+            ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
+            ip("-n", names[place], "link", "set", f"cable{place}", "up")
+        yield Cable(names)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def start(
+    cable: Cable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Host]]:
+    """Starts fleetrun on one of the two hosts; neither gets --host."""
+    monkeypatch.chdir(tmp_path)
+    with hosts_of_a_test() as starter:
+
+        def started(host: str, *words: str, **more) -> Host:
+            return starter(host, "--ips", f"{A},{B}", *words, prefix=cable.prefix(host), **more)
+
+        yield started
+
+
+def ended(hosts: Sequence[Host], seconds: float = 100) -> list[Ended]:
+    return [host.ended(seconds) for host in hosts]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_hosts_sum(start, processes: int) -> None:
+    words = ("--nproc_per_node", str(processes), write(ALL_REDUCE))
+    first, second = ended([start(A, *words), start(B, *words)])
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    world = 2 * processes
+    total = world * (world + 1) / 2
+    assert first.output == f"sum {total} on rank 0 of {world}\n"
+    assert second.output == f"sum {total} on rank {processes} of {world}\n"
+
+
+def test_a_host_that_starts_30_seconds_late_is_waited_for_and_named(start) -> None:
+    script = write(ALL_REDUCE)
+    first = start(A, script)
+    time.sleep(30)
+    late = start(B, script)
+    one, other = ended([first, late])
+    assert (one.code, other.code) == (0, 0), one.errors + other.errors
+    waiting = [line for line in one.errors.splitlines() if "still waiting for host" in line]
+    assert len(waiting) >= 2 and all(f"host {B} ({B}:6070: " in line for line in waiting)
+
+
+def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, start) -> None:
+    script = write("")
+    first = start(A, script)
+    with hosts_of_a_test() as starter:
+        other = starter("other", "--ips", f"{B},{A}", script, prefix=cable.prefix(B))
+        for end in ended([first, other]):
+            assert end.code == 2 and "--ips: " in end.errors
+            assert f"{A},{B}" in end.errors and f"{B},{A}" in end.errors
+
+
+def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, start) -> None:
+    with hosts_of_a_test() as starter:
+        words = ("--ips", f"{A},10.213.7.9", write(""))
+        end = starter("stranger", *words, prefix=cable.prefix(B)).ended()
+    assert end.code == 2
+    assert f"none of --ips {A}, 10.213.7.9 is this machine (its addresses: {B}" in end.errors
+
+
+def test_a_blocked_way_is_named_and_the_run_begins_once_it_is_open(cable: Cable, start) -> None:
+    script = write(ALL_REDUCE)
+    cable.block(A)
+    hosts = [start(A, script), start(B, script)]
+    wait_for(lambda: f"host {A} ({A}:6070: no way to it from here" in hosts[1].said, 30)
+    wait_for(lambda: f"host {B} ({B}:6070: " in hosts[0].said, 30)
+    cable.unblock(A)
+    assert [end.code for end in ended(hosts)] == [0, 0], hosts[0].said + hosts[1].said
+
+
+def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, start) -> None:
+    listen = f"import socket,time; s=socket.create_server(('{A}', 6070)); print(1, flush=True); "
+    program = subprocess.Popen(
+        [*cable.prefix(A), sys.executable, "-c", listen + "time.sleep(60)"], stdout=subprocess.PIPE
+    )
+    try:
+        assert program.stdout is not None and program.stdout.readline()
+        script = write("")
+        first = start(A, script)
+        second = start(B, "--start_timeout", "15", script)
+        one, other = ended([first, second])
+    finally:
+        program.kill()
+        program.wait()
+    assert (one.code, other.code) == (2, 2)
+    assert "port 6070 is in use on this machine" in one.errors
+    assert "what answers there is not a fleetrun: another program has the port" in other.errors
+
+
+def test_the_interface_of_another_network_is_refused(start) -> None:
+    end = start(A, write(""), variables={"GLOO_SOCKET_IFNAME": "manage0"}).ended()
+    assert end.code == 2
+    assert f"GLOO_SOCKET_IFNAME=manage0 holds {MANAGEMENT}, but this host" in end.errors
+    assert f"{A}, which is on cable0" in end.errors
+
+
+def test_a_cable_pulled_during_the_run_ends_both_hosts_by_name(
+    cable: Cable, start, record_property
+) -> None:
+    code = ALL_REDUCE + "Path(f'ready{rank}').touch()\nwhile True: dist.all_reduce(tensor)\n"
+    script = write(code)
+    hosts = [start(A, script), start(B, script)]
+    wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
+    cable.pull()
+    begin = time.monotonic()
+    one, other = ended(hosts, 150)
+    assert (one.code, other.code) == (1, 1)
+    assert f"fleetrun: host {B}: no word from it for 60 s" in one.errors
+    assert f"fleetrun: host {A}: no word from it for 60 s" in other.errors
+    took = time.monotonic() - begin
+    record_property("figure", f"both ended after {took:.0f} s")
+    assert took < 110
+
+
+def test_two_hosts_train_with_the_losses_of_one(
+    start, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config, *overrides = _training(tmp_path, request)
+    tool = str(ROOT / "tools/train.py")
+
+    def words(output: str) -> tuple[str, ...]:
+        return (tool, "-c", config, "-o", *TRAINING, *overrides, f"output_dir={output}")
+
+    ends = ended([start(host, *words("two")) for host in (A, B)], 600)
+    assert [end.code for end in ends] == [0, 0], ends[0].errors + ends[1].errors
+    with hosts_of_a_test() as starter:
+        alone = starter("alone", "--nproc_per_node", "2", *words("one")).ended(600)
+    assert alone.code == 0, alone.errors
+    one, two = (_losses(Path(folder) / "metrics.jsonl") for folder in ("one", "two"))
+    assert len(one) == len(two) == 12
+    for step, (here, there) in enumerate(zip(one, two)):
+        assert here == pytest.approx(there, rel=1e-6), f"record {step}"
+
+
+def _training(folder: Path, request: pytest.FixtureRequest) -> list[str]:
+    """The configuration of blood cells where their images are, else of drawn shapes."""
+    try:
+        root = request.getfixturevalue("shared_dir") / "data" / "bccd"
+    except pytest.skip.Exception:
+        root = folder / "absent"
+    if root.is_dir():
+        return [str(ROOT / "configs/examples/bccd_ppyoloe.yml"), f"data.root={root}"]
+    drawn = [sys.executable, "tools/data.py", "synthetic", "--out", str(folder / "data")]
+    subprocess.run([*drawn, "--train", "48", "--val", "8"], cwd=ROOT, check=True)
+    return [str(ROOT / "configs/examples/demo.yml"), f"data.root={folder / 'data'}"]
+
+
+def _losses(metrics: Path) -> list[float]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_the_doctor_says_on_both_hosts_that_their_packets_differ_in_size(
+    cable: Cable, tmp_path: Path
+) -> None:
+    ip("-n", cable.namespaces[1], "link", "set", "cable1", "mtu", "1400")
+    running = []
+    for host in (A, B):
+        command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--ips", f"{A},{B}"]
+        command += ["--nproc_per_node", "1", "--json", str(tmp_path / f"{host}.json")]
+        environment = {key: value for key, value in os.environ.items() if "PADDLE" not in key}
+        running.append(
+            subprocess.Popen(
+                [*cable.prefix(host), *command],
+                cwd=tmp_path,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for host, process in zip((A, B), running):
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+        findings = json.loads((tmp_path / f"{host}.json").read_text())["findings"]
+        found = {each["subject"]: (each["level"], each["found"]) for each in findings}
+        place = (A, B).index(host)
+        assert found["link"][1].startswith(f"cable{place}: MTU {(1500, 1400)[place]}")
+        level, text = found["hosts differ"]
+        assert level == "WARN" and text.startswith("MTU: 1500 on rank 0 ") and "; 1400 on " in text
+        assert found["clocks"][0] == "OK"  # one machine has one clock

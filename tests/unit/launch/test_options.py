@@ -1,0 +1,95 @@
+"""The command line of fleetrun, every form of it."""
+
+import pytest
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch.options import STALE_VARIABLES, help_text, parse_options
+
+SCRIPT = ["tools/train.py", "-c", "cfg.yml"]
+
+
+@pytest.mark.parametrize("name", ["--selected_gpus", "--selected_gpu", "--gpus", "--devices"])
+@pytest.mark.parametrize("form", ["spaced", "equals"])
+@pytest.mark.parametrize("value", ["0-7", "0,1", "0", "0-3,6", "0, 1", "'0,1'", '"0-3"'])
+def test_every_name_form_and_list_of_cards_is_understood(name: str, form: str, value: str) -> None:
+    typed = [name, value] if form == "spaced" else [f"{name}={value}"]
+    options = parse_options([*typed, *SCRIPT], {})
+    assert options.cards == value.strip("'\"")
+    assert options.script == "tools/train.py"
+    assert options.script_arguments == ("-c", "cfg.yml")
+
+
+def test_a_list_with_spaces_and_no_quotes_is_still_one_list() -> None:
+    options = parse_options(["--selected_gpus", "0,", "1", ",2", "--ips", "A,", "B", *SCRIPT], {})
+    assert (options.cards, options.ips, options.script) == ("0,1,2", "A,B", "tools/train.py")
+
+
+def test_everything_after_the_script_is_the_scripts() -> None:
+    words = ["--nproc_per_node", "9", "--selected_gpus=3", "--", "--help"]
+    options = parse_options(["--nproc_per_node", "2", "t.py", *words], {})
+    assert options.processes == 2 and options.cards is None
+    assert options.script_arguments == tuple(words)
+
+
+def test_options_of_paddles_launcher_pass_through() -> None:
+    options = parse_options(["--job_id", "a", "--elastic_level=1", "--nnodes", "2", "t.py"], {})
+    assert options.passed == {"job_id": "a", "elastic_level": "1", "nnodes": "2"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--nproc_per_nod", "2", "t.py"], "did you mean --nproc_per_node?"),
+        (["--eval", "t.py"], "unknown option --eval before the script"),
+        (["--legacy", "1", "t.py"], "leave the option out"),
+        (["--selected_gpus"], "--selected_gpus needs a value, e.g. --selected_gpus 0-3,6"),
+        (["--ips", "--nproc_per_node", "2", "t.py"], "--ips needs a value"),
+        (["--gpus", "0", "--devices=1", "t.py"], "was given before, as '0'; give it once"),
+        (["--nproc_per_node", "two", "t.py"], "--nproc_per_node two: expected a whole number"),
+        (["--nproc_per_node", "0", "t.py"], "expected a whole number from 1"),
+        (["--start_port", "80", "t.py"], "--start_port 80: expected a whole number from 1024"),
+        (["--log_overwrite", "maybe", "t.py"], "--log_overwrite maybe: expected 1 or 0"),
+        ([], "which script is to be started?"),
+        (["--nproc_per_node", "2"], "which script is to be started?"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_message(typed: list[str], says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_options(typed, {})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", STALE_VARIABLES)
+def test_a_variable_left_over_from_another_launch_is_refused_by_name(name: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_options(SCRIPT, {name: "10.0.0.9:6070", "HOME": "/root"})
+    assert f"{name}='10.0.0.9:6070'" in str(caught.value)
+    assert f"env -u {name} fleetrun" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "environment", "port"),
+    [
+        ([], {}, None),
+        ([], {"PADDLE_START_PORT": "7100"}, 7100),
+        ([], {"FLAGS_START_PORT": "7000"}, 7000),
+        ([], {"FLAGS_START_PORT": "7000", "PADDLE_START_PORT": "7100"}, 7000),
+        (["--start_port", "7200"], {"FLAGS_START_PORT": "7000"}, 7200),
+        (["--start_port=7200"], {"PADDLE_START_PORT": "7100"}, 7200),
+    ],
+)
+def test_one_port_comes_from_the_option_or_else_from_either_variable(
+    typed: list[str], environment: dict[str, str], port: int | None
+) -> None:
+    assert parse_options([*typed, *SCRIPT], environment).start_port == port
+
+
+def test_what_is_typed_wins_over_paddles_variables() -> None:
+    environment = {"PADDLE_NPROC_PER_NODE": "8", "PADDLE_IPS": "A,B", "PADDLE_DEVICES": "0-3"}
+    options = parse_options(["--nproc_per_node", "2", *SCRIPT], environment)
+    assert (options.processes, options.ips, options.cards) == (2, "A,B", "0-3")
+
+
+def test_help_lists_every_option() -> None:
+    for name in ("--selected_gpus", "--ips", "--start_port", "--max_restart", "--job_id"):
+        assert name in help_text()

@@ -1,0 +1,164 @@
+"""How many ranks' ends become one exit code and one message."""
+
+import json
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
+from ppdist.distributed import heartbeat
+from ppdist.launch import worker
+from ppdist.launch.watchdog import Outcome, judge
+
+TERM = -signal.SIGTERM
+GLOO = failure_of(RuntimeError("[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:584] TIMEOUT"))
+
+
+def wrong(message: str) -> Failure:
+    """A mistake of the user's."""
+    return failure_of(UserError(message, code="any"))
+
+
+def crash(message: str) -> Failure:
+    return Failure("crash", "crash", message)
+
+
+def ended(folder: Path, *ranks: tuple, stopped: int | None = None, launcher: int = 0) -> Outcome:
+    """Each rank: (exit code, time) or (exit code, time, reported exit code, Failure)."""
+    for rank, (code, time, *report) in enumerate(ranks):
+        state = {"rank": rank, "local": rank, "pid": 1, "code": code, "time": time}
+        (folder / f"exit-{rank}.json").write_text(json.dumps(state))
+        if report:
+            path = folder / f"rank-{rank}.json"
+            said = {"rank": rank, "exit_code": report[0], **asdict(report[1])}
+            path.write_text(json.dumps(said))
+            os.utime(path, (time, time))
+    (folder / "launcher.log").write_text("noise\nTraceback (most recent call last):\nlast words\n")
+    return judge(folder, folder, {}, launcher, stopped, folder / "launcher.log")
+
+
+def test_all_done_is_0_and_all_stopped_is_75(tmp_path: Path) -> None:
+    assert ended(tmp_path, (0, 1.0), (0, 2.0)) == Outcome(0, "")
+    assert ended(tmp_path, (75, 1.0), (75, 2.0)).code == 75
+    assert ended(tmp_path, (0, 1.0), (75, 2.0), stopped=15).code == 75
+
+
+def test_wrong_input_wins_over_what_killed_its_peers(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (1, 3.0, 1, GLOO), (2, 2.0, 2, wrong("no such file")), (TERM, 4.0))
+    assert outcome == Outcome(2, "error: no such file")
+
+
+def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (2, 1.0, 2, wrong("unknown key")), (2, 1.1, 2, wrong("unknown key")))
+    assert outcome == Outcome(2, "error: unknown key")
+
+
+def test_ranks_told_of_rank_0s_failure_do_not_make_it_wrong_input(tmp_path: Path) -> None:
+    outcome = ended(
+        tmp_path, (1, 2.0, 1, crash("Traceback: boom")), (2, 1.9, 2, wrong("boom").of_rank(0, "a"))
+    )
+    assert outcome.code == 1 and "rank 0 failed first" in outcome.message
+
+
+def test_the_cause_is_named_even_when_a_consequence_was_seen_earlier(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (1, 1.0, 1, GLOO), (-signal.SIGSEGV, 1.2), (TERM, 1.1))
+    assert outcome.code == 1
+    assert outcome.message.startswith("rank 1 failed first: it was killed by SIGSEGV")
+
+
+def test_a_crash_after_a_good_report_is_a_failure(tmp_path: Path) -> None:
+    assert ended(tmp_path, (0, 1.0, 0, crash("")), (-signal.SIGABRT, 2.0, 0, crash(""))).code == 1
+
+
+def test_a_lost_peer_alone_is_said_to_be_no_cause(tmp_path: Path) -> None:
+    assert "no rank of this host says why" in ended(tmp_path, (1, 1.0, 1, GLOO)).message
+
+
+def test_stopped_before_saving_is_1(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (75, 1.0), (TERM, 1.0), stopped=signal.SIGTERM)
+    assert outcome == Outcome(1, "stopped by SIGTERM; rank 1 left no checkpoint", signal.SIGTERM)
+
+
+def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, launcher=1)
+    assert outcome.code == 1 and "noise" not in outcome.message
+    assert "Traceback (most recent" in outcome.message
+
+
+def say(folder: Path, rank: int, phase: str, steps: int) -> None:
+    """The last sign of life of a rank."""
+    number = heartbeat.PHASES.index(phase)
+    packed = heartbeat._sealed(
+        heartbeat._LAYOUT, 1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0
+    )
+    heartbeat.file_of(folder, rank).write_bytes(packed)
+
+
+def test_stopped_before_the_first_step_of_an_attempt_is_75_because_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    before = "stopped by SIGINT before any rank began"
+    assert ended(tmp_path, stopped=signal.SIGINT) == Outcome(75, before, signal.SIGINT)
+    for rank, phase in enumerate(("start", "step", "step")):
+        say(tmp_path, rank, phase, 0)
+    outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
+    assert outcome.code == 75 and outcome.is_final
+    assert outcome.message == "stopped by SIGTERM before the first step of this attempt"
+    say(tmp_path, 1, "step", 1)
+    outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
+    assert outcome.code == 1
+
+
+def test_how_far_an_attempt_came_is_known_in_every_phase(tmp_path: Path) -> None:
+    for phase, reached in (("step", 8), ("save", 7), ("evaluate", 7)):
+        say(tmp_path, 0, phase, 3)
+        assert ended(tmp_path, (-signal.SIGSEGV, 1.0)).reached == reached
+
+
+def test_a_rank_that_gave_up_on_the_store_says_so_unless_another_is_the_cause(
+    tmp_path: Path,
+) -> None:
+    said = (
+        "host a cannot reach port 6071 of 10.0.0.1, where rank 0 keeps what ranks tell each other "
+        "(Connection refused, tried for 300 s): nothing listens there: see in its log what keeps"
+    )
+    gone = (2, 1.0, 2, failure_of(LaunchError(said, code="store_unreachable")))
+    assert ended(tmp_path, (TERM, 9.0), gone) == Outcome(2, f"error: {said}")
+    outcome = ended(tmp_path, (-signal.SIGSEGV, 1.5), gone)
+    assert outcome.message.startswith("rank 0 failed first: it was killed by SIGSEGV")
+
+
+def test_last_words_that_were_cut_off_are_printed_again(tmp_path: Path) -> None:
+    killed = ended(tmp_path, (-signal.SIGKILL, 2.0, 1, crash("Traceback: boom")))
+    assert killed.message.endswith("its output is below\nTraceback: boom")
+    assert "boom" not in ended(tmp_path, (1, 2.0, 1, crash("Traceback: boom"))).message
+
+
+def test_the_end_of_a_rank_needs_no_room_on_the_disk(tmp_path: Path, monkeypatch) -> None:
+    worker.begin_report(tmp_path, 3, 1, 4711)
+    (begun,) = worker.reports(tmp_path)
+    assert (begun["rank"], begun["local"], begun["child"], begun["code"]) == (3, 1, 4711, None)
+    path = tmp_path / "exit-3.json"
+    before, node = path.stat().st_size, path.stat().st_ino
+    monkeypatch.setattr(Path, "write_bytes", None)  # nothing is made anew
+    worker.end_report(tmp_path, 3, 1, -signal.SIGKILL)
+    assert (path.stat().st_size, path.stat().st_ino) == (before, node)
+    assert worker.reports(tmp_path)[0]["code"] == -9
+
+
+def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
+    worker.begin_report(tmp_path, 0, 0)
+    path = tmp_path / "exit-0.json"
+    begun = path.read_bytes()
+    worker.end_report(tmp_path, 0, 0, 0)
+    path.write_bytes(path.read_bytes()[: len(begun) // 2 + 20].ljust(len(begun)))
+    assert worker.reports(tmp_path)[0]["code"] is None
+
+
+def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (1, 5.0, 1, crash("Traceback: boom")), (TERM, 6.0))
+    assert "boom" not in outcome.message and "its output is above" in outcome.message
+    assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
+    assert (outcome.is_consequence, outcome.time) == (False, 5.0)
+    assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence

@@ -1,0 +1,397 @@
+"""What Paddle's launcher is given on a made-up machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch import topology
+from ppdist.launch.options import parse_options
+from ppdist.launch.topology import (
+    Card,
+    LaunchPlan,
+    Machine,
+    Network,
+    cards_of_runs,
+    deal_out,
+    expand_ids,
+    make_plan,
+    parse_nvidia_smi,
+    visible_labels,
+)
+
+A, B = "10.9.0.1", "10.9.0.2"
+
+
+class FakeNetwork(Network):
+    """A machine that holds `addresses`, where the ports in `taken` are in use."""
+
+    def __init__(self, addresses: dict[str, str], taken: tuple[int, ...] = ()) -> None:
+        self.addresses, self.taken = addresses, taken
+        self.names = {"node-a": A, "node-b": B, "self": "127.0.1.1"}
+
+    def resolve(self, name: str) -> str | None:
+        return name if name[0].isdigit() else self.names.get(name)
+
+    def is_local(self, address: str) -> bool:
+        return address in self.addresses.values() or address.startswith("127.")
+
+    def is_free(self, port: int, address: str = "") -> bool:
+        return port not in self.taken
+
+    def interfaces(self) -> dict[str, str]:
+        return self.addresses
+
+    def interface_names(self) -> list[str]:
+        return [*self.addresses, "sit0"]  # which has no IPv4 address
+
+    def towards(self, address: str) -> str | None:
+        return self.addresses["eth1"]
+
+
+def machine(cards: int = 0, build: str = "gpu", own: str = A, taken: tuple[int, ...] = ()):
+    network = FakeNetwork({"lo": "127.0.0.1", "eth1": own}, taken)
+    return Machine([Card(index, uuid=f"GPU-{index}") for index in range(cards)], build, 8, network)
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text("")
+
+
+def plan(command: str, on: Machine, **environment: str) -> LaunchPlan:
+    return make_plan(parse_options([*command.split(), "t.py"], environment), environment, on)
+
+
+def given(made: LaunchPlan, option: str) -> str | None:
+    words = list(made.arguments)
+    return words[words.index(option) + 1] if option in words else None
+
+
+@pytest.mark.parametrize("name", ["--selected_gpus", "--selected_gpu", "--gpus", "--devices"])
+@pytest.mark.parametrize(
+    ("value", "cards"),
+    [
+        ("0-7", "0,1,2,3,4,5,6,7"),
+        ("0,1", "0,1"),
+        ("0-3,6", "0,1,2,3,6"),
+        ("7", "7"),
+        ("5,2", "5,2"),
+    ],
+)
+def test_with_cards_every_form_becomes_devices(name: str, value: str, cards: str) -> None:
+    for typed in (f"{name} {value}", f"{name}={value}"):
+        made = plan(typed, machine(cards=8))
+        assert given(made, "--devices") == cards
+        assert made.processes == len(cards.split(","))
+        assert "--nproc_per_node" not in made.arguments
+        assert not any("selected" in word for word in made.arguments)
+        assert "OMP_NUM_THREADS" not in made.environment
+
+
+def test_nothing_asked_for_means_every_card_and_nproc_the_first_ones() -> None:
+    assert given(plan("", machine(cards=4)), "--devices") == "0,1,2,3"
+    assert given(plan("--nproc_per_node 2", machine(cards=4)), "--devices") == "0,1"
+
+
+def test_without_cards_processes_run_on_the_cpu_and_share_its_cores() -> None:
+    made = plan("--nproc_per_node 2", machine())
+    assert given(made, "--nproc_per_node") == "2" and "--devices" not in made.arguments
+    assert made.environment["OMP_NUM_THREADS"] == "4"
+    assert plan("", machine()).processes == 1
+    assert plan("--nproc_per_node 99", machine()).environment["OMP_NUM_THREADS"] == "1"
+    kept = plan("--nproc_per_node 2", machine(), OMP_NUM_THREADS="3")
+    assert kept.environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("typed", ["--selected_gpus 0,1", "--selected_gpu=0-1", "--gpus 0,1"])
+def test_asking_for_cards_where_there_are_none_says_what_to_type(typed: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(typed, machine())
+    assert str(caught.value) == (
+        "cards 0,1 were asked for, but this machine has no visible GPU; to train on its CPU, type: "
+        "fleetrun --nproc_per_node 2 t.py"
+    )
+
+
+def test_the_two_host_command_without_cards_is_suggested_with_its_hosts() -> None:
+    with pytest.raises(
+        LaunchError, match=r"fleetrun --ips 10\.9\.0\.1,10\.9\.0\.2 --nproc_per_nod"
+    ):
+        plan(f"--ips={A},{B} --selected_gpus 0-7", machine())
+
+
+def test_ids_are_physical_and_must_be_in_cuda_visible_devices() -> None:
+    made = plan("--selected_gpus 4,5", machine(cards=8), CUDA_VISIBLE_DEVICES="4, 5")
+    assert given(made, "--devices") == "4,5"
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "4,5"  # Paddle does not strip spaces
+    assert given(plan("", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2"), "--devices") == "6,2"
+    with pytest.raises(LaunchError) as caught:
+        plan("--selected_gpus 0,1", machine(cards=8), CUDA_VISIBLE_DEVICES="4,5")
+    assert str(caught.value) == (
+        "card 0, 1 is hidden by CUDA_VISIBLE_DEVICES=4,5: the ids are those nvidia-smi shows, here "
+        "cards 4, 5; choose among these, or unset CUDA_VISIBLE_DEVICES"
+    )
+
+
+def test_an_empty_cuda_visible_devices_means_cpu_and_the_workers_still_see_no_card() -> None:
+    made = plan("--nproc_per_node 3", machine(cards=8), CUDA_VISIBLE_DEVICES="")
+    assert given(made, "--nproc_per_node") == "3"
+    # Paddle's launcher reads "" as one card and fails for 3 processes; the worker hides them again.
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert made.environment["PPDIST_CPU"] == "1"
+    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES='' hides all GPUs"):
+        plan("--gpus 0", machine(cards=8), CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize(
+    ("variable", "labels"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("all", ["0", "1", "2", "3"]),
+        ("3,1", ["3", "1"]),
+        ("1,-1,2", ["1"]),
+        ("-1", []),
+        ("GPU-2", ["2"]),
+        ("MIG-abc", ["MIG-abc"]),
+    ],
+)
+def test_visible_cards_are_those_cuda_would_show(variable: str | None, labels: list[str]) -> None:
+    assert visible_labels(machine(cards=4).cards, variable) == labels
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("--selected_gpus 0-8", "there is no card 8: this machine has cards 0, 1, 2, 3, 4, 5, 6"),
+        ("--selected_gpus 3-1", "3-1 is not a range from low to high"),
+        ("--selected_gpus 0,0", "0 stands there twice"),
+        ("--selected_gpus 0-2,1", "1 stands there twice"),
+        ("--selected_gpus a", "'a' is no card id; expected a list such as 0,1 or 0-3,6"),
+        ("--selected_gpus -1", "'-1' is no card id"),
+        ("--selected_gpus 0,1 --nproc_per_node 3", "2 cards and --nproc_per_node 3 contradict"),
+        ("--nproc_per_node 9", "this machine has 8 visible GPUs and each process needs its own"),
+    ],
+)
+def test_cards_that_cannot_be_had_are_refused(command: str, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(command, machine(cards=8))
+    assert says in str(caught.value)
+
+
+def test_a_cpu_build_of_paddle_on_a_machine_with_cards_is_pointed_out() -> None:
+    with pytest.raises(LaunchError, match="8 visible GPUs, but the installed paddlepaddle is the "):
+        plan("--selected_gpus 0-7", machine(cards=8, build="cpu"))
+    made = plan("--nproc_per_node 2", machine(cards=8, build="cpu"))
+    assert given(made, "--nproc_per_node") == "2"
+    assert "no card is used" in made.description
+
+
+def test_no_paddle_no_script_and_a_number_for_a_script_are_said() -> None:
+    with pytest.raises(LaunchError, match="PaddlePaddle is not installed"):
+        plan("", machine(build="none"))
+    with pytest.raises(LaunchError, match=r"no script 'absent\.py'"):
+        make_plan(parse_options(["absent.py"], {}), {}, machine())
+    with pytest.raises(LaunchError, match=r"write lists with commas, e\.g\. --selected_gpus 0,1"):
+        make_plan(parse_options(["--gpus", "0", "1", "t.py"], {}), {}, machine(cards=2))
+
+
+@pytest.mark.parametrize("own", [A, B])
+def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
+    made = plan(f"--ips={A},{B} --selected_gpus 0-7", machine(cards=8, own=own))
+    assert given(made, "--host") == own
+    assert given(made, "--ips") == f"{A},{B}"
+    assert (made.host, made.hosts, made.meeting_port) == (own, (A, B), 6070)
+    assert given(made, "--start_port") == "6071"  # the fleetruns have the one before
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert made.environment["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert ("host 1 of 2" if own == A else "host 2 of 2") in made.description
+
+
+def test_host_names_are_resolved_and_spaces_in_the_list_do_not_matter() -> None:
+    made = plan("--ips node-a, node-b --nproc_per_node 1", machine(own=B))
+    assert (given(made, "--ips"), given(made, "--host")) == (f"{A},{B}", B)
+
+
+@pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
+def test_the_users_own_interfaces_are_kept_and_nccl_may_use_another_than_gloo(nccl: str) -> None:
+    made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME=nccl)
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME=ib0 is no interface of this machine"),
+        ("GLOO_SOCKET_IFNAME", "ib0", f"lo (127.0.0.1), eth1 ({A}), sit0 (without IPv4)"),
+        ("GLOO_SOCKET_IFNAME", "sit0", "GLOO_SOCKET_IFNAME=sit0 has no IPv4 address"),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "lo",
+            f"GLOO_SOCKET_IFNAME=lo holds 127.0.0.1, but this host of the run is {A}, which is on "
+            f"eth1: unset the variable",
+        ),
+        ("NCCL_SOCKET_IFNAME", "ib", "NCCL_SOCKET_IFNAME=ib fits no interface of this machine"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "NCCL_SOCKET_IFNAME==eth fits no interface"),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo,sit", "fits no interface"),
+    ],
+)
+def test_an_interface_that_cannot_work_is_refused(variable: str, value: str, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(f"--ips={A},{B}", machine(), **{variable: value})
+    assert says in str(caught.value)
+
+
+def test_on_one_host_any_interface_that_exists_will_do() -> None:
+    made = plan("", machine(), GLOO_SOCKET_IFNAME="eth1")
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1" and made.meeting_port is None
+    with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME=eth9 is no interface"):
+        plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
+
+
+def test_an_address_that_is_no_interfaces_first_leaves_the_interface_open() -> None:
+    made = plan("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
+    assert given(made, "--host") == "127.0.0.3"
+    assert "GLOO_SOCKET_IFNAME" not in made.environment
+
+
+@pytest.mark.parametrize(
+    ("ips", "says"),
+    [
+        (
+            "10.1.1.1,10.1.1.2",
+            "none of --ips 10.1.1.1, 10.1.1.2 is this machine (its addresses: 10",
+        ),
+        (f"{A},{A}", f"--ips: {A} and {A} are both {A}; each host stands there once"),
+        (f"{A},node-a", f"--ips: node-a and {A} are both {A}"),
+        (f"127.0.0.1,{A}", "--ips: 127.0.0.1 means every machine to itself"),
+        ("127.0.0.1,127.0.0.2", "--ips: 127.0.0.1 means every machine to itself"),
+        (f"self,{B}", "--ips: self (here 127.0.1.1) means every machine to itself"),
+        (f"nowhere,{A}", "the name nowhere is not known on this machine"),
+        (f"{A}:6070,{B}", "without a port"),
+        ("127.0.0.2,127.0.0.3", "are all this machine's; say which one this launch is: --host 127"),
+        (",", "--ips is empty"),
+    ],
+)
+def test_hosts_that_cannot_work_are_refused(ips: str, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(f"--ips={ips}", machine())
+    assert says in str(caught.value)
+
+
+def test_host_must_be_in_the_list() -> None:
+    with pytest.raises(LaunchError, match=r"--host 10\.9\.0\.3 is not among"):
+        plan(f"--ips={A},{B} --host 10.9.0.3", machine())
+
+
+def test_one_host_takes_free_ports_and_two_runs_do_not_meet() -> None:
+    ports = {given(plan("--nproc_per_node 4", machine()), "--start_port") for _ in range(5)}
+    assert len(ports) > 1 and all(20000 <= int(port or 0) < 32000 for port in ports)
+    made = plan("", machine())
+    assert (given(made, "--ips"), given(made, "--host")) == ("127.0.0.1", "127.0.0.1")
+
+
+@pytest.mark.parametrize("taken", [7000, 7001, 7002])
+@pytest.mark.parametrize(("own", "refused"), [(A, True), (B, False)])
+def test_a_taken_port_is_refused_on_the_host_that_listens_there(
+    own: str, refused: bool, taken: int
+) -> None:
+    command = f"--ips={A},{B} --start_port 7000 --nproc_per_node 2"
+    on = machine(own=own, taken=(taken,))
+    if not refused:
+        assert plan(command, on).meeting_port == 7000
+        return
+    with pytest.raises(LaunchError, match=f"port {taken} is in use on this machine"):
+        plan(command, on)
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "needs"),
+    [
+        ("--start_port 9440 --metrics_port 9440", A, "port 9440"),
+        ("--start_port 9439 --nproc_per_node 2 --metrics_port 9440", A, "ports 9439-9440"),
+        (f"--ips={A},{B} --metrics_port 6070", A, "ports 6070-6071"),
+        (f"--ips={A},{B} --metrics_port 0.0.0.0:6071", B, "ports 6070-6071"),
+        (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
+    ],
+)
+def test_a_metrics_port_that_the_run_needs_is_refused_on_all_hosts(
+    command: str, own: str, needs: str
+) -> None:
+    with pytest.raises(LaunchError, match=rf"--metrics_port \d+: the run itself needs {needs};"):
+        plan(command, machine(own=own, taken=(9440,)))
+    free = command.replace("metrics_port 9440", "metrics_port 9441")
+    assert plan(free.replace(":6071", ":6072").replace("t 6070", "t 6069"), machine(own=own))
+
+
+def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology.random, "sample", lambda *args: [20000, 20001, 20002])
+    made = plan("--nproc_per_node 2 --metrics_port 20001", machine())
+    assert given(made, "--start_port") == "20002"
+
+
+def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:
+    made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
+    assert made.meeting_port == 7000 and given(made, "--start_port") == "7001"
+    assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
+
+
+def test_a_master_gets_this_hosts_address_and_paddles_options() -> None:
+    made = plan(f"--master {B}:33000 --nnodes 2 --rank 1 --nproc_per_node 1", machine())
+    assert given(made, "--master") == f"{B}:33000" and given(made, "--host") == A
+    assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
+    assert "--ips" not in made.arguments
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    with pytest.raises(LaunchError, match="two ways to bring hosts together"):
+        plan(f"--master {B}:33000 --ips {A},{B}", machine())
+
+
+def test_restarts_are_refused_with_paddles_rendezvous_rather_than_pretended() -> None:
+    with pytest.raises(LaunchError, match="--max_restart does not work with --master"):
+        plan(f"--master {B}:33000 --max_restart 2", machine())
+
+
+def test_ranges_ignore_spaces_and_quotes() -> None:
+    assert expand_ids(" '0 - 2, 5' ".strip()) == expand_ids("0-2,5") == ["0", "1", "2", "5"]
+    assert expand_ids("0 1") == ["0", "1"]
+
+
+def test_runs_side_by_side_have_cards_of_their_own() -> None:
+    assert cards_of_runs("0,1|2-3") == [["0", "1"], ["2", "3"]]
+    assert deal_out(["4", "6", "7"], 3, 1) == [["4"], ["6"], ["7"]]
+    assert deal_out(["0", "1", "2", "3", "4"], 2, 2) == [["0", "1"], ["2", "3"]]
+    with pytest.raises(LaunchError, match=r"cards '0-1\|2': give each as many"):
+        cards_of_runs("0-1|2")
+    with pytest.raises(LaunchError, match=r"cards '0-1\|1,2': 1 is of two of them"):
+        cards_of_runs("0-1|1,2")
+    with pytest.raises(LaunchError, match="2 at a time with 2 cards each need 4, and this"):
+        deal_out(["0", "1", "2"], 2, 2)
+
+
+def test_the_listing_of_nvidia_smi_is_read_and_mig_slices_are_left_out() -> None:
+    listing = (
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c8)\n"
+        "  MIG 1g.5gb     Device  0: (UUID: MIG-1)\n"
+        "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-77e)\n"
+    )
+    name = "NVIDIA A100-SXM4-40GB"
+    assert parse_nvidia_smi(listing) == [Card(0, name, "GPU-5c8"), Card(1, name, "GPU-77e")]
+    assert parse_nvidia_smi("No devices were found\n") == []
+
+
+def test_what_a_job_around_this_one_was_told_is_not_passed_on() -> None:
+    told = {
+        name: "1"
+        for name in ("PPDIST_RESTART", "PPDIST_SKIP_STEP", "PPDIST_JOB_DIR", "PPDIST_EXIT_DIR")
+    }
+    environment = make_plan(parse_options(["t.py"], told), told | {"A": "1"}, machine()).environment
+    assert environment["A"] == "1" and not set(told) & set(environment)
+
+
+def test_the_plan_leaves_the_machine_as_it_is() -> None:
+    on = machine(cards=2)
+    assert make_plan(parse_options(["t.py"], {}), {}, on).processes == 2
+    assert replace(on) == on

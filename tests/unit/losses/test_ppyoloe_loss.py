@@ -1,0 +1,171 @@
+"""The PP-YOLOE loss against numpy, and its laws: order, padding, batches, empty images, no sync."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.config.loss import PPYOLOELossConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss, distribution_focal_loss, varifocal_loss
+from ppdist.models.ppyoloe import PPYOLOEOutputs
+from tests.unit.losses.slopes import assert_value_and_slopes
+
+CLASSES, STATIC = 3, 10
+ATSS, TAL = 0, STATIC  # a step of each phase
+
+
+def random_outputs(images: int = 2, seed: int = 0) -> PPYOLOEOutputs:
+    paddle.seed(seed)
+    shapes = [(2, 3), (4, 6), (8, 12)]  # a 64 x 96 image
+    maps = [tuple(paddle.randn([images, c, h, w]) for h, w in shapes) for c in (CLASSES, 68)]
+    for x in sum(maps, ()):
+        x.stop_gradient = False
+    return PPYOLOEOutputs(*maps)
+
+
+def truth(real: tuple[int, ...] = (5, 2), boxes: int = 5) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    size = rng.uniform(10, 50, (len(real), boxes, 2))
+    low = rng.uniform(0, np.array([96, 64]) - size)
+    mask = (np.arange(boxes) < np.array(real)[:, None]).astype("float32")
+    box = np.concatenate([low, low + size], -1) * mask[..., None]
+    labels = rng.integers(0, CLASSES, mask.shape) * mask
+    return [box.astype("float32"), labels.astype("int64"), mask]
+
+
+def loss_of(outputs: PPYOLOEOutputs, arrays: list[np.ndarray], step: int) -> tuple:
+    criterion = PPYOLOELoss(PPYOLOELossConfig(), num_classes=CLASSES, static_steps=STATIC)
+    return criterion(outputs, *[paddle.to_tensor(a) for a in arrays], step)
+
+
+@pytest.mark.parametrize("step", [ATSS, TAL])
+def test_images_without_objects_still_reach_every_output(step: int) -> None:
+    outputs = random_outputs()
+    result = loss_of(outputs, truth((0, 0), boxes=1), step)
+    result.total.backward()
+    assert float(result.normalizer) == 0
+    assert float(result.parts["loss_iou"]) == float(result.parts["loss_dfl"]) == 0
+    assert float(result.parts["loss_cls"]) > 0
+    for x in outputs.class_logits:
+        assert np.isfinite(x.grad.numpy()).all() and float(x.grad.abs().sum()) > 0
+    for x in outputs.side_logits:  # connected, and with nothing to learn
+        assert x.grad is not None and not x.grad.numpy().any()
+
+
+@pytest.mark.parametrize("step", [ATSS, TAL])
+def test_the_order_and_the_padding_of_boxes_do_not_matter(step: int) -> None:
+    box, labels, mask = truth()
+    want = loss_of(random_outputs(), [box, labels, mask], step)
+    order = np.array([3, 0, 4, 1, 2])
+    for arrays in (
+        [a[:, order] for a in (box, labels, mask)],
+        [np.concatenate([a, np.zeros_like(a)], 1) for a in (box, labels, mask)],
+        [box, np.where(mask > 0, labels, 99), mask],  # what stands in padding is never read
+    ):
+        got = loss_of(random_outputs(), arrays, step)
+        np.testing.assert_allclose(float(got.total), float(want.total), rtol=1e-5)
+        np.testing.assert_allclose(float(got.normalizer), float(want.normalizer), rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", [ATSS, TAL])
+def test_the_sum_over_a_batch_is_the_sum_over_its_images(step: int) -> None:
+    arrays, outputs = truth(), random_outputs()
+    whole = loss_of(outputs, arrays, step)
+    whole.total.backward()
+    sums = np.zeros(5)
+    for i in range(2):
+        one = PPYOLOEOutputs(*[tuple(x.detach()[i : i + 1] for x in maps) for maps in outputs])
+        for x in sum(one, ()):
+            x.stop_gradient = False
+        part = loss_of(one, [a[i : i + 1] for a in arrays], step)
+        part.total.backward()
+        sums += [float(v) for v in (part.total, part.normalizer, *part.parts.values())]
+        for mine, theirs in zip(sum(one, ()), sum(outputs, ())):
+            np.testing.assert_allclose(
+                mine.grad.numpy(), theirs.grad.numpy()[i : i + 1], rtol=1e-4, atol=1e-6
+            )
+    got = [float(v) for v in (whole.total, whole.normalizer, *whole.parts.values())]
+    np.testing.assert_allclose(got, sums, rtol=1e-5)
+
+
+def test_the_phase_follows_the_optimizer_step() -> None:
+    arrays, outputs = truth(), random_outputs()
+    before, last, first, later = (
+        float(loss_of(outputs, arrays, step).normalizer) for step in (0, STATIC - 1, STATIC, 99)
+    )
+    assert before == last and first == later and abs(before - first) > 1e-3
+
+
+def test_the_total_is_the_weighted_sum_of_its_parts() -> None:
+    result = loss_of(random_outputs(), truth(), TAL)
+    parts = {name: float(value) for name, value in result.parts.items()}
+    want = parts["loss_cls"] + 2.5 * parts["loss_iou"] + 0.5 * parts["loss_dfl"]
+    np.testing.assert_allclose(float(result.total), want, rtol=1e-6)
+    assert result.total.shape == result.normalizer.shape == []
+    assert result.normalizer.stop_gradient
+    assert all(part.stop_gradient for part in result.parts.values())
+
+
+def test_half_precision_outputs_are_scored_in_float32() -> None:
+    outputs = random_outputs()
+    halves = PPYOLOEOutputs(*[tuple(x.detach().astype("float16") for x in m) for m in outputs])
+    result = loss_of(halves, truth(), TAL)
+    assert result.total.dtype == paddle.float32
+    want = float(loss_of(outputs, truth(), TAL).total)
+    np.testing.assert_allclose(float(result.total), want, rtol=2e-2)
+
+
+@pytest.mark.parametrize("step", [ATSS, TAL])
+def test_no_value_is_asked_for_by_the_host(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, tensors = random_outputs(), [paddle.to_tensor(a) for a in truth()]
+    criterion = PPYOLOELoss(PPYOLOELossConfig(), num_classes=CLASSES, static_steps=STATIC)
+    criterion(outputs, *tensors, step)  # the cell centres are made once per size
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a host synchronisation inside the loss")
+
+    for name in ("item", "numpy", "tolist", "__bool__", "__float__", "__int__", "__index__",
+                 "__array__", "nonzero", "masked_select"):  # fmt: skip
+        monkeypatch.setattr(paddle.Tensor, name, refuse)
+    for name in ("nonzero", "masked_select", "unique"):
+        monkeypatch.setattr(paddle, name, refuse)
+    result = criterion(outputs, *tensors, step)
+    result.total.backward()
+    monkeypatch.undo()
+    assert float(result.total) > 0
+
+
+def test_varifocal_equals_its_definition_and_the_gradient_its_difference_quotient() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (2, CLASSES, 7))
+    index, score = np.array([[3, 12], [30, 3]]), np.array([[0.8, 0.2], [0.5, 0.9]])
+    taken = np.array([[1, 1], [1, 0]])  # the last slot points at a taken entry and counts nothing
+
+    def by_definition(x: np.ndarray) -> float:
+        p, q, positive = 1 / (1 + np.exp(-x)), np.zeros(x.size), np.zeros(x.size, bool)
+        q[index[taken > 0]], positive[index[taken > 0]] = score[taken > 0], True
+        q, positive = q.reshape(x.shape), positive.reshape(x.shape)
+        bce = -(q * np.log(p) + (1 - q) * np.log(1 - p))
+        return float((np.where(positive, q, 0.75 * p**2) * bce).sum())
+
+    x = paddle.to_tensor(logits, dtype="float64")
+    x.stop_gradient = False
+    got = varifocal_loss(
+        x, paddle.to_tensor(index), paddle.to_tensor(score), paddle.to_tensor(taken * 1.0)
+    )
+    assert_value_and_slopes(got, x, by_definition)
+
+
+def test_distribution_loss_equals_its_definition_and_clips_long_sides() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, (1, 3, 4, 17)).astype("float32")
+    target = rng.uniform(-2, 20, (1, 3, 4)).astype("float32")
+    got = distribution_focal_loss(paddle.to_tensor(logits), paddle.to_tensor(target)).numpy()
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = np.zeros((1, 3))
+    for s in range(3):
+        for side in range(4):
+            y = min(max(float(target[0, s, side]), 0.0), 15.99)
+            low = int(y)
+            row = log_p[0, s, side]
+            want[0, s] -= ((low + 1 - y) * row[low] + (y - low) * row[low + 1]) / 4
+    np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -1,0 +1,392 @@
+"""The YOLOv5 loss against numpy and the original's values, and its laws: batches, padding, sync."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.config.model import YOLOv5Config
+from ppdist.losses.base import LossOutput
+from ppdist.losses.yolov5 import Gains, YOLOv5Loss
+from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+
+CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
+PIXELS = [
+    [[10, 13], [16, 30], [33, 23]],
+    [[30, 61], [62, 45], [59, 30]],
+    [[60, 50], [9, 60], [70, 60]],
+]
+ANCHORS_LA2 = np.array(PIXELS, "float32") / np.array(STRIDES, "float32")[:, None, None]
+GAINS = Gains(box=0.05, object=0.7, classes=0.3)
+WEIGHTS = (4.0, 1.0, 0.4)
+
+
+def criterion(label_smoothing: float = 0.0) -> YOLOv5Loss:
+    return YOLOv5Loss(
+        GAINS,
+        num_classes=CLASSES,
+        strides=STRIDES,
+        anchors_LA2=paddle.to_tensor(ANCHORS_LA2),
+        threshold=4.0,
+        label_smoothing=label_smoothing,
+    )
+
+
+def random_outputs(images: int = 3, seed: int = 0) -> YOLOv5Outputs:
+    paddle.seed(seed)
+    maps = [
+        paddle.randn([images, 3 * (5 + CLASSES), SIZE[0] // stride, SIZE[1] // stride])
+        for stride in STRIDES
+    ]
+    for x in maps:
+        x.stop_gradient = False
+    return YOLOv5Outputs(tuple(maps))
+
+
+def truth(real: tuple[int, ...] = (6, 2, 0), boxes: int = 6) -> list[np.ndarray]:
+    """Padded boxes, labels and mask; boxes 3 and 5 of the first image meet 1 and 2 in cells."""
+    rng = np.random.default_rng(1)
+    wh = rng.uniform(6, 60, (len(real), boxes, 2))
+    low = rng.uniform(0, np.array(SIZE[::-1]) - wh)
+    mask = (np.arange(boxes) < np.array(real)[:, None]).astype("float32")
+    box = np.concatenate([low, low + wh], -1)
+    if boxes == 6:
+        box[0, 3] = box[0, 1] + 0.5
+        box[0, 5] = box[0, 2] + [-6, 1, -6, 1]
+    labels = rng.integers(0, CLASSES, mask.shape) * mask
+    return [(box * mask[..., None]).astype("float32"), labels.astype("int64"), mask]
+
+
+def scored(
+    outputs: YOLOv5Outputs, arrays: list[np.ndarray], label_smoothing: float = 0.0
+) -> LossOutput:
+    return criterion(label_smoothing)(outputs, *[paddle.to_tensor(a) for a in arrays], 0)
+
+
+def numbers(output: LossOutput) -> list[float]:
+    return [float(value) for value in (output.total, *output.parts.values())]
+
+
+def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """CIoU of two boxes (centre x, centre y, width, height), as arXiv:1911.08287 writes it."""
+    (ax1, ax2), (bx1, bx2) = ((x - w / 2, x + w / 2) for x, _, w, _ in (a, b))
+    (ay1, ay2), (by1, by2) = ((y - h / 2, y + h / 2) for _, y, _, h in (a, b))
+    inner = max(0, min(ax2, bx2) - max(ax1, bx1)) * max(0, min(ay2, by2) - max(ay1, by1))
+    iou = inner / (a[2] * a[3] + b[2] * b[3] - inner)
+    diagonal = (max(ax2, bx2) - min(ax1, bx1)) ** 2 + (max(ay2, by2) - min(ay1, by1)) ** 2
+    v = 4 / math.pi**2 * (math.atan(b[2] / b[3]) - math.atan(a[2] / a[3])) ** 2
+    distance = (a[0] - b[0]) ** 2 + (a[1] - b[1]) ** 2
+    return iou - distance / diagonal - v * v / (1 - iou + v)
+
+
+def fallen(box: np.ndarray, level: int) -> list[tuple[int, int, int, int]]:
+    """(order, anchor, row, column) of every match of one box, by a walk over all cells."""
+    stride, found = STRIDES[level], []
+    x, y = (box[0] + box[2]) / 2 / stride, (box[1] + box[3]) / 2 / stride
+    w, h = (box[2] - box[0]) / stride, (box[3] - box[1]) / stride
+    for anchor, (aw, ah) in enumerate(ANCHORS_LA2[level]):
+        if max(w / aw, aw / w, h / ah, ah / h) >= 4:
+            continue
+        for row in range(SIZE[0] // stride):
+            for column in range(SIZE[1] // stride):
+                dx, dy = x - column - 0.5, y - row - 0.5  # from the middle of the cell
+                home_x, home_y = abs(dx) < 0.5, abs(dy) < 0.5
+                if home_x and home_y:
+                    found.append((0, anchor, row, column))
+                elif home_y and abs(dx) < 1:
+                    found.append((1 if dx > 0 else 3, anchor, row, column))
+                elif home_x and abs(dy) < 1:
+                    found.append((2 if dy > 0 else 4, anchor, row, column))
+    return found
+
+
+def by_definition(
+    outputs: YOLOv5Outputs, arrays: list[np.ndarray], label_smoothing: float = 0.0
+) -> tuple[list[float], int]:
+    """[total, box, objectness, class] and how many matches lost their cell to another."""
+    sums, lost = np.zeros(3), 0
+    for level, stride in enumerate(STRIDES):
+        x = outputs.logits[level].numpy().astype("float64")
+        images, _, height, width = x.shape
+        x = x.reshape([images, 3, 5 + CLASSES, height, width])
+        s = 1 / (1 + np.exp(-x))
+        target = np.zeros((images, 3, height, width))
+        box_terms, class_terms = [], []
+        for image in range(images):
+            matches = []
+            for m in range(int(arrays[2][image].sum())):
+                box = arrays[0][image, m].astype("float64")
+                matches += [(f[0], m, f[1:], box) for f in fallen(box, level)]
+            written = set()
+            for _, m, (anchor, row, column), box in sorted(matches, key=lambda f: f[:2]):
+                p = s[image, anchor, :, row, column]
+                aw, ah = ANCHORS_LA2[level, anchor].astype("float64")
+                mine = (
+                    2 * p[0] - 0.5 + column,
+                    2 * p[1] - 0.5 + row,
+                    (2 * p[2]) ** 2 * aw,
+                    (2 * p[3]) ** 2 * ah,
+                )
+                b = box / stride
+                ciou = overlap(
+                    mine, ((b[0] + b[2]) / 2, (b[1] + b[3]) / 2, b[2] - b[0], b[3] - b[1])
+                )
+                box_terms.append(1 - ciou)
+                label = np.full(CLASSES, label_smoothing / 2)
+                label[arrays[1][image, m]] = 1 - label_smoothing / 2
+                class_terms.append(-(label * np.log(p[5:]) + (1 - label) * np.log(1 - p[5:])))
+                target[image, anchor, row, column] = max(0, ciou)
+                lost += (anchor, row, column) in written
+                written.add((anchor, row, column))
+        p = s[:, :, 4]
+        bce = -(target * np.log(p) + (1 - target) * np.log(1 - p))
+        sums += [
+            np.mean(box_terms) if box_terms else 0,
+            WEIGHTS[level] * bce.mean(),
+            np.mean(class_terms) if class_terms else 0,
+        ]
+    parts = [float(v) for v in sums * GAINS]
+    return [64 * sum(parts), *parts], lost
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_the_loss_equals_its_definition_also_where_objects_meet_in_a_cell(
+    label_smoothing: float,
+) -> None:
+    outputs, arrays = random_outputs(), truth()
+    want, lost = by_definition(outputs, arrays, label_smoothing)
+    assert lost > 3  # matches that share anchor and cell with a later one
+    got = scored(outputs, arrays, label_smoothing)
+    np.testing.assert_allclose(numbers(got), want, rtol=2e-6)
+    assert float(got.normalizer) == 0 and got.total.shape == []
+    assert all(part.stop_gradient for part in got.parts.values())
+
+
+def test_the_gradient_of_objectness_and_classes_is_the_difference_quotient() -> None:
+    outputs, arrays = random_outputs(1), [a[1:2] for a in truth()]
+    scored(outputs, arrays).total.backward()
+    matches = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)
+    checked = 0
+    for level, x in enumerate(outputs.logits):
+        for anchor, slot in np.argwhere(matches[level].taken_BAS.numpy()[0] > 0)[:2]:
+            row, column = divmod(int(matches[level].cell_BS[0, slot]), x.shape[3])
+            for channel in range(4, 5 + CLASSES):
+                place, totals = (0, anchor * (5 + CLASSES) + channel, row, column), []
+                for move in (1e-2, -1e-2):
+                    maps = [y.detach().clone() for y in outputs.logits]
+                    maps[level][place] += move
+                    totals.append(by_definition(YOLOv5Outputs(tuple(maps)), arrays)[0][0])
+                slope = (totals[0] - totals[1]) / 2e-2
+                np.testing.assert_allclose(x.grad.numpy()[place], slope, rtol=1e-3, atol=1e-5)
+                checked += 1
+    assert checked >= 8
+
+
+def test_micro_batches_with_the_totals_of_the_step_add_up_to_the_whole_batch() -> None:
+    outputs, arrays = random_outputs(), truth()
+    loss, tensors = criterion(), [paddle.to_tensor(a) for a in arrays]
+    whole = loss(outputs, *tensors, 0)
+    whole.total.backward()
+    parts = [[t[i] for t in tensors] for i in (slice(0, 1), slice(1, 3))]
+    counts = [loss.counts(*part, SIZE) for part in parts]
+    assert counts[0].shape == [4] and counts[0].dtype == paddle.float32
+    assert [float(c[0]) for c in counts] == [1, 2]
+    totals, sums = paddle.add_n(counts), np.zeros(4)
+    np.testing.assert_array_equal(totals.numpy(), loss.counts(*tensors, SIZE).numpy())
+    for rows, part in zip((slice(0, 1), slice(1, 3)), parts):
+        maps = tuple(x.detach()[rows] for x in outputs.logits)
+        for x in maps:
+            x.stop_gradient = False
+        micro = loss(YOLOv5Outputs(maps), *part, 0, totals)
+        micro.total.backward()
+        sums += numbers(micro)
+        for mine, theirs in zip(maps, outputs.logits):
+            np.testing.assert_allclose(
+                mine.grad.numpy(), theirs.grad.numpy()[rows], rtol=1e-4, atol=1e-7
+            )
+    np.testing.assert_allclose(numbers(whole), sums, rtol=2e-6)
+
+
+def test_images_without_objects_still_reach_every_output() -> None:
+    outputs = random_outputs(2)
+    result = scored(outputs, truth((0, 0), boxes=1))
+    result.total.backward()
+    assert float(result.parts["loss_box"]) == float(result.parts["loss_cls"]) == 0
+    assert float(result.parts["loss_obj"]) > 0
+    for x in outputs.logits:
+        grad = x.grad.numpy().reshape(2, 3, 5 + CLASSES, -1)
+        assert np.isfinite(grad).all() and (grad[:, :, 4] > 0).all()
+        assert not grad[:, :, :4].any() and not grad[:, :, 5:].any()
+
+
+def test_what_stands_in_padding_is_never_read() -> None:
+    box, labels, mask = truth()
+    want = numbers(scored(random_outputs(), [box, labels, mask]))
+    rubbish = np.where(mask[..., None] > 0, box, np.float32([20, 20, 40, 45]))
+    for arrays in (
+        [np.concatenate([a, np.zeros_like(a)], 1) for a in (box, labels, mask)],
+        [rubbish, np.where(mask > 0, labels, 99), mask],
+    ):
+        got = scored(random_outputs(), arrays)
+        np.testing.assert_allclose(numbers(got), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "box, cells",
+    [
+        ([10.0, 10.0, 24.0, 24.0], {(2, 2), (2, 1), (1, 2)}),  # centre (17, 17): upper left
+        ([8.0, 8.0, 38.0, 35.0], {(2, 2), (2, 3), (3, 2)}),  # centre (23, 21.5): lower right
+        ([10.0, 10.0, 30.0, 30.0], {(2, 2)}),  # centre in the very middle of cell (2, 2)
+        ([0.0, 0.0, 12.0, 12.0], {(0, 0), (0, 1), (1, 0)}),  # centre (6, 6)
+        ([0.0, 0.0, 7.0, 7.0], {(0, 0)}),  # centre (3.5, 3.5): neighbours outside the image
+        ([85.0, 54.0, 96.0, 64.0], {(7, 11), (6, 11), (7, 10)}),  # centre (90.5, 59)
+    ],
+)
+def test_a_box_falls_to_its_cell_and_to_the_nearer_neighbours(
+    box: list[float], cells: set[tuple[int, int]]
+) -> None:
+    arrays = [np.float32([[box]]), np.int64([[0]]), np.float32([[1]])]
+    match = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)[0]
+    taken = match.taken_BAS.numpy()[0].any(axis=0)
+    rows, columns = np.divmod(match.cell_BS.numpy()[0][taken], SIZE[1] // 8)
+    assert set(zip(rows.tolist(), columns.tolist())) == cells
+
+
+def test_no_value_is_asked_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, tensors, loss = random_outputs(), [paddle.to_tensor(a) for a in truth()], criterion()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a host synchronisation inside the loss")
+
+    for name in ("item", "numpy", "tolist", "__bool__", "__float__", "__int__", "__index__",
+                 "__array__", "nonzero", "masked_select"):  # fmt: skip
+        monkeypatch.setattr(paddle.Tensor, name, refuse)
+    for name in ("nonzero", "masked_select", "unique"):
+        monkeypatch.setattr(paddle, name, refuse)
+    result = loss(outputs, *tensors, 0, loss.counts(*tensors, SIZE))
+    result.total.backward()
+    monkeypatch.undo()
+    assert float(result.total) > 0
+
+
+def test_half_precision_outputs_are_scored_in_float32() -> None:
+    outputs = random_outputs()
+    halves = YOLOv5Outputs(tuple(x.detach().astype("float16") for x in outputs.logits))
+    result = scored(halves, truth())
+    assert result.total.dtype == paddle.float32
+    np.testing.assert_allclose(numbers(result), numbers(scored(outputs, truth())), rtol=2e-3)
+
+
+def test_gains_follow_image_size_classes_and_levels() -> None:
+    settings = YOLOv5Config(
+        size="n6", depth_multiple=0.1, width_multiple=0.05, num_classes=20, image_size=(320, 1280)
+    )
+    model = YOLOv5(settings)
+    loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
+    assert loss.gains == pytest.approx((0.05 * 0.75, 4 * 0.75, 0.5 * 0.25 * 0.75))
+    outputs = YOLOv5Outputs(tuple(paddle.zeros([1, 75, 64 // s, 128 // s]) for s in model.strides))
+    tensors = [paddle.to_tensor(a) for a in truth((2,), 2)]
+    result = loss(outputs, *tensors, 0)
+    matched = int((loss.counts(*tensors, (64, 128))[1:] > 0).sum())
+    assert matched >= 2  # levels with an anchor for one of the boxes
+    # Nothing but zeros: every objectness costs log 2, whatever it should be; every class too.
+    want = np.array([4 * (4 + 1 + 0.25 + 0.06), 0.5 * 0.25 * matched]) * 0.75 * math.log(2)
+    got = [float(result.parts[name]) for name in ("loss_obj", "loss_cls")]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_anchors_of_weights_loaded_later_count() -> None:
+    model = YOLOv5(YOLOv5Config(size="n", depth_multiple=0.1, width_multiple=0.05))
+    loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
+    tensors = [paddle.to_tensor(a) for a in truth()]
+    before = loss.counts(*tensors, SIZE)
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    model.set_state_dict({**state, "head.anchors": np.full([3, 3, 2], 1e-3, "float32")})
+    after = loss.counts(*tensors, SIZE)
+    assert float(before[1:].sum()) > 0 and after.tolist() == [3, 0, 0, 0]
+
+
+def original(shared_dir: Path) -> tuple[ModuleType, dict[str, np.ndarray]]:
+    """The formulas of the reference values, and those of yolov5n."""
+    spec = importlib.util.spec_from_file_location(
+        "parity_weights", shared_dir / "parity" / "parity_weights.py"
+    )
+    formulas = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(formulas)
+    with np.load(shared_dir / "parity" / "yolov5n.npz") as archive:
+        return formulas, {key: archive[key] for key in archive.files}
+
+
+def padded(targets: dict[str, np.ndarray]) -> list[paddle.Tensor]:
+    return [
+        paddle.to_tensor(targets["gt_bbox"]),
+        paddle.to_tensor(targets["gt_class"][..., 0].astype("int64")),
+        paddle.to_tensor(targets["pad_gt_mask"][..., 0]),
+    ]
+
+
+@pytest.mark.parametrize("variant", ["full", "empty1"])
+def test_matches_are_the_originals(shared_dir: Path, variant: str) -> None:
+    formulas, values = original(shared_dir)
+    _, height, width, _ = formulas.TRAIN_CASE
+    loss = YOLOv5Loss(
+        GAINS,
+        num_classes=80,
+        strides=STRIDES,
+        anchors_LA2=paddle.to_tensor(values["anchors_grid"]),
+        threshold=4.0,
+    )
+    truth = padded(formulas.parity_targets(variant == "empty1"))
+    counts = loss.counts(*truth, (height, width)).numpy()
+    np.testing.assert_array_equal(counts, [2, *values[f"{variant}_num_pos"]])
+    for level, match in enumerate(loss.matches(*truth, (height, width))):
+        image, anchor, slot = np.nonzero(match.taken_BAS.numpy())
+        cell, target = match.cell_BS.numpy()[image, slot], match.target_BS4.numpy()[image, slot]
+        row, column = np.divmod(cell, width // STRIDES[level])
+        label = match.label_BS.numpy()[image, slot]
+        order = np.lexsort([column, row, anchor, image, label])
+        got = np.stack([image, anchor, row, column, label], axis=1)[order]
+        np.testing.assert_array_equal(got, values[f"{variant}_bt{level}_b_a_gj_gi_cls"])
+        np.testing.assert_allclose(
+            target[order], values[f"{variant}_bt{level}_box"], rtol=1e-6, atol=1e-5
+        )
+        np.testing.assert_array_equal(
+            values["anchors_grid"][level][anchor[order]], values[f"{variant}_bt{level}_anchor"]
+        )
+
+
+@pytest.mark.parametrize("variant", ["full", "empty1"])
+def test_loss_and_gradients_are_the_originals(shared_dir: Path, variant: str) -> None:
+    formulas, values = original(shared_dir)
+    model = YOLOv5(YOLOv5Config(size="n", image_size=formulas.TRAIN_CASE[1:3]))
+    keys = model.official_keys()
+    for key, entry in model.state_dict().items():
+        value = formulas.parity_value(keys[key], entry.shape)
+        if value is not None:
+            entry.set_value(value)
+    model.train()
+    loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
+    outputs = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.TRAIN_CASE)))
+    result = loss(outputs, *padded(formulas.parity_targets(variant == "empty1")), 0)
+    images = 2
+    total = result.total * (images / 64)  # the original's factor is the images of the batch
+    total.backward()
+    np.testing.assert_allclose(float(total), values[f"{variant}_loss"], rtol=1e-5)
+    parts = [float(value) for value in result.parts.values()]
+    np.testing.assert_allclose(parts, values[f"{variant}_lbox_lobj_lcls"], rtol=1e-5)
+
+    length = {
+        keys[key]: np.linalg.norm(p.grad.numpy().astype("float64"))
+        for key, p in model.named_parameters()
+        if not p.stop_gradient
+    }
+    assert set(length) == {str(name) for name in values["grad_names"]}
+    got = np.array([length[str(name)] for name in values["grad_names"]])
+    want = values[f"{variant}_grad_l2"]
+    error = np.abs(got - want) / np.maximum(want, 1e-3 * want.max())
+    assert error.max() < 2e-4 and np.median(error) < 2e-5

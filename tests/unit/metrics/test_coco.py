@@ -1,0 +1,223 @@
+"""evaluate_boxes against pycocotools, which it does not use itself."""
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from benchmarks.coco import stats_by
+from ppdist.data.types import DetectionSet
+from ppdist.metrics.coco import (
+    AT_BEST_CONFIDENCE,
+    METRICS,
+    coco_arrays,
+    evaluate_boxes,
+    metric_names,
+    write_detections,
+)
+from ppdist.metrics.matching import found_of, truth_of
+from tests.unit.metrics.cases import NAMES, detection_set, odd_case, random_case, record
+
+
+def read_by_hand(path) -> DetectionSet:
+    """A COCO file without images on disk, as the reader would give it."""
+    content = json.loads(path.read_text())
+    ids = [c["id"] for c in content["categories"]]
+    records = []
+    for image in content["images"]:
+        own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
+        boxes_M4 = np.array([a["bbox"] for a in own], np.float64).reshape(-1, 4)
+        boxes_M4[:, 2:] += boxes_M4[:, :2]
+        labels = [ids.index(a["category_id"]) for a in own]
+        areas = [a["area"] for a in own]
+        crowds = [a["iscrowd"] for a in own]
+        records.append(record(image["id"], boxes_M4, labels, crowds, areas))
+    names = tuple(c["name"] for c in content["categories"])
+    return detection_set(*records, names=names, category_ids=tuple(ids))
+
+
+def rows_of(results, dataset) -> np.ndarray:
+    """A COCO result list as detections [R, 7]."""
+    position = {record.image_id: index for index, record in enumerate(dataset.records)}
+    rows = []
+    for result in results:
+        x, y, width, height = result["bbox"]
+        label = dataset.category_ids.index(result["category_id"])
+        place = position[result["image_id"]]
+        rows.append([place, label, result["score"], x, y, x + width, y + height])
+    return np.array(rows).reshape(-1, 7)
+
+
+def by_pycocotools(dataset, detections_R7) -> tuple[np.ndarray, np.ndarray]:
+    """Its 12 numbers and its AP of each class, through files' dictionaries made anew."""
+    truth = [
+        {"image_id": index, "category_id": int(label), "bbox": xywh(box), "area": float(area)}
+        | {"iscrowd": int(crowd)}
+        for index, r in enumerate(dataset.records)
+        for box, label, crowd, area in zip(r.boxes_M4, r.labels_M, r.crowd_M, r.area_M)
+    ]
+    found = [
+        {"image_id": int(i), "category_id": int(c), "bbox": xywh(box), "score": s, "iscrowd": 0}
+        | {"area": float((box[2] - box[0]) * (box[3] - box[1]))}
+        for i, c, s, *box in detections_R7.tolist()
+    ]
+    with contextlib.redirect_stdout(io.StringIO()):
+        pair = []
+        for annotations in (truth, found):
+            coco = COCO()
+            numbered = [{**a, "id": n} for n, a in enumerate(annotations, 1)]
+            coco.dataset = {
+                "images": [{"id": n} for n in range(len(dataset.records))],
+                "categories": [{"id": n} for n in range(len(dataset.class_names))],
+                "annotations": numbered,
+            }
+            coco.createIndex()
+            pair.append(coco)
+        evaluation = COCOeval(*pair, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    precision_TRC = evaluation.eval["precision"][:, :, :, 0, -1]
+    classes = [
+        precision_TRC[:, :, c][precision_TRC[:, :, c] > -1] for c in range(precision_TRC.shape[2])
+    ]
+    return evaluation.stats, np.array([c.mean() if c.size else -1.0 for c in classes])
+
+
+def xywh(box) -> list[float]:
+    """As a file holds it: two decimals."""
+    x1, y1, x2, y2 = (float(v) for v in box)
+    return [round(v, 2) for v in (x1, y1, x2 - x1, y2 - y1)]
+
+
+def numbers(result) -> list[float]:
+    return [result[name] for name in METRICS]
+
+
+def test_the_reference_set_of_coco_gives_its_published_numbers(shared_dir):
+    folder = shared_dir / "data" / "coco_eval"
+    dataset = read_by_hand(folder / "instances_val2014_100.json")
+    results = json.loads((folder / "instances_val2014_fakebbox100_results.json").read_text())
+    expected = json.loads((folder / "expected.json").read_text())["stats"]
+    result = evaluate_boxes(dataset, rows_of(results, dataset))
+    np.testing.assert_allclose(numbers(result), expected, rtol=0, atol=1e-9)
+    as_float32 = evaluate_boxes(dataset, rows_of(results, dataset).astype(np.float32))
+    np.testing.assert_allclose(numbers(as_float32), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied_scores", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sets_with_crowds_agree_with_pycocotools(seed, tied_scores):
+    dataset, detections_R7 = random_case(seed, tied_scores=tied_scores)
+    result = evaluate_boxes(dataset, detections_R7)
+    stats, per_class = by_pycocotools(dataset, detections_R7)
+    np.testing.assert_allclose(numbers(result), stats, rtol=0, atol=1e-9)
+    ours = [result[f"AP/{name}"] for name in NAMES]
+    np.testing.assert_allclose(ours, per_class, rtol=0, atol=1e-9)
+    assert 0 < result["mAP"] < 1 and result["AP/bird"] == -1.0
+
+
+def test_more_than_a_hundred_detections_of_an_image_agree_with_pycocotools():
+    dataset, detections_R7 = random_case(7, images=5, objects=20, detections=350)
+    stats, _ = by_pycocotools(dataset, detections_R7)
+    np.testing.assert_allclose(numbers(evaluate_boxes(dataset, detections_R7)), stats, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_odd_sets_agree_with_pycocotools_in_every_number_it_accumulates(seed):
+    dataset, rows_R7, classes = odd_case(seed)
+    truth = truth_of(dataset)
+    found = found_of(truth, rows_R7)
+    evaluations = []
+
+    def remembered(*arguments):
+        evaluations.append(COCOeval(*arguments))
+        return evaluations[0]
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        stats = stats_by(COCO, remembered, {}, truth, found, classes)
+    ours = coco_arrays(truth, found, classes)
+    np.testing.assert_allclose(list(ours.summary().values()), stats, rtol=0, atol=1e-9)
+    theirs = evaluations[0].eval
+    np.testing.assert_allclose(ours.precision_TRCAM, theirs["precision"], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(ours.recall_TCAM, theirs["recall"], rtol=0, atol=1e-9)
+
+
+def test_the_numbers_come_under_their_names_in_their_order():
+    dataset, detections_R7 = random_case(5, images=3)
+    result = evaluate_boxes(dataset, detections_R7)
+    assert tuple(result) == metric_names(NAMES)
+    assert set(METRICS) | set(AT_BEST_CONFIDENCE) | {"AP/cat"} <= set(result)
+
+
+def test_a_set_without_any_object_has_nothing_to_measure():
+    dataset = detection_set(record(1, [], []), record(2, [[0, 0, 9, 9]], [0], crowd=[True]))
+    result = evaluate_boxes(dataset, np.array([[0, 0, 0.9, 0, 0, 9, 9]]))
+    assert set(result.values()) == {-1.0}
+
+
+def test_no_detection_at_all_is_a_metric_of_zero(capsys):
+    dataset = detection_set(record(1, [[10, 10, 60, 60]], [0]), record(2, [], []))
+    result = evaluate_boxes(dataset, np.zeros((0, 7), np.float32))
+    assert result["mAP"] == result["mAP50"] == result["AR100"] == result["AP/cat"] == 0.0
+    assert result["precision"] == result["recall"] == result["f1"] == 0.0
+    assert result["mAP_large"] == result["AP/dog"] == -1.0, "nothing to measure"
+    assert all(type(value) is float for value in result.values())
+    assert capsys.readouterr().out == ""
+
+
+def test_perfect_detections_score_one():
+    boxes = [[10, 10, 60, 60], [100, 100, 300, 300]]
+    dataset = detection_set(record(1, boxes, [0, 2]), record(2, [], []))
+    rows = np.array([[0, 0, 0.9, *boxes[0]], [0, 2, 0.8, *boxes[1]]], np.float32)
+    result = evaluate_boxes(dataset, rows)
+    ours = [result[name] for name in ("mAP", "mAP50", "AP/cat", "precision", "recall", "f1")]
+    assert ours == pytest.approx([1.0] * 6, abs=1e-12)
+    assert result["confidence"] == pytest.approx(0.4, abs=0.01), "the middle of all that are best"
+
+
+def test_a_detection_on_a_crowd_costs_nothing_and_elsewhere_it_does():
+    boxes = [[10, 10, 60, 60], [200, 200, 400, 400]]
+    dataset = detection_set(record(1, boxes, [0, 0], crowd=[False, True]))
+    on_crowd = np.array([[0, 0, 0.9, 220, 220, 300, 300], [0, 0, 0.5, *boxes[0]]])
+    elsewhere = np.array([[0, 0, 0.9, 500, 20, 580, 100], [0, 0, 0.5, *boxes[0]]])
+    assert evaluate_boxes(dataset, on_crowd)["mAP"] == pytest.approx(1.0)
+    assert evaluate_boxes(dataset, elsewhere)["mAP"] == pytest.approx(0.5)
+
+
+def test_size_classes_follow_annotation_area_and_not_the_box():
+    box = [0, 0, 50, 50]  # 2500 pixels: medium by its box, small by its polygon
+    dataset = detection_set(record(1, [box], [0], area=[900.0]))
+    result = evaluate_boxes(dataset, np.array([[0, 0, 0.9, *box]]))
+    assert result["mAP_small"] == pytest.approx(1.0) and result["mAP_medium"] == -1.0
+
+
+def test_the_order_of_rows_does_not_matter():
+    dataset, detections_R7 = random_case(11)
+    shuffled_R7 = np.random.default_rng(0).permutation(detections_R7)
+    assert evaluate_boxes(dataset, detections_R7) == evaluate_boxes(dataset, shuffled_R7)
+
+
+def test_rows_of_a_diverged_model_are_left_out():
+    box = [10, 10, 60, 60]
+    dataset = detection_set(record(1, [box], [0]))
+    rows = np.array([[0, 0, 0.5, *box], [0, 0, np.nan, *box], [0, 0, 0.9, np.inf, 0, 9, 9]])
+    assert evaluate_boxes(dataset, rows)["mAP"] == pytest.approx(1.0)
+
+
+def test_written_detections_use_the_ids_of_the_annotation_file(tmp_path):
+    dataset = detection_set(record(42, [[0, 0, 9, 9]], [1]))
+    path = tmp_path / "new" / "detections.json"
+    write_detections(path, dataset, np.array([[0, 1, 0.75, 1.0, 2.0, 11.5, 22.25]]))
+    (result,) = json.loads(path.read_text())
+    assert result == {
+        "image_id": 42,
+        "category_id": 5,
+        "bbox": [1.0, 2.0, 10.5, 20.25],
+        "score": 0.75,
+    }
+    assert [p.name for p in path.parent.iterdir()] == ["detections.json"]

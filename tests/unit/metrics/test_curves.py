@@ -1,0 +1,146 @@
+"""Curves, the best confidence, VOC's average precision and calibration, against plain loops."""
+
+import numpy as np
+import pytest
+
+from ppdist.metrics.coco import coco_arrays
+from ppdist.metrics.matching import (
+    CONFIDENCE_T,
+    CROWD,
+    NOBODY,
+    at_best_confidence,
+    best_step,
+    calibration,
+    coco_average_precision,
+    count_by_confidence,
+    found_of,
+    match_as_coco,
+    objects_of,
+    overlaps,
+    right_by_class,
+    truth_of,
+    voc_average_precision,
+)
+from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
+
+
+def matched(dataset, rows_R7):
+    truth = truth_of(dataset)
+    found = found_of(truth, rows_R7)
+    return truth, found, match_as_coco(truth, found, overlaps(truth, found), 0.5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_precision_recall_and_f1_are_those_of_counting_at_each_confidence(seed):
+    dataset, rows_R7, classes = odd_case(seed)
+    truth, found, match_F = matched(dataset, rows_R7)
+    counts = count_by_confidence(truth, found, match_F, classes)
+    for label in range(classes):
+        objects = int(((truth.label_G == label) & ~truth.crowd_G).sum())
+        for step in range(0, 1001, 50):
+            sure = (found.label_F == label) & (found.score_F >= step / 1000)
+            right, wrong = (match_F[sure] >= 0).sum(), (match_F[sure] == NOBODY).sum()
+            precision = right / (right + wrong) if right + wrong else np.nan
+            recall = right / objects if objects else np.nan
+            f1 = 2 * right / (right + wrong + objects) if objects else np.nan
+            ours = (counts.precision_CT, counts.recall_CT, counts.f1_CT)
+            want = [precision, recall, f1]
+            np.testing.assert_allclose([values[label, step] for values in ours], want, rtol=1e-12)
+
+
+def test_the_best_confidence_makes_the_mean_f1_largest():
+    dataset, rows_R7 = random_case(1)
+    counts = count_by_confidence(*matched(dataset, rows_R7), 3)
+    best = at_best_confidence(counts)
+    f1_T = counts.f1_CT[:2].mean(axis=0)  # class 2 has no object
+    assert best["f1"] == f1_T.max() == f1_T[round(best["confidence"] * 1000)]
+    step = best_step(counts)
+    assert best["precision"] == pytest.approx(counts.precision_CT[:2, step].mean())
+    assert best["recall"] == pytest.approx(counts.recall_CT[:2, step].mean())
+
+
+def test_a_class_of_which_nothing_was_found_counts_for_recall_but_not_for_precision():
+    box = [10, 10, 60, 60]
+    dataset = detection_set(record(1, [box], [0]), record(2, [box], [1]))
+    best = at_best_confidence(
+        count_by_confidence(*matched(dataset, np.array([[0, 0, 0.7, *box]])), 3)
+    )
+    assert best == {"precision": 1.0, "recall": 0.5, "f1": 0.5, "confidence": 0.35}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_average_precision_from_matches_is_that_of_coco_at_half_overlap(seed):
+    dataset, rows_R7 = random_case(seed, tied_scores=seed % 2 == 1)
+    truth, found, match_F = matched(dataset, rows_R7)
+    rights = right_by_class(found.label_F, match_F, 3)
+    arrays = coco_arrays(truth, found, 3)
+    for label, objects in enumerate(objects_of(truth, 3)[:2]):
+        ours = coco_average_precision(rights[label], int(objects))
+        assert ours == pytest.approx(arrays.of_class(label)["AP50"], abs=1e-9)
+
+
+def by_voc_devkit(right_F, objects) -> tuple[float, float]:
+    """VOCevaldet.m of 2007 and VOCap.m of 2010, by loops."""
+    recall, precision, hits = [], [], 0
+    for number, right in enumerate(right_F, start=1):
+        hits += right
+        recall.append(hits / objects)
+        precision.append(hits / number)
+    eleven = 0.0
+    for tenth in range(11):
+        reached = [p for r, p in zip(recall, precision) if r >= tenth / 10]
+        eleven += max(reached, default=0.0) / 11
+    recall, precision = [0.0, *recall, 1.0], [0.0, *precision, 0.0]
+    for place in range(len(precision) - 2, -1, -1):
+        precision[place] = max(precision[place], precision[place + 1])
+    area = sum(
+        (recall[i] - recall[i - 1]) * precision[i]
+        for i in range(1, len(recall))
+        if recall[i] != recall[i - 1]
+    )
+    return eleven, area
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_vocs_average_precision_is_that_of_its_devkit(seed):
+    rng = np.random.default_rng(seed)
+    right_F = rng.random(int(rng.integers(0, 60))) < rng.random()
+    objects = int(right_F.sum()) + int(rng.integers(1, 20))
+    ours, want = voc_average_precision(right_F, objects), by_voc_devkit(right_F, objects)
+    assert ours == pytest.approx(want, abs=1e-12)
+    assert np.isnan(voc_average_precision(right_F, 0)).all()
+
+
+def test_eleven_points_and_area_of_an_example_worked_by_hand():
+    # Of 4 objects the 1st and the 3rd detection find one: precision 1, 1/2, 2/3 at recall
+    # 1/4, 1/4, 1/2; best precision 1 up to recall 1/4, 2/3 up to 1/2, then 0.
+    eleven, area = voc_average_precision(np.array([True, False, True]), 4)
+    assert eleven == pytest.approx((3 * 1 + 3 * 2 / 3) / 11)
+    assert area == pytest.approx(0.25 * 1 + 0.25 * 2 / 3)
+
+
+def test_calibration_bins_what_a_loop_bins():
+    dataset, rows_R7 = random_case(2)
+    _, found, match_F = matched(dataset, rows_R7)
+    report = calibration(found, match_F)
+    off = 0.0
+    for place in range(10):
+        low, high = place / 10, (place + 1) / 10
+        inside = (found.score_F >= low) & (found.score_F < high) & (match_F != CROWD)
+        assert report["count"][place] == inside.sum() > 0
+        right = (match_F[inside] >= 0).mean()
+        assert report["precision"][place] == pytest.approx(right)
+        assert report["confidence"][place] == pytest.approx(found.score_F[inside].mean())
+        off += abs(right - found.score_F[inside].mean()) * inside.sum()
+    assert report["expected_error"] == pytest.approx(off / (match_F != CROWD).sum())
+
+
+def test_a_score_of_one_belongs_to_the_last_bin_and_nothing_to_none():
+    box = [10, 10, 60, 60]
+    dataset = detection_set(record(1, [box], [0]))
+    _, found, match_F = matched(dataset, np.array([[0, 0, 1.0, *box]]))
+    report = calibration(found, match_F)
+    assert report["count"].tolist() == [0] * 9 + [1] and report["expected_error"] == 0
+    _, found, match_F = matched(dataset, np.zeros((0, 7)))
+    assert calibration(found, match_F)["expected_error"] is None
+    assert CONFIDENCE_T[[0, 216, 1000]].tolist() == [0.0, 0.216, 1.0]

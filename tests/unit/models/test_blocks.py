@@ -1,0 +1,61 @@
+"""Blocks against Paddle's own operators, and against themselves after fusion."""
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+
+from ppdist.models.layers import SPP, EffectiveSELayer, RepConv, upsample2x
+
+
+def test_upsample_equals_nearest_interpolation_and_its_gradient() -> None:
+    x = paddle.randn([2, 3, 4, 5])
+    twin = x.clone()
+    x.stop_gradient = twin.stop_gradient = False
+    ours, theirs = upsample2x(x), F.interpolate(twin, scale_factor=2, mode="nearest")
+    assert np.array_equal(ours.numpy(), theirs.numpy())
+    weight = paddle.randn(ours.shape)
+    (ours * weight).sum().backward()
+    (theirs * weight).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), twin.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_fused_branch_pair_gives_the_same_output_from_one_convolution(scaled: bool) -> None:
+    paddle.seed(0)
+    block = RepConv(8, scaled_branch=scaled)
+    for norm in (block.conv1.bn, block.conv2.bn):
+        norm.weight.set_value(paddle.rand([8]) + 0.5)
+        norm.bias.set_value(paddle.randn([8]))
+        norm._mean.set_value(paddle.randn([8]))
+        norm._variance.set_value(paddle.rand([8]) + 0.5)
+    if scaled:
+        block.alpha.set_value(paddle.to_tensor([-0.7]))
+    block.eval()
+    x = paddle.randn([2, 8, 9, 7])
+    before = block(x)
+    block.fuse()
+    assert set(block.state_dict()) == {"conv.weight", "conv.bias"}
+    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
+    block.fuse()  # again: nothing more happens
+    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
+
+
+def test_a_scaled_branch_at_zero_still_learns() -> None:
+    block = RepConv(4, scaled_branch=True)
+    block.alpha.set_value(paddle.zeros([1]))
+    block(paddle.randn([2, 4, 5, 5])).sum().backward()
+    assert float(block.alpha.grad.abs().sum()) > 0
+
+
+def test_channel_attention_scales_channels_by_a_hardsigmoid_of_their_mean() -> None:
+    block = EffectiveSELayer(3)
+    x = paddle.randn([2, 3, 4, 4])
+    weight, bias = block.fc.weight.numpy()[:, :, 0, 0], block.fc.bias.numpy()
+    gate = np.clip((x.numpy().mean(axis=(2, 3)) @ weight.T + bias) / 6 + 0.5, 0, 1)
+    expected = x.numpy() * gate[:, :, None, None]
+    np.testing.assert_allclose(block(x).numpy(), expected, atol=1e-5)
+
+
+def test_the_pyramid_keeps_the_size() -> None:
+    assert SPP(4)(paddle.randn([1, 4, 3, 5])).shape == [1, 4, 3, 5]

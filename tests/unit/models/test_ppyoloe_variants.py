@@ -1,0 +1,218 @@
+"""PP-YOLOE beyond s, m, l, x: t with its auxiliary head, P2 and P6 levels, sizes of one's own."""
+
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.config.loss import PPYOLOELossConfig
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.losses.ppyoloe import PPYOLOELoss
+from ppdist.models import build_model
+from ppdist.models.onednn.convert import self_check
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.weights import load_weights
+from tests.unit.models.saved_graph import Decoded, saved_graph
+from tests.unit.models.test_ppyoloe import shake
+
+LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
+          "P3-P6": (64, 32, 16, 8), "P2-P6": (64, 32, 16, 8, 4)}  # fmt: skip
+
+
+def tiny(**keys: object) -> PPYOLOE:
+    paddle.seed(0)
+    config = {"size": "t", "width_multiple": 0.125, "num_classes": 3, **keys}
+    return build_model(PPYOLOEConfig.model_validate(config))
+
+
+def arrays(model: PPYOLOE) -> dict[str, np.ndarray]:
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def loss_of(model: PPYOLOE, size: int = 64) -> paddle.Tensor:
+    paddle.seed(2)
+    criterion = PPYOLOELoss.build(PPYOLOELossConfig(static_assigner_epochs=0), model, 1)
+    box = paddle.to_tensor([[[4.0, 4, 40, 50]], [[0.0, 0, 0, 0]]])
+    labels, mask = paddle.to_tensor([[1], [0]]), paddle.to_tensor([[1.0], [0.0]])
+    return criterion(model(paddle.randn([2, 3, size, size])), box, labels, mask, 0).total
+
+
+def static_outputs(model: PPYOLOE, folder: Path, image: paddle.Tensor) -> list[np.ndarray]:
+    """Decoded outputs of the saved graph, which must not hold a weight of the auxiliary head."""
+    loaded = saved_graph(Decoded(model), folder)
+    weights = sum(int(np.prod(p.shape)) for p in loaded.parameters())
+    needed = [v for k, v in model.state_dict().items() if not k.startswith(model.training_only)]
+    assert weights <= sum(int(np.prod(v.shape)) for v in needed)
+    return [x.numpy() for x in loaded(image)]
+
+
+def test_t_has_the_published_number_of_parameters() -> None:
+    model = build_model(PPYOLOEConfig(size="t", auxiliary=True))
+    assert model.parameter_count() == 7_946_706
+    kept = {k: v for k, v in arrays(model).items() if not k.startswith(model.training_only)}
+    counted = [v.size for k, v in kept.items() if not k.endswith(("._mean", "._variance"))]
+    assert sum(counted) == 4_851_419  # published as 4.85 M: before fusion, unlike the other sizes
+    model.fuse()
+    assert model.parameter_count() == 4_662_251
+
+
+def test_the_auxiliary_keys_are_the_official_ones() -> None:
+    keys = set(tiny(auxiliary=True).state_dict())
+    neck = {key.removeprefix("neck.") for key in keys if key.startswith("neck.")}
+    assert {key.removeprefix("aux_neck.") for key in keys if key.startswith("aux_neck.")} == neck
+    assert {key.removeprefix("aux_head.") for key in keys if key.startswith("aux_head.")} == {
+        *(f"{task}_convs.0.{part}" for task in ("cls", "reg")
+          for part in ("conv.weight", "norm.weight", "norm.bias")),
+        *(f"gfl_{task}.{part}" for task in ("cls", "reg") for part in ("weight", "bias")),
+        *(f"scales.{level}.scale" for level in range(3)),
+    }  # fmt: skip
+    assert "yolo_head.stem_cls.0.conv.conv1.conv.weight" in keys
+
+
+def test_the_auxiliary_head_is_silent_where_no_gradient_comes_back() -> None:
+    model, image = tiny(auxiliary=True), paddle.randn([2, 3, 64, 96])
+    shake(model)
+    assert [x.shape for x in model(image).aux_class_logits] == [
+        x.shape for x in model(image).class_logits
+    ]
+    model.eval()
+    with paddle.no_grad():
+        outputs = model(image)
+        decoded = model.decode(outputs)
+        assert outputs.aux_class_logits == outputs.aux_side_logits == ()
+        del model.aux_neck, model.aux_head
+        model.aux_neck = model.aux_head = None
+        without = model(image)
+    for x, y in zip(sum(outputs, ()), sum(without, ())):
+        assert np.array_equal(x.numpy(), y.numpy())
+    for x, y in zip(decoded, model.decode(without)):
+        assert np.array_equal(x.numpy(), y.numpy())
+
+
+@pytest.mark.parametrize("training", [True, False])  # False: a rank's blank image
+@pytest.mark.parametrize("detached", [False, True])
+def test_every_weight_gets_a_gradient(training: bool, detached: bool) -> None:
+    model = tiny(auxiliary=True)
+    shake(model)
+    model.train() if training else model.eval()
+    model.detach_auxiliary = detached
+    loss_of(model).backward()
+    missing = [k for k, p in model.named_parameters() if not p.stop_gradient and p.grad is None]
+    assert not missing
+
+
+def test_detaching_keeps_the_auxiliary_gradient_to_itself() -> None:
+    for detached in (False, True):
+        model = tiny(auxiliary=True)
+        shake(model)
+        model.detach_auxiliary = detached
+        outputs = model(paddle.randn([2, 3, 64, 64]))
+        auxiliary = outputs.aux_class_logits + outputs.aux_side_logits
+        paddle.add_n([x.square().mean() for x in auxiliary]).backward()
+        reached = {key.split(".")[0] for key, p in model.named_parameters() if p.grad is not None}
+        own = {"aux_neck", "aux_head"}
+        assert reached == (own if detached else own | {"backbone", "neck"})
+
+
+def test_fusing_drops_the_auxiliary_head_and_keeps_the_outputs() -> None:
+    model, image = tiny(auxiliary=True), paddle.randn([1, 3, 64, 64])
+    shake(model)
+    model.eval()
+    before = model.decode(model(image))
+    model.fuse()
+    assert not [key for key in model.state_dict() if key.startswith(model.training_only)]
+    for x, y in zip(before, model.decode(model(image))):
+        np.testing.assert_allclose(y.numpy(), x.numpy(), atol=1e-2)
+    model.fuse()  # again: nothing to do
+
+
+@pytest.mark.slow
+def test_a_saved_graph_of_all_levels_holds_nothing_of_the_auxiliary_head(tmp_path: Path) -> None:
+    model = tiny(levels="P2-P6", auxiliary=True, width_multiple=0.05)
+    shake(model)
+    image = paddle.randn([2, 3, 64, 128])
+    for got, want in zip(static_outputs(model, tmp_path, image), model.decode(model(image))):
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
+
+
+def test_weights_without_the_auxiliary_head_leave_it_fresh_and_one_line_says_so(
+    tmp_path: Path,
+) -> None:
+    trained = tiny(auxiliary=True)
+    shake(trained)
+    deployed = {k: v for k, v in arrays(trained).items() if not k.startswith("aux_")}
+    np.savez(tmp_path / "deployed.npz", **deployed)
+    model = tiny(auxiliary=True)
+    start = arrays(model)
+    report = load_weights(model, tmp_path / "deployed.npz")
+    assert set(report.loaded) == set(deployed)
+    assert {key.split(".")[0] for key in report.fresh} == {"aux_neck", "aux_head"}
+    assert "training" in str(report) and "\n" not in str(report)
+    for key, value in arrays(model).items():
+        expected = deployed[key] if key in deployed else start[key]
+        assert np.array_equal(value, expected), key
+
+
+def test_weights_of_another_class_count_leave_the_auxiliary_classes_fresh(tmp_path: Path) -> None:
+    other = tiny(auxiliary=True, num_classes=5)
+    np.savez(tmp_path / "five.npz", **arrays(other))
+    report = load_weights(tiny(auxiliary=True), tmp_path / "five.npz")
+    assert {key.rpartition(".")[0] for key in report.fresh} == {
+        "aux_head.gfl_cls", *(f"yolo_head.pred_cls.{level}" for level in range(3))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_levels_give_maps_of_their_strides_and_train(levels: str) -> None:
+    model, strides = tiny(levels=levels), LEVELS[levels]
+    assert model.strides == strides and model.size_multiple == strides[0]
+    shake(model)
+    total = loss_of(model, 128)
+    total.backward()
+    assert np.isfinite(float(total))
+    outputs = model(paddle.randn([1, 3, 64, 128]))
+    assert [tuple(x.shape[2:]) for x in outputs.class_logits] == [
+        (64 // s, 128 // s) for s in strides
+    ]
+
+
+def test_p2_keeps_the_official_order_of_keys() -> None:
+    state = build_model(PPYOLOEConfig(size="s", levels="P2-P5")).state_dict()
+    plain = build_model(PPYOLOEConfig(size="s")).state_dict()
+    for key, value in plain.items():  # the finer level is appended to every list
+        assert state[key].shape == value.shape
+    added = {".".join(key.split(".")[:3]) for key in set(state) - set(plain)}
+    assert added == {
+        "neck.fpn_stages.3", "neck.fpn_routes.2", "neck.pan_stages.2", "neck.pan_routes.2",
+        *(f"yolo_head.{part}.3" for part in ("stem_cls", "stem_reg", "pred_cls", "pred_reg")),
+    }  # fmt: skip
+    assert state["yolo_head.pred_cls.3.weight"].shape == [80, 32, 3, 3]
+
+
+@pytest.mark.parametrize(("depth", "width"), [(0.01, 0.001), (0.5, 0.07), (1.49, 0.123)])
+def test_any_multiples_give_a_model_that_trains_and_fuses(depth: float, width: float) -> None:
+    model = tiny(depth_multiple=depth, width_multiple=width, auxiliary=True)
+    shake(model)
+    loss_of(model).backward()
+    assert all(np.isfinite(p.grad.numpy()).all() for p in model.parameters() if p.grad is not None)
+    model.eval()
+    image = paddle.randn([1, 3, 64, 32])
+    with paddle.no_grad():
+        before = [x.numpy() for x in model.decode(model(image))]
+        model.fuse()
+        for got, want in zip(model.decode(model(image)), before):
+            np.testing.assert_allclose(got.numpy(), want, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_odd_channels_export(tmp_path: Path) -> None:
+    model, image = tiny(width_multiple=0.023), paddle.randn([1, 3, 64, 32])
+    assert model.neck.out_channels == [18, 9, 4]
+    shake(model)
+    for got, want in zip(static_outputs(model, tmp_path, image), model.decode(model(image))):
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
+
+
+def test_fast_cpu_convolutions_agree_with_the_auxiliary_head() -> None:
+    assert self_check(tiny(auxiliary=True)) is None

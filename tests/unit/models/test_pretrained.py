@@ -1,0 +1,340 @@
+"""Weights from every kind of file, and the exact words for those that do not fit."""
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import save_file
+
+from ppdist.common.errors import WeightsError
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.models import build_model
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
+
+
+def tiny(num_classes: int = 3, width: float = 0.125, seed: int = 0) -> PPYOLOE:
+    paddle.seed(seed)
+    return build_model(
+        PPYOLOEConfig(size="t", width_multiple=width, num_classes=num_classes, variant="plus")
+    )
+
+
+def arrays_of(model: PPYOLOE) -> dict[str, np.ndarray]:
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def assert_same(model: PPYOLOE, other: PPYOLOE) -> None:
+    mine, theirs = arrays_of(model), arrays_of(other)
+    assert all(np.array_equal(mine[key], theirs[key]) for key in theirs)
+
+
+def save(model: PPYOLOE, path: Path) -> Path:
+    if path.suffix == ".pdparams":
+        paddle.save(model.state_dict(), str(path))
+    elif path.suffix == ".npz":
+        np.savez(path, **arrays_of(model))
+    elif path.suffix == ".safetensors":
+        save_file(arrays_of(model), path)
+    else:
+        path.mkdir(parents=True)
+        save_file(arrays_of(model), path / "ema.safetensors")
+        digest = hashlib.sha256((path / "ema.safetensors").read_bytes()).hexdigest()
+        files = {"ema.safetensors": {"sha256": digest}}
+        (path / "manifest.json").write_text(json.dumps({"step": 1, "files": files}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["w.pdparams", "w.npz", "w.safetensors", "step-00000001"])
+def test_every_kind_of_file_gives_back_every_value(tmp_path: Path, name: str) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    report = load_weights(target, save(source, tmp_path / name))
+    assert_same(target, source)
+    assert len(report.loaded) == len(source.state_dict())
+    assert not report.fresh and not report.ignored
+    assert str(report) == f"weights: {len(report.loaded)} tensors from {tmp_path / name}"
+
+
+def test_paddle_reads_the_pdparams_that_we_write(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    write_arrays(tmp_path / "w.pdparams", official_arrays_of(source))
+    missing, unexpected = target.set_state_dict(paddle.load(str(tmp_path / "w.pdparams")))
+    assert not missing and not unexpected
+    assert_same(target, source)
+
+
+def test_another_class_count_leaves_the_class_layers_fresh_and_says_so(tmp_path: Path) -> None:
+    path = save(tiny(80, seed=1), tmp_path / "w.pdparams")
+    model = tiny(3, seed=2)
+    before = arrays_of(model)
+    report = load_weights(model, path)
+    assert len(report.fresh) == 6
+    assert all(key.startswith("yolo_head.pred_cls.") for key in report.fresh)
+    assert str(report).endswith(
+        "6 start fresh: class layers, the file knows 80 classes, the model 3"
+    )
+    after = arrays_of(model)
+    assert all(np.array_equal(before[key], after[key]) for key in report.fresh)
+
+
+def test_a_backbone_alone_fills_the_backbone(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    arrays = {k.removeprefix("backbone."): v for k, v in arrays_of(source).items()
+              if k.startswith("backbone.")}  # fmt: skip
+    np.savez(tmp_path / "imagenet.npz", **arrays, **{"fc.weight": np.zeros([4, 4])})
+    report = load_weights(target, tmp_path / "imagenet.npz")
+    assert_same(target.backbone, source.backbone)
+    assert report.ignored == ("fc.weight",) and len(report.loaded) == len(arrays)
+    assert "the file holds a backbone alone" in str(report)
+
+
+def test_weights_of_another_size_are_an_error_that_lists_both_shapes(tmp_path: Path) -> None:
+    path = save(tiny(width=0.25), tmp_path / "w.npz")
+    model = tiny(width=0.125)
+    before = arrays_of(model)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(model, path)
+    assert caught.value.code == "weights_shape_mismatch"
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{path}: does not fit this model (check model.size and")
+    assert lines[1] == (
+        "  backbone.stem.conv1.conv.weight: [4, 3, 3, 3] in the model, [8, 3, 3, 3] in the file"
+    )
+    assert len(lines) == 7 and lines[-1].startswith("  ... and ")
+    assert all(np.array_equal(before[key], value) for key, value in arrays_of(model).items())
+
+
+def test_a_missing_entry_is_an_error(tmp_path: Path) -> None:
+    arrays = arrays_of(tiny())
+    del arrays["neck.pan_routes.0.bn.bias"]
+    np.savez(tmp_path / "w.npz", **arrays)
+    with pytest.raises(
+        WeightsError, match=r"neck\.pan_routes\.0\.bn\.bias: \[.*not in the file"
+    ) as error:
+        load_weights(tiny(), tmp_path / "w.npz")
+    assert error.value.code == "weights_shape_mismatch"
+
+
+def test_a_file_of_another_architecture_is_an_error(tmp_path: Path) -> None:
+    np.savez(tmp_path / "w.npz", **{"layer1.weight": np.zeros([3, 3])})
+    with pytest.raises(WeightsError, match=r"none of its 1 entries belongs to this model") as error:
+        load_weights(tiny(), tmp_path / "w.npz")
+    assert error.value.code == "weights_of_other_architecture"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "message"),
+    [
+        ("none.pdparams", None, "weights_not_found", "no such weight file or checkpoint directory"),
+        ("w.onnx", b"x", "weights_format", "cannot read weights from .onnx"),
+        ("w.pdparams", b"not a pickle", "weights_damaged", "damaged or not a .pdparams file"),
+        (
+            "w.pdparams",
+            pickle.dumps([1, 2]),
+            "weights_no_state_dict",
+            "no weights in it: expected a state dict",
+        ),
+        ("w.npz", b"PK not a zip", "weights_damaged", "damaged or not a .npz file"),
+        (
+            "w.safetensors",
+            b"\x08\0\0\0\0\0\0\0garbage!",
+            "weights_damaged",
+            "damaged or not a .safetensors file",
+        ),
+    ],
+)
+def test_unreadable_files_are_named_with_the_reason(
+    tmp_path: Path, name: str, content: bytes | None, code: str, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(tiny(), tmp_path / name)
+    assert caught.value.code == code and caught.value.where == str(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
+
+
+def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as error:
+        load_weights(tiny(), tmp_path)
+    assert error.value.code == "not_a_checkpoint"
+    folder = save(tiny(), tmp_path / "step-00000001")
+    file = folder / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(WeightsError, match="damaged: its SHA-256 is not") as error:
+        load_weights(tiny(), folder)
+    assert error.value.code == "checkpoint_damaged"
+
+
+def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path: Path) -> None:
+    """In the order in which they appear here: a checkpoint that is named wins."""
+    run = tmp_path / "out"
+    folder = run / "checkpoints"
+    models = {step: tiny(seed=step) for step in (1, 2, 3)}
+    for step, model in models.items():
+        save(model, folder / f"step-0000000{step}")
+    (folder / "step-00000009").mkdir()  # torn: it has no manifest
+    for link, step in ((None, 3), ("last", 2), ("best", 1)):
+        if link:
+            (folder / link).symlink_to(f"step-0000000{step}")
+        for path in (run, folder):
+            found = tiny(seed=7)
+            report = load_weights(found, path)
+            assert_same(found, models[step])
+            assert report.source == folder / (link or "step-00000003")
+    named = tiny(seed=7)
+    load_weights(named, folder / "step-00000002")
+    assert_same(named, models[2])
+
+
+def test_an_output_dir_without_a_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(
+        WeightsError, match=r"nor checkpoints/ with any; give the output_dir of a"
+    ) as error:
+        load_weights(tiny(), tmp_path)
+    assert error.value.code == "not_a_checkpoint"
+
+
+class Evil:
+    """What a hostile file asks the reader to run."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    path = tmp_path / "evil.pdparams"
+    path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": Evil(trace)}))
+    with pytest.raises(WeightsError, match=r"refused: it asks to run \w+\.system") as error:
+        load_weights(tiny(), path)
+    assert error.value.code == "weights_unsafe"
+    assert not trace.exists()
+
+
+def test_an_npz_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object))
+    with pytest.raises(WeightsError, match=r"expected arrays of numbers; found w\.npy") as error:
+        load_weights(tiny(), tmp_path / "evil.npz")
+    assert error.value.code == "weights_not_arrays"
+    assert not trace.exists()
+
+
+MISTAKEN = [
+    ("w.pt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer instead of the"),
+    ("w.pt", b"<!DOCTYPE html><html>404", "not a .pt file but a web page"),
+    ("w.safetensors", b"<html>", "not a .safetensors file but a web page"),
+    ("w.pt", b"", "an empty file"),
+    ("w.npz", b"\x93NUMPY\x01\0", "not a .npz file but a single array of np.save"),
+    ("w.pdparams", b"PK\x03\x04", "a zip archive as torch.save and np.savez write it; name it .pt"),
+    ("w.npz", b"\x80\x02}.", "a pickle as paddle.save and old torch.save write it; name"),
+    ("w.npz", b"\x10\0\0\0\0\0\0\0{\"__metadata__", "one of safetensors: name it so"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), MISTAKEN)
+def test_common_mistakes_are_recognised_by_their_first_bytes(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(WeightsError) as caught:
+        load_weights(tiny(), tmp_path / name)
+    assert caught.value.code == ("weights_format" if content else "weights_damaged")
+    assert message in str(caught.value)
+
+
+def test_the_case_of_an_ending_and_other_names_of_a_kind_do_not_matter(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    first = save(source, tmp_path / "w.pdparams")
+    for name in ("W.PDPARAMS", "w.pdema"):
+        (tmp_path / name).write_bytes(first.read_bytes())
+        load_weights(target, tmp_path / name)
+        assert_same(target, source)
+    for name in ("w.pth", "W.PT"):
+        write_arrays(tmp_path / name, official_arrays_of(source))
+    (tmp_path / "w.ckpt").write_bytes((tmp_path / "w.pth").read_bytes())
+    for name in ("w.ckpt", "W.PT"):
+        load_weights(tiny(seed=3), tmp_path / name)
+
+
+@pytest.mark.parametrize("names", [("model",), ("ema",), ("state_dict",), ("ema", "module")])
+def test_a_state_dict_of_paddle_is_found_inside_another_dict(tmp_path: Path, names) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    for state in (source.state_dict(), arrays_of(source)):  # tensors: tuple((name, array)) inside
+        content: dict = state
+        for name in reversed(names):
+            content = {name: content, "epoch": 3}
+        paddle.save(content, str(tmp_path / "w.pdparams"))
+        load_weights(target, tmp_path / "w.pdparams")
+        assert_same(target, source)
+    paddle.save({"epoch": 3, "lr": 0.1}, str(tmp_path / "none.pdparams"))
+    with pytest.raises(WeightsError, match=r"no weights in it: .*; found 'epoch', 'lr'") as error:
+        load_weights(target, tmp_path / "none.pdparams")
+    assert error.value.code == "weights_no_state_dict"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model."])
+def test_what_wrappers_put_before_every_key_is_taken_away(tmp_path: Path, prefix: str) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    np.savez(tmp_path / "w.npz", **{prefix + key: v for key, v in arrays_of(source).items()})
+    report = load_weights(target, tmp_path / "w.npz")
+    assert_same(target, source)
+    assert str(report).endswith(f"w.npz, keys without their '{prefix}'")
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "message"),
+    [
+        (
+            np.ones([4, 3, 3, 3], "int8"),
+            "weights_quantised",
+            "holds int8 numbers, expected floating point",
+        ),
+        (
+            np.full([4, 3, 3, 3], np.nan, "float32"),
+            "weights_not_finite",
+            "108 of 108 values are NaN or infinite",
+        ),
+        (
+            np.full([4, 3, 3, 3], 1e300),
+            "weights_not_finite",
+            "108 of 108 values are NaN or infinite",
+        ),
+    ],
+)
+def test_numbers_that_are_no_weights_are_an_error(tmp_path: Path, value, code, message) -> None:
+    model = tiny(seed=2)
+    before = arrays_of(model)
+    key = "backbone.stem.conv1.conv.weight"
+    np.savez(tmp_path / "w.npz", **{**arrays_of(tiny(seed=1)), key: value})
+    with pytest.raises(WeightsError, match=rf"{key}: {message}") as error:
+        load_weights(model, tmp_path / "w.npz")
+    assert error.value.code == code
+    assert all(np.array_equal(before[key], value) for key, value in arrays_of(model).items())
+
+
+def test_notes_beside_the_weights_are_left_out(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    np.savez(tmp_path / "w.npz", **arrays_of(source), info=np.array("made by x"))
+    assert not load_weights(target, tmp_path / "w.npz").ignored
+    assert_same(target, source)
+
+
+def test_bfloat16_bit_patterns_are_understood(tmp_path: Path) -> None:
+    source, target = tiny(seed=1), tiny(seed=2)
+    halves = {k: (v.view(np.uint32) >> 16).astype(np.uint16) for k, v in arrays_of(source).items()}
+    np.savez(tmp_path / "w.npz", **halves)
+    load_weights(target, tmp_path / "w.npz")
+    ours, theirs = arrays_of(target), arrays_of(source)
+    for key in theirs:
+        np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-2)

@@ -1,0 +1,273 @@
+"""YOLOv5: sizes, keys, first outputs, anchors, decoding, oneDNN, static graph, export."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import paddle
+import pytest
+from pydantic import ValidationError
+
+from ppdist.common.errors import ConfigError
+from ppdist.config.base import parse_config
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5Config
+from ppdist.export.export import export_detector
+from ppdist.export.spec import InferenceSpec, InputSection
+from ppdist.models import build_model
+from ppdist.models.layers import ConvBNLayer
+from ppdist.models.onednn import ops
+from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
+from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
+from tests.unit.models.saved_graph import Decoded, saved_graph
+
+PARAMETERS = {"n": 1_872_157, "s": 7_235_389, "m": 21_190_557, "n6": 3_246_940}
+ROW_ANCHORS = (((8, 16), (16, 8), (32, 32)), ((64, 32), (32, 64), (64, 64)),
+               ((128, 64), (64, 128), (256, 256)))  # fmt: skip
+SHARED_SIZES = ["n", "s", "m", "n6", "s6"]
+SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in "lx"]
+
+
+def tiny(size: str = "n", num_classes: int = 3, **changes: object) -> YOLOv5:
+    paddle.seed(0)
+    config = {"size": size, "width_multiple": 0.125, "num_classes": num_classes, **changes}
+    return build_model(YOLOv5Config.model_validate(config))
+
+
+def adapt(model: YOLOv5) -> YOLOv5:
+    """Gives it outputs that depend on the image: weights that keep a signal, bold predictors."""
+    for layer in model.sublayers():
+        if isinstance(layer, ConvBNLayer):
+            layer.conv.weight.set_value(2.5 * layer.conv.weight)
+            layer.bn.bias.set_value(0.3 * paddle.randn(layer.bn.bias.shape))
+    for layer in model.head.sublayers():
+        layer.weight.set_value(2.5 * layer.weight)
+        layer.bias.set_value(paddle.zeros_like(layer.bias))
+    return model
+
+
+def load_formulas(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("formulas", folder / "parity_weights.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_parameter_counts_are_the_published_ones(size: str) -> None:
+    model = build_model(YOLOv5Config.model_validate({"size": size}))
+    assert model.parameter_count() == PARAMETERS[size]
+
+
+@pytest.mark.parametrize("size", [*SHARED_SIZES, *SLOW])
+def test_keys_shapes_and_their_order_are_the_original_s(size: str, shared_dir: Path) -> None:
+    listed = json.loads((shared_dir / "parity" / "yolov5_keys.json").read_text())[f"yolov5{size}"]
+    model = build_model(YOLOv5Config.model_validate({"size": size}))
+    official = model.official_keys()
+    found = [(official[key], list(value.shape)) for key, value in model.state_dict().items()]
+    assert found == [item for item in listed.items() if "num_batches_tracked" not in item[0]]
+
+
+@pytest.mark.parametrize("size", ["n", "n6", pytest.param("m", marks=pytest.mark.slow)])
+def test_decoded_predictions_are_the_original_s(size: str, shared_dir: Path) -> None:
+    formulas = load_formulas(shared_dir / "parity")
+    model = build_model(YOLOv5Config.model_validate({"size": size}))
+    official = model.official_keys()
+    for key, value in model.state_dict().items():
+        array = formulas.parity_value(official[key], value.shape)
+        if array is not None:
+            value.set_value(array)
+    model.eval()
+    with paddle.no_grad():
+        image = paddle.to_tensor(formulas.parity_image("unit", *formulas.EVAL_CASE))
+        scores_BNC, boxes_BN4 = model.decode(model(image))
+    with np.load(shared_dir / "parity" / f"yolov5{size}.npz") as archive:
+        where, want = archive["anchor_idx"], archive["pred_xywh_obj_cls"]
+        assert scores_BNC.shape == [1, int(archive["num_anchors"]), 80]
+    x1, y1, x2, y2 = boxes_BN4.numpy()[0, where].T
+    xywh = np.stack([(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1], axis=1)
+    np.testing.assert_allclose(xywh, want[:, :4], rtol=0, atol=1e-2)
+    scores = want[:, 4:5] * want[:, 5:]
+    np.testing.assert_allclose(scores_BNC.numpy()[0, where], scores, rtol=0, atol=2e-5)
+
+
+def test_the_key_table_names_every_entry_once() -> None:
+    p5, p6 = tiny("n").official_keys(), tiny("n6").official_keys()
+    for table, last in ((p5, 24), (p6, 33)):
+        assert len(set(table.values())) == len(table)
+        rows = {int(name.split(".")[1]) for name in table.values()}
+        assert max(rows) == last and {0, 1, 2} <= rows
+    assert p5["backbone.stem.conv.weight"] == "model.0.conv.weight"
+    assert p5["backbone.stage4.blocks.0.conv2.bn._variance"] == "model.6.m.0.cv2.bn.running_var"
+    assert p5["backbone.sppf.conv2.bn._mean"] == "model.9.cv2.bn.running_mean"
+    assert p5["neck.topdown4.conv3.conv.weight"] == "model.13.cv3.conv.weight"
+    assert p5["neck.down5.conv.weight"] == "model.21.conv.weight"
+    assert p5["head.predict5.bias"] == "model.24.m.2.bias"
+    assert p6["backbone.sppf.conv1.conv.weight"] == "model.11.cv1.conv.weight"
+    assert p6["neck.topdown5.conv1.conv.weight"] == "model.15.cv1.conv.weight"
+    assert p6["neck.bottomup6.conv1.conv.weight"] == "model.32.cv1.conv.weight"
+    assert p6["head.predict6.weight"] == "model.33.m.3.weight"
+    assert p6["head.anchors"] == "model.33.anchors"
+
+
+def test_every_norm_keeps_97_percent_and_adds_a_thousandth() -> None:
+    blocks = [layer for layer in tiny().sublayers() if isinstance(layer, ConvBNLayer)]
+    assert len(blocks) == 57
+    assert {(block.bn._momentum, block.bn._epsilon) for block in blocks} == {(0.97, 1e-3)}
+
+
+def test_convolutions_start_uniform_within_one_over_the_root_of_their_inputs() -> None:
+    model = build_model(YOLOv5Config(size="n"))
+    weight = model.backbone.down5.conv.weight.numpy()
+    bound = (weight.shape[1] * 9) ** -0.5
+    assert 0.999 * bound < np.abs(weight).max() <= bound
+    assert abs(weight.std() / (bound / 3**0.5) - 1) < 0.01
+
+
+def test_first_biases_expect_eight_objects_a_level_and_each_class_equally() -> None:
+    model = tiny(num_classes=20)
+    for level, stride in ((3, 8), (4, 16), (5, 32)):
+        bias = getattr(model.head, f"predict{level}").bias.numpy().reshape(3, 25)
+        np.testing.assert_allclose(np.exp(bias[:, 4]) * (640 / stride) ** 2, 8, rtol=1e-5)
+        np.testing.assert_allclose(np.exp(bias[:, 5:]), 0.6 / 19.00001, rtol=1e-5)
+        assert not bias[:, :4].any()
+
+
+def test_anchors_are_kept_in_cells_and_told_in_pixels() -> None:
+    model = tiny()
+    np.testing.assert_array_equal(model.anchors_LA2, np.array(P5_ANCHORS, "float32"))
+    cells = model.state_dict()["head.anchors"].numpy()
+    np.testing.assert_allclose(cells[2, 0], [116 / 32, 90 / 32])
+    assert tiny(anchors=ROW_ANCHORS).anchors_LA2.tolist() == np.array(ROW_ANCHORS).tolist()
+
+
+def test_new_anchors_reach_decoding_and_whoever_holds_the_buffer() -> None:
+    model = tiny()
+    held, outputs = model.head.anchors, model(paddle.rand([1, 3, 64, 64]))
+    before = model.decode(outputs)[1]
+    model.set_anchors(2 * model.anchors_LA2)
+    after = model.decode(outputs)[1]
+    assert held is model.head.anchors
+    size_before, size_after = (x[:, :, 2:] - x[:, :, :2] for x in (before, after))
+    np.testing.assert_allclose(size_after.numpy(), 2 * size_before.numpy(), rtol=1e-4)
+    copied = tiny()
+    copied.set_state_dict(model.state_dict())
+    np.testing.assert_array_equal(copied.anchors_LA2, model.anchors_LA2)
+
+
+def test_anchors_of_another_number_of_levels_are_refused_with_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "model.yml"
+    file.write_text(f"size: n6\nanchors: {json.dumps(ROW_ANCHORS)}\n")
+    with pytest.raises(ConfigError) as error:
+        parse_config(file, [], YOLOv5Config)
+    assert f"{file}:2:10: anchors: " in str(error.value)
+    assert "anchors of 3 levels, size n6 has 4" in str(error.value)
+
+
+def test_an_anchor_without_width_and_an_unknown_size_are_refused() -> None:
+    flat = (((0, 16), *ROW_ANCHORS[0][1:]), *ROW_ANCHORS[1:])
+    with pytest.raises(ValidationError, match="greater than 0"):
+        YOLOv5Config.model_validate({"anchors": flat})
+    with pytest.raises(ValidationError, match="'n6'"):
+        YOLOv5Config.model_validate({"size": "n5"})
+
+
+def test_decoding_is_the_published_formula_box_by_box() -> None:
+    model = tiny("n", num_classes=2, anchors=ROW_ANCHORS)
+    rng = np.random.default_rng(0)
+    maps = [rng.standard_normal((2, 21, h, w)).astype("float32") for h, w in
+            ((4, 6), (2, 3), (1, 2))]  # fmt: skip
+    got_scores, got_boxes = model.decode(YOLOv5Outputs(tuple(paddle.to_tensor(m) for m in maps)))
+    scores, boxes = [], []
+    for logits, stride, anchors in zip(maps, (8, 16, 32), ROW_ANCHORS):
+        s = 1 / (1 + np.exp(-logits[1].astype("float64")))
+        for anchor, (anchor_w, anchor_h) in enumerate(anchors):
+            for row, column in np.ndindex(s.shape[1:]):
+                tx, ty, tw, th, objectness, *classes = s[7 * anchor : 7 * anchor + 7, row, column]
+                x, y = (2 * tx - 0.5 + column) * stride, (2 * ty - 0.5 + row) * stride
+                w, h = (2 * tw) ** 2 * anchor_w, (2 * th) ** 2 * anchor_h
+                boxes.append([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
+                scores.append([objectness * c for c in classes])
+    np.testing.assert_allclose(got_boxes.numpy()[1], boxes, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(got_scores.numpy()[1], scores, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "shapes"), [
+    ("n", [(24, 16), (12, 8), (6, 4)]),
+    ("n6", [(24, 16), (12, 8), (6, 4), (3, 2)]),
+])  # fmt: skip
+def test_training_and_evaluation_give_one_map_per_level(
+    size: str, shapes: list[tuple[int, int]]
+) -> None:
+    model = tiny(size)
+    assert model.size_multiple == max(model.strides) == 192 // shapes[-1][0]
+    for mode in (model.train, model.eval):
+        mode()
+        outputs = model(paddle.rand([2, 3, 192, 128]))
+        assert [x.shape for x in outputs.logits] == [[2, 24, h, w] for h, w in shapes]
+
+
+def test_pixels_are_divided_by_255() -> None:
+    image = paddle.to_tensor(np.arange(192, dtype="uint8").reshape(1, 3, 8, 8))
+    np.testing.assert_allclose(
+        tiny().normalize(image).numpy(), image.numpy() / np.float32(255), atol=1e-7
+    )
+
+
+def test_casting_to_a_lower_precision_leaves_the_anchors_exact() -> None:
+    model = tiny()
+    importlib.import_module("paddle.amp.auto_cast")
+    # What paddle.amp.decorate(level="O2") does on a GPU; on a CPU it does nothing.
+    sys.modules["paddle.amp.auto_cast"].amp_initialize([model], "bfloat16", None)
+    assert model.head.predict3.weight.dtype == paddle.bfloat16
+    assert model.head.anchors.dtype == paddle.float32
+
+
+def test_convolutions_on_onednn_compute_the_same() -> None:
+    try:
+        ops.library()
+    except (OSError, ops.OneDNNError) as error:
+        pytest.skip(f"no oneDNN in this Paddle: {error}")
+    model = build_model(YOLOv5Config(size="n"))
+    assert self_check(model) is None
+    assert use_onednn_convolutions(model) == 60
+
+
+@pytest.mark.slow
+def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
+    model = adapt(tiny())
+    loaded = saved_graph(Decoded(model), tmp_path)
+    for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):
+        image = paddle.rand(shape)
+        for got, want in zip(loaded(image), model.decode(model(image))):
+            np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-3, rtol=1e-5)
+
+
+def description(size: tuple[int, int]) -> InferenceSpec:
+    return InferenceSpec(
+        model="tiny", input=InputSection(size=size), nms=NMSConfig(score_threshold=0.3),
+        class_names=("red", "green", "blue"), category_ids=(1, 2, 3),
+    )  # fmt: skip
+
+
+def test_an_export_with_suppression_keeps_the_boxes_of_eager(tmp_path: Path) -> None:
+    report = export_detector(adapt(tiny()), tmp_path / "m", description((64, 96)))
+    assert report.agreement["paddle"].box < 0.05  # pixels
+    assert report.spec.paddle is not None and report.spec.paddle.nms_in_graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "image_size"), [("n", (64, 96)), ("n6", (128, 64))])
+def test_onnx_keeps_the_boxes_of_eager(
+    tmp_path: Path, size: str, image_size: tuple[int, int]
+) -> None:
+    pytest.importorskip("paddle2onnx")
+    pytest.importorskip("onnxruntime")
+    model = adapt(tiny(size))
+    report = export_detector(model, tmp_path / "m", description(image_size), ("onnx",))
+    assert report.agreement["onnx"].box < 0.05  # pixels

@@ -1,0 +1,112 @@
+"""The YOLOv5 classifier: keys, logits, head, normalisation, oneDNN, static graph."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
+from ppdist.models import build_model
+from ppdist.models.onednn import ops
+from ppdist.models.onednn.convert import self_check
+from ppdist.models.yolov5 import YOLOv5Classifier
+from tests.unit.models.saved_graph import saved_graph
+from tests.unit.models.test_yolov5 import load_formulas
+
+
+def tiny(**changes: object) -> YOLOv5Classifier:
+    paddle.seed(0)
+    config = {"size": "n", "width_multiple": 0.125, "num_classes": 7, **changes}
+    return build_model(YOLOv5ClsConfig.model_validate(config))
+
+
+def test_the_small_model_has_the_published_number_of_parameters() -> None:
+    assert build_model(YOLOv5ClsConfig()).parameter_count() == 5_453_480
+
+
+def test_keys_shapes_and_logits_are_the_original_s(shared_dir: Path) -> None:
+    formulas = load_formulas(shared_dir / "parity")
+    listed = json.loads((shared_dir / "parity" / "yolov5_keys.json").read_text())["yolov5s_cls"]
+    model = build_model(YOLOv5ClsConfig())
+    official, state = model.official_keys(), model.state_dict()
+    assert [official[key] for key in state] == [k for k in listed if "num_batches" not in k]
+    for key, value in state.items():
+        array = formulas.parity_value(official[key], listed[official[key]])
+        value.set_value(array.T if key == "head.linear.weight" else array)
+    model.eval()
+    with paddle.no_grad():
+        logits = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.CLS_CASE)))
+    with np.load(shared_dir / "parity" / "yolov5s_cls.npz") as archive:
+        np.testing.assert_allclose(logits.numpy(), archive["logits"], rtol=0, atol=2e-5)
+        best = model.decode(logits).topk(5)[1].numpy()[0]
+        assert best.tolist() == archive["probs_top5"].tolist()
+
+
+def test_the_key_table_names_every_entry_once() -> None:
+    table = tiny().official_keys()
+    assert len(set(table.values())) == len(table)
+    assert table["backbone.stage5.conv1.conv.weight"] == "model.8.cv1.conv.weight"
+    assert table["head.conv.conv.weight"] == "model.9.conv.conv.weight"
+    assert table["head.conv.bn._mean"] == "model.9.conv.bn.running_mean"
+    assert table["head.linear.bias"] == "model.9.linear.bias"
+
+
+def test_its_backbone_is_the_detector_s_without_the_pooling() -> None:
+    detector = build_model(YOLOv5Config(size="n", width_multiple=0.125))
+    mine = {k: tuple(v.shape) for k, v in tiny().state_dict().items() if k.startswith("backbone.")}
+    theirs = {k: tuple(v.shape) for k, v in detector.backbone.state_dict().items()}
+    assert len(mine) > 100
+    assert mine == {f"backbone.{k}": v for k, v in theirs.items() if not k.startswith("sppf.")}
+
+
+def test_only_the_head_s_norm_has_paddle_s_own_constants() -> None:
+    model = tiny()
+    assert (model.head.conv.bn._momentum, model.head.conv.bn._epsilon) == (0.9, 1e-5)
+    norm = model.backbone.stage5.conv3.bn
+    assert (norm._momentum, norm._epsilon) == (0.97, 1e-3)
+
+
+def test_probabilities_are_the_softmax_in_float32() -> None:
+    logits = paddle.to_tensor([[0.0, 1.0, 3.0]], dtype="bfloat16")
+    got = tiny().decode(logits)
+    assert got.dtype == paddle.float32
+    e = np.exp([0.0, 1.0, 3.0])
+    np.testing.assert_allclose(got.numpy()[0], e / e.sum(), rtol=1e-6)
+
+
+def test_pixels_are_normalised_by_imagenet_statistics() -> None:
+    image = paddle.full([1, 3, 2, 2], 255, dtype="uint8")
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    got = tiny().normalize(image).numpy()[0, :, 0, 0]
+    np.testing.assert_allclose(got, (1 - mean) / std, rtol=1e-5)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = tiny(dropout=0.5)
+    images = paddle.rand([2, 3, 64, 96])
+    for norm in (x for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)):
+        norm._use_global_stats = True  # so that only dropout can change the outputs
+    model.train()
+    assert not np.array_equal(model(images).numpy(), model(images).numpy())
+    model.eval()
+    assert model(images).shape == [2, 7]
+    assert np.array_equal(model(images).numpy(), model(images).numpy())
+
+
+def test_convolutions_on_onednn_compute_the_same() -> None:
+    try:
+        ops.library()
+    except (OSError, ops.OneDNNError) as error:
+        pytest.skip(f"no oneDNN in this Paddle: {error}")
+    assert self_check(tiny()) is None
+
+
+@pytest.mark.slow
+def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
+    model = tiny()
+    loaded = saved_graph(model, tmp_path)
+    for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):
+        image = paddle.rand(shape)
+        np.testing.assert_allclose(loaded(image).numpy(), model(image).numpy(), atol=1e-5)

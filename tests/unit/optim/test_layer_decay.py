@@ -1,0 +1,121 @@
+"""Rates that fall towards the image: the factors, and what one step makes of them."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from ppdist.config.model import YOLOv5ClsConfig
+from ppdist.config.optimizer import OptimizerConfig
+from ppdist.models.yolov5 import YOLOv5Classifier
+from ppdist.optim.lr_scheduler import LearningRates
+from ppdist.optim.optimizer import (
+    biases,
+    build_optimizer,
+    layerwise_lr_decay,
+    layerwise_lr_factors,
+    set_rates,
+)
+
+DECAY = 0.5
+
+
+class Net(nn.Layer):
+    """Three stages of a backbone, a neck and a head, one linear layer each."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Layer()
+        self.backbone.stem = nn.Linear(3, 3)
+        self.backbone.stages = nn.LayerList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.neck = nn.Linear(3, 3)
+        self.yolo_head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        for stage in (self.backbone.stem, *self.backbone.stages, self.neck):
+            x = nn.functional.sigmoid(stage(x))
+        return self.yolo_head(x)
+
+
+POWERS = {"backbone.stem": 4, "backbone.stages.0": 3, "backbone.stages.1": 2, "neck": 1,
+          "yolo_head": 0}  # fmt: skip
+
+
+def factor(key):
+    return DECAY ** POWERS[key.rpartition(".")[0]]
+
+
+def test_factors_are_powers_by_the_distance_from_the_head():
+    keys = list(Net().state_dict())
+    assert layerwise_lr_factors(keys, DECAY) == {key: factor(key) for key in keys}
+    assert layerwise_lr_factors(keys, None) == {}
+
+
+def test_a_classifier_has_no_neck_to_count():
+    config = YOLOv5ClsConfig(size="n", width_multiple=0.0625, num_classes=2)
+    model = YOLOv5Classifier(config)
+    factors = layerwise_lr_factors(model.state_dict(), 0.9)
+    assert set(factors) == set(model.state_dict())
+    assert factors["head.linear.weight"] == 1.0
+    assert factors["backbone.stage5.conv1.conv.weight"] == pytest.approx(0.9)
+    assert factors["backbone.stem.conv.weight"] == pytest.approx(0.9**5)
+
+
+def test_the_log_says_the_rate_of_each_stage():
+    assert layerwise_lr_decay(Net(), None) == []
+    assert layerwise_lr_decay(Net(), DECAY) == [
+        "learning rates by stage: backbone.stem x 0.0625, backbone.stages.0 x 0.125, "
+        "backbone.stages.1 x 0.25, neck x 0.5, head x 1"
+    ]
+
+
+def gradients_of(model, step):
+    x = paddle.to_tensor(np.random.RandomState(step).standard_normal((4, 3)), "float32")
+    for parameter in model.parameters():
+        parameter.clear_gradient()
+    model(x).square().sum().backward()
+    return {key: each.grad.numpy().astype("float64") for key, each in model.named_parameters()}
+
+
+def test_momentum_moves_each_stage_by_its_own_rate_and_biases_by_theirs():
+    """Against v = momentum v + g + decay w, w -= factor rate v, written in numpy."""
+    model = Net()
+    config = OptimizerConfig(weight_decay=0.1, decay_biases=False, layer_decay=DECAY)
+    optimizer = build_optimizer(model, config, 0.1, False)
+    weights = {key: p.numpy().astype("float64") for key, p in model.named_parameters()}
+    velocity = dict.fromkeys(weights, 0.0)
+    for step in range(4):
+        rates = LearningRates(lr=0.05 * (step + 1), bias_lr=0.4 / (step + 1), momentum=0.9)
+        gradients = gradients_of(model, step)
+        set_rates(optimizer, biases(model), rates)
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            bias = key.endswith("bias")
+            gradient = gradients[key] + (0.0 if bias else 0.1 * weights[key])
+            velocity[key] = 0.9 * velocity[key] + gradient
+            weights[key] -= factor(key) * (rates.bias_lr if bias else rates.lr) * velocity[key]
+            np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_moves_and_decays_each_stage_by_its_own_rate():
+    """Against Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2, written in numpy."""
+    model = Net()
+    config = OptimizerConfig(
+        name="adamw", weight_decay=0.1, layer_decay=DECAY, betas=(0.9, 0.99), epsilon=1e-6
+    )
+    optimizer = build_optimizer(model, config, 0.1, False)
+    weights = {key: p.numpy().astype("float64") for key, p in model.named_parameters()}
+    first, second = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
+    for step in range(1, 5):
+        rate = 0.02 * step
+        gradients = gradients_of(model, step)
+        set_rates(optimizer, biases(model), LearningRates(rate, rate, 0.9))
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            own, gradient = factor(key) * rate, gradients[key]
+            first[key] = 0.9 * first[key] + 0.1 * gradient
+            second[key] = 0.99 * second[key] + 0.01 * gradient**2
+            weights[key] *= 1 - own * 0.1
+            root = np.sqrt(second[key] / (1 - 0.99**step)) + 1e-6
+            weights[key] -= own * first[key] / (1 - 0.9**step) / root
+            np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-4, atol=1e-5)

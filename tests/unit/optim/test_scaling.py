@@ -1,0 +1,105 @@
+"""What follows from a total batch other than the reference, with numbers worked out by hand."""
+
+import math
+import re
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.optim.lr_scheduler import (
+    adam_moments,
+    decay_factor,
+    effective_batch_ratio,
+    epochs_factor,
+    rate_factor,
+    warmup_images,
+)
+
+COCO = 118_287
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_learning_rate_follows_the_total_batch(rule, expected):
+    assert rate_factor(effective_batch_ratio(256, 64, None), rule) == expected
+
+
+def test_a_noise_scale_holds_a_large_batch_back():
+    # eps(B) = eps_max / (1 + B_noise / B): 1 / 17 at 64 and 1 / 2 at 1024 of 1024, so 8.5 times.
+    assert effective_batch_ratio(1024, 64, 1024) == pytest.approx(8.5)
+    assert rate_factor(effective_batch_ratio(1024, 64, 1024), "sqrt") == pytest.approx(
+        math.sqrt(8.5)
+    )
+    assert effective_batch_ratio(64, 64, 1024) == 1.0
+    assert effective_batch_ratio(10**9, 64, 1024) == pytest.approx(17.0, rel=1e-5)  # 1 + 1024 / 64
+    assert effective_batch_ratio(128, 64, 1e9) == pytest.approx(2.0, rel=1e-6)
+    # A smaller batch gives up less than its share: 1 / 33 against 1 / 17.
+    assert effective_batch_ratio(32, 64, 1024) == pytest.approx(17 / 33)
+
+
+@pytest.mark.parametrize(
+    ("rule", "noise_scale", "expected"),
+    [
+        ("linear", None, 1.0),
+        ("sqrt", None, 2.0),
+        ("linear", 64, 4 / 1.6),
+        ("sqrt", 64, 4 / 1.6**0.5),
+    ],
+)
+def test_rate_times_decay_of_an_epoch_stays_the_same(rule, noise_scale, expected):
+    # kappa = 4; with r = 1 it counts as 4 * 2 / 5 = 1.6.
+    rate = rate_factor(effective_batch_ratio(256, 64, noise_scale), rule)
+    assert decay_factor(4.0, rate) == pytest.approx(expected)
+    assert rate * decay_factor(4.0, rate) * (1 / 4) == pytest.approx(1.0)  # a quarter of the steps
+
+
+def test_moments_of_adam_span_the_same_images():
+    betas, epsilon = adam_moments((0.9, 0.999), 1e-8, 4.0)
+    assert betas == pytest.approx((0.6, 0.996))
+    assert epsilon == pytest.approx(5e-9)
+    assert adam_moments((0.9, 0.999), 1e-8, 0.5)[0] == pytest.approx((0.95, 0.9995))
+    betas, _ = adam_moments((0.9, 0.999), 1e-8, 8.0)
+    assert betas == pytest.approx((0.2, 0.992))
+
+
+def test_moments_that_would_forget_within_a_step_are_refused():
+    with pytest.raises(ConfigError, match=re.escape("is 16 times")) as refused:
+        adam_moments((0.9, 0.999), 1e-8, 16.0)
+    assert "allow less than 10 times" in str(refused.value)
+    assert "betas_scaling: none" in str(refused.value)
+
+
+def test_warm_up_grows_with_the_batch_and_is_capped_at_four_epochs():
+    assert warmup_images(1, COCO, 64, 64, "auto") == COCO
+    assert warmup_images(1, COCO, 256, 64, "auto") == pytest.approx(2 * COCO)
+    assert warmup_images(1, COCO, 64 * 64, 64, "auto") == 4 * COCO
+    assert warmup_images(5, COCO, 256, 64, "auto") == 5 * COCO  # already longer than the cap
+    assert warmup_images(1, COCO, 256, 64, "none") == COCO
+    assert warmup_images(0, COCO, 256, 64, "auto") == 0
+    assert warmup_images(0.03, COCO, 256, 8, "auto") == pytest.approx(4000 * math.sqrt(32))
+
+
+def test_warm_up_never_takes_more_steps_than_at_the_reference_and_does_not_jump():
+    # 200 images at batch 8 are 25 steps, however far that is below 500.
+    assert warmup_images(0.01, 20_000, 16, 8, "auto") == pytest.approx(400)
+    assert warmup_images(0.01, 20_000, 9, 8, "auto") == pytest.approx(225)
+
+
+def test_warm_up_of_adam_keeps_the_steps_its_second_moment_needs():
+    # 20 000 images at batch 8: 2500 steps.  At 32: by sqrt(4) 1250 steps, of the 2000 it needs.
+    assert warmup_images(1, 20_000, 32, 8, "auto") == pytest.approx(40_000)
+    assert warmup_images(1, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(64_000)
+    assert warmup_images(1, 20_000, 32, 8, "auto", beta2=0.996) == pytest.approx(40_000)
+    # No more steps than at the reference, and no more than 4 epochs.
+    assert warmup_images(0.2, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(16_000)
+    assert warmup_images(1, 20_000, 128, 8, "auto", beta2=0.999) == pytest.approx(80_000)
+    assert warmup_images(1, 20_000, 8, 8, "auto", beta2=0.999) == 20_000
+
+
+def test_epochs_grow_with_the_batch_towards_the_noise_scale_and_beyond():
+    assert epochs_factor(1024, 64, 1024) == pytest.approx(2 / 1.0625)
+    assert epochs_factor(64, 64, 1024) == 1.0
+    assert epochs_factor(8, 64, 1024) == 1.0  # a smaller batch does not cut them
+    # MLPerf's RetinaNet: 4.0 epochs at batch 256, 8.6 at 2560.
+    assert 4.0 * epochs_factor(2560, 256, 1830) == pytest.approx(8.6, rel=0.03)
+    # and Mask R-CNN: 14.0 at 128, 17.1 at 256.
+    assert 14.0 * epochs_factor(256, 128, 450) == pytest.approx(17.1, rel=0.01)

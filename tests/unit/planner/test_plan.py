@@ -1,0 +1,408 @@
+"""The planner's model: formulas by hand, parts that add up, fits that find what made the rows."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.planner import backtest as backtesting
+from ppdist.planner import published
+from ppdist.planner.backtest import backtest
+from ppdist.planner.fit import Row, fit, left_out
+from ppdist.planner.measured import read_benchmarks, read_links
+from ppdist.planner.network import (
+    Cluster,
+    Link,
+    all_reduce_seconds,
+    all_reduces,
+    ring_seconds,
+    tree_seconds,
+)
+from ppdist.planner.run import ANY_LINK, PARTS, clusters_up_to, epochs_needed, predict, what_ifs
+from ppdist.planner.step import (
+    Job,
+    input_seconds,
+    network_seconds,
+    size_skew,
+    slowest_of,
+    step_time,
+)
+
+GIGABIT = 1e9 / 8
+JOB = Job(
+    fixed_seconds=0.01,
+    image_seconds=0.02,
+    batch=8,
+    jitter=0.05,
+    parallel_seconds=0.004,
+    parameters=50e6,
+    sync_bn_layers=100,
+    images=100_000,
+    epochs=10.0,
+    reference_batch=64,
+    critical_batch=1000.0,
+    evaluation_images=5000,
+    evaluation_rate=50.0,
+    scoring_seconds=3.0,
+    startup_seconds=20.0,
+)
+
+
+def cluster(hosts: int, cards: int, gigabits: float = 25.0) -> Cluster:
+    return Cluster(hosts, cards, Link(2e-6, 100e9), Link(20e-6, gigabits * GIGABIT))
+
+
+def flat(cards: int) -> Cluster:
+    return Cluster(1, cards, ANY_LINK, ANY_LINK)
+
+
+# Network
+
+
+def test_a_ring_and_a_tree_of_eight_take_what_the_formulas_say():
+    link = Link(1e-5, 1e9)
+    assert ring_seconds(8, 64e6, link) == pytest.approx(14e-5 + 2 * 7 / 8 * 0.064)
+    assert tree_seconds(8, 64e6, link) == pytest.approx(6e-5 + 0.128)
+
+
+@pytest.mark.parametrize(
+    ("millions", "milliseconds"),
+    [(7.9, (38, 15, 4, 2)), (23.5, (113, 45, 11, 6)), (52.2, (251, 100, 25, 12.5))],
+)
+def test_across_four_hosts_float32_gradients_take_a_known_time(millions, milliseconds):
+    for gigabits, expected in zip((10, 25, 100, 200), milliseconds):
+        joined = Cluster(4, 8, ANY_LINK, Link(0.0, gigabits * GIGABIT))
+        found = all_reduces(4e6 * millions, joined)["two levels"]
+        assert 1000 * found == pytest.approx(expected, rel=0.04, abs=0.5)
+
+
+def test_two_levels_beat_a_flat_ring_by_its_latency_and_one_card_needs_nothing():
+    found = all_reduces(1e3, cluster(4, 8))
+    assert found["two levels"] < found["ring"] / 5
+    assert all_reduce_seconds(1e9, cluster(1, 1)) == 0
+    one_each = all_reduces(4e6, cluster(4, 1))
+    assert one_each["ring"] == pytest.approx(6 * 20e-6 + 1.5 * 4e6 / (25 * GIGABIT))
+
+
+# Step
+
+
+def test_the_slowest_of_n_lies_where_tables_of_normal_order_statistics_have_it():
+    for count, expected in {
+        1: 0,
+        2: 0.56,
+        4: 1.03,
+        8: 1.42,
+        16: 1.77,
+        32: 2.07,
+        64: 2.345,
+        256: 2.83,
+    }.items():
+        assert slowest_of(count) == pytest.approx(expected, abs=0.01)
+
+
+def test_the_skew_of_image_sizes_is_the_expected_maximum_over_ranks():
+    sizes = tuple(range(320, 769, 32))
+    draws = np.random.default_rng(0).choice(np.square(sizes), (200_000, 8))
+    assert size_skew(8, sizes) == pytest.approx(draws.max(1).mean() / draws.mean(), rel=0.005)
+    for count, expected in {1: 1, 2: 1.28, 4: 1.52, 8: 1.70, 16: 1.80, 32: 1.85}.items():
+        assert size_skew(count, sizes) == pytest.approx(expected, abs=0.01)
+    assert size_skew(32, ()) == 1
+
+
+def test_a_step_by_hand():
+    step = step_time(JOB, cluster(4, 8))
+    assert step.compute == pytest.approx(0.17)
+    assert step.stragglers == pytest.approx(0.05 * 0.17 * slowest_of(32))
+    assert step.parallel == 0.004
+    reduced = 2 * math.log2(8) * 2e-6 + 2 * math.log2(4) * 20e-6
+    assert step.sync_bn == pytest.approx(2 * 100 * reduced)
+    alone = step_time(JOB, cluster(1, 1))
+    assert alone.seconds == alone.compute == pytest.approx(0.17)
+
+
+def test_the_network_hides_behind_the_backward_pass_and_what_does_not_fit_is_exposed():
+    slow, fast = cluster(4, 8, 10), cluster(4, 8, 100)
+    last_bucket = all_reduce_seconds(1 << 20, fast)
+    assert network_seconds(JOB, fast) == pytest.approx(last_bucket)
+    assert network_seconds(JOB, slow) == pytest.approx(
+        all_reduce_seconds(200e6, slow) - 0.9 * 2 / 3 * 0.17
+    )
+    unhidden = replace(JOB, overlap=0.0)
+    assert network_seconds(unhidden, slow) == pytest.approx(all_reduce_seconds(200e6, slow))
+    half = network_seconds(replace(unhidden, gradient_bytes=2), slow)
+    assert half == pytest.approx(network_seconds(unhidden, slow) / 2, rel=0.01)
+
+
+def test_the_slowest_of_card_host_and_storage_feeds_the_step():
+    assert input_seconds(JOB, cluster(4, 8)) == 0
+    for key, seconds in (
+        ("card_input", 8 / 40),
+        ("host_input", 64 / 40),
+        ("total_input", 256 / 40),
+    ):
+        job = replace(JOB, **{key: 40.0})
+        assert input_seconds(job, cluster(4, 8)) == pytest.approx(seconds)
+        step = step_time(job, cluster(4, 8))
+        assert step.compute + step.stragglers + step.input == pytest.approx(
+            max(seconds, 0.1876), 1e-3
+        )
+    assert step_time(replace(JOB, card_input=1e6), cluster(4, 8)).input == 0
+
+
+def test_accumulation_repeats_the_arithmetic_but_not_the_gradients_and_averages_jitter():
+    one, four = step_time(JOB, cluster(4, 8)), step_time(replace(JOB, accumulate=4), cluster(4, 8))
+    assert four.compute == pytest.approx(4 * one.compute)
+    assert four.stragglers == pytest.approx(2 * one.stragglers)
+    assert four.network == one.network and four.parallel == one.parallel
+    assert four.sync_bn == pytest.approx(4 * one.sync_bn)
+
+
+# Run
+
+
+def test_epochs_grow_as_the_reference_points_of_mlperf_do():
+    job = replace(JOB, epochs=3.70, reference_batch=0, critical_batch=1830.0)
+    assert epochs_needed(job, 256) == pytest.approx(3.70 + 0.00202 * 256, abs=0.01)
+    assert epochs_needed(job, 2560) == pytest.approx(8.87, abs=0.02)
+    whole = replace(job, whole_epochs=True)
+    assert [epochs_needed(whole, batch) for batch in (256, 512, 1024)] == [4, 5, 6]
+    assert epochs_needed(JOB, 64) == 10
+    assert epochs_needed(JOB, 1000) == pytest.approx(10 * 2 / 1.064)
+    assert epochs_needed(replace(JOB, critical_batch=None), 4096) == 10
+
+
+@pytest.mark.parametrize("hosts, cards", [(1, 1), (1, 4), (1, 8), (4, 8)])
+def test_the_parts_of_the_hours_add_up(hosts, cards):
+    job = replace(JOB, card_input=45.0, own_sizes=(320, 640))
+    found = predict(job, cluster(hosts, cards))
+    assert set(found.parts) == set(PARTS)
+    assert sum(found.parts.values()) == pytest.approx(found.hours)
+    steps = found.epochs * math.ceil(100_000 / found.total_batch)
+    evaluations = math.ceil(found.epochs) * (5000 / 50 / (hosts * cards) + 3)
+    assert 3600 * found.hours == pytest.approx(steps * found.step.seconds + evaluations + 20)
+    assert found.gpu_hours == pytest.approx(found.hours * hosts * cards)
+    assert found.images_per_second == pytest.approx(found.total_batch / found.step.seconds)
+
+
+def test_evaluation_on_one_card_does_not_shrink_with_the_cards():
+    on_one = replace(JOB, sharded_evaluation=False)
+    ratio = [predict(on_one, flat(n)).parts["evaluation"] for n in (1, 32)]
+    assert ratio[1] >= ratio[0]
+    assert predict(JOB, flat(32)).parts["evaluation"] < 0.2 * ratio[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "gigabits"),
+    [
+        ("compute", {"jitter": 0.0, "sync_bn_layers": 0}, 100),
+        ("stragglers", {"jitter": 0.3}, 100),
+        ("input", {"card_input": 20.0}, 100),
+        ("network", {}, 1),
+        ("sync_bn", {"sync_bn_layers": 1000}, 100),
+        ("parallel", {"parallel_seconds": 0.1}, 100),
+        ("evaluation", {"sharded_evaluation": False}, 100),
+        ("epochs", {"critical_batch": 200.0}, 100),
+        ("startup", {"startup_seconds": 3600.0}, 100),
+    ],
+)
+def test_each_limit_is_named_where_it_bites(limit, changes, gigabits):
+    job = replace(JOB, critical_batch=None, startup_seconds=0.0)
+    if limit != "evaluation":
+        job = replace(job, evaluation_images=0)
+    assert predict(replace(job, **changes), cluster(4, 8, gigabits)).limit == limit
+
+
+def test_what_would_help_most_comes_first_and_each_change_is_only_itself():
+    slow = cluster(4, 8, 1)
+    before = predict(JOB, slow)
+    changes = what_ifs(JOB, slow)
+    assert [found.hours for _, found in changes] == sorted(found.hours for _, found in changes)
+    found = dict(changes)
+    assert {"bfloat16 gradients", "a link twice as fast between hosts"} & set(list(found)[:3])
+    assert found["bfloat16 gradients"].step.compute == before.step.compute
+    assert found["bfloat16 gradients"].hours < before.hours
+    assert found["no SyncBN"].step.sync_bn == 0
+    assert "twice the loader workers" not in found and "evaluation on all cards" not in found
+    alone = dict(what_ifs(replace(JOB, card_input=20.0), cluster(1, 1)))
+    assert set(alone) == {"twice the loader workers", "half as many evaluations",
+                          "twice the batch per card", "half the batch per card"}  # fmt: skip
+
+
+def test_cards_double_inside_a_host_then_hosts_do():
+    names = [str(found) for found in clusters_up_to(cluster(6, 8))]
+    assert names == ["1", "2", "4", "8", "2 x 8", "4 x 8", "6 x 8"]
+    assert [str(found) for found in clusters_up_to(cluster(1, 1))] == ["1"]
+
+
+# Fit
+
+
+def made(fixed, image, jitter, parallel, shapes):
+    return [
+        Row(n, b, (fixed + b * image) * (1 + jitter * slowest_of(n)) + parallel * (n > 1), 0.0)
+        for n, b in shapes
+    ]
+
+
+SHAPES = ((1, 4), (1, 16), (2, 8), (4, 16), (8, 4))
+
+
+def test_a_fit_finds_the_numbers_that_made_the_rows():
+    found = fit(made(0.005, 0.01, 0.07, 0.012, SHAPES))
+    assert found.fixed_seconds == pytest.approx(0.005, rel=1e-3)
+    assert found.image_seconds == pytest.approx(0.01, rel=1e-3)
+    assert found.jitter == pytest.approx(0.07, abs=1e-4)
+    assert found.parallel_seconds == pytest.approx(0.012, rel=1e-2)
+    assert all(abs(error) < 1e-3 for error in left_out(made(0.005, 0.01, 0.07, 0.012, SHAPES)))
+
+
+def test_a_fit_leaves_out_what_its_rows_cannot_tell():
+    names = {shapes: fit(made(0.0, 0.01, 0.1, 0.01, shapes)).parameters for shapes in (
+        ((1, 8),), ((1, 8), (2, 8)), ((1, 8), (1, 16)), ((1, 8), (2, 8), (4, 8)), ((2, 8), (4, 8)),
+    )}  # fmt: skip
+    assert [*names.values()] == [
+        ("image",), ("image", "parallel"), ("image", "fixed"), ("image", "parallel", "jitter"),
+        ("image", "jitter"),
+    ]  # fmt: skip
+
+
+def test_no_fitted_number_is_below_zero():
+    falling = [Row(1, 8, 0.1), Row(1, 16, 0.3), Row(2, 8, 0.05), Row(4, 8, 0.04)]
+    found = fit(falling)
+    assert min(found.fixed_seconds, found.image_seconds, found.jitter, found.parallel_seconds) >= 0
+
+
+def test_known_communication_is_taken_off_before_the_fit():
+    rows = [Row(1, 8, 0.1), replace(Row(2, 8, 0.15), known=0.04)]
+    assert fit(rows).parallel_seconds == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("rows", [[], [Row(1, 8, 0.0)], [Row(2, 8, 0.1, known=0.2)]])
+def test_rows_that_measured_nothing_are_refused(rows):
+    with pytest.raises(
+        ConfigError, match="the step cannot be fitted: expected rows of cards"
+    ) as error:
+        fit(rows)
+    assert error.value.code == "rows_do_not_fit"
+
+
+# Files
+
+
+def trained(seconds, images, data=0.0, **more):
+    parts = {"data": data, "forward": seconds - data}
+    variant = {"step_seconds": seconds, "images_per_step": images, "seconds": parts}
+    return {"variants": {"base": variant}, **more}
+
+
+def write(folder, name, what, result, ranks=1, device="cpu"):
+    path = folder / f"{name}.json"
+    machine = {"ranks": ranks, "device": device}
+    path.write_text(json.dumps({"what": what, "result": result, "machine": machine}))
+    return path
+
+
+def test_benchmark_files_become_rows_and_rates(tmp_path):
+    paths = [
+        write(tmp_path, "one", "train", trained(0.5, 8, data=0.1, parameters=7_900_000)),
+        write(tmp_path, "two", "train", trained(0.6, 16, gradient_all_reduce_seconds=0.05), 2),
+        write(tmp_path, "both", "scaling", {
+            "1": {"images_per_second": 20.0, "last_round": trained(0.5, 8)},
+            "2": {"images_per_second": 32.0, "last_round": trained(0.6, 16)},
+            "machine_limit": 0.99,
+        }),
+        write(tmp_path, "loader", "loader", {"images_per_second": 90.0}),
+        write(tmp_path, "eval", "eval", {"images": 100, "seconds_of_detection": 5.0,
+                                         "seconds": 6.0}, ranks=2),
+    ]  # fmt: skip
+    found = read_benchmarks(paths)
+    assert found.rows == [
+        Row(1, 8, 0.4), Row(2, 8, 0.6, 0.05), Row(1, 8, 0.4), Row(2, 8, 0.5),
+    ]  # fmt: skip
+    assert found.parameters == 7_900_000 and found.card_input == 90
+    assert found.evaluation_rate == 10 and found.scoring_seconds == 1
+    assert not found.hides_network
+    gpu = write(
+        tmp_path, "gpu", "train", trained(0.5, 8, gradient_all_reduce_seconds=0.1), 2, "gpu:0"
+    )
+    assert read_benchmarks([gpu]).rows == [Row(2, 4, 0.5)] and read_benchmarks([gpu]).hides_network
+
+
+def test_files_that_are_no_benchmark_are_named(tmp_path):
+    wrong = write(tmp_path, "infer", "infer", {})
+    with pytest.raises(
+        ConfigError, match=r"infer.json: what: found 'infer', expected train, scal"
+    ) as error:
+        read_benchmarks([wrong])
+    assert error.value.code == "not_a_benchmark"
+    torn = write(tmp_path, "torn", "train", {"variants": {}})
+    with pytest.raises(
+        ConfigError, match=r"torn.json: is not a report of tools/benchmark.py train"
+    ) as error:
+        read_benchmarks([torn])
+    assert error.value.code == "not_a_benchmark"
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(
+        ConfigError, match=r"list.json: expected a JSON object, found list"
+    ) as error:
+        read_benchmarks([tmp_path / "list.json"])
+    assert error.value.code == "not_json"
+    with pytest.raises(
+        ConfigError, match=r"none.json: cannot be read as JSON: .*No such file"
+    ) as error:
+        read_benchmarks([tmp_path / "none.json"])
+    assert error.value.code == "not_json"
+
+
+def test_a_doctor_file_is_a_link_inside_a_host_or_between_hosts(tmp_path):
+    path = tmp_path / "doctor.json"
+    ring = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 3e9}
+    pairs = [
+        {"hosts": hosts, "latency_seconds": 2e-6, "bytes_per_second": rate}
+        for hosts, rate in ((["a", "a"], 8e9), (["b", "b"], 9e9), (["a", "b"], 3e9))
+    ]
+    for hosts, links, expected in (
+        (["a", "a"], pairs[:1], (Link(1e-5, 3e9), None)),
+        (["a", "a", "b", "b"], pairs, (Link(2e-6, 8.5e9), Link(1e-5, 3e9))),
+        (["a", "b"], pairs[2:], (None, Link(1e-5, 3e9))),
+    ):
+        path.write_text(json.dumps({**ring, "hosts": hosts, "links": links}))
+        assert read_links(path) == expected
+    path.write_text(json.dumps({"latency_seconds": None, "bandwidth_bytes_per_second": None}))
+    with pytest.raises(
+        ConfigError, match=r"doctor.json: is not a report of tools/doctor.py"
+    ) as error:
+        read_links(path)
+    assert error.value.code == "not_a_doctor_report"
+
+
+# Published measurements
+
+
+def test_the_published_tables_are_reproduced_and_more_rows_than_were_fitted():
+    yolov5l, paddledetection, throughput, minutes = backtest()
+    assert yolov5l.worst <= 0.03 and len(yolov5l.outcomes) == 4
+    assert paddledetection.worst <= 0.15 and len(paddledetection.outcomes) == 5
+    assert throughput.worst <= 0.05 and minutes.worst <= 0.05
+    required = [outcome for outcome in throughput.outcomes if outcome.required]
+    assert [int(outcome.name.split()[0]) for outcome in required] == [4, 8, 16, 32, 64]
+    for table in (yolov5l, paddledetection, throughput, minutes):
+        assert table.holds
+        assert len(table.free) < sum(outcome.required for outcome in table.outcomes)
+    assert [o.fitted for o in throughput.outcomes[:5]] == [True, False, False, False, True]
+
+
+def test_the_throughput_of_the_largest_entries_is_not_claimed():
+    throughput = backtest()[2]
+    assert any(abs(o.error) > throughput.tolerance for o in throughput.outcomes if not o.required)
+
+
+def test_a_table_that_the_model_cannot_explain_does_not_hold(monkeypatch):
+    rows = [row._replace(seconds=row.seconds * (2 if row.cards == 2 else 1))
+            for row in published.YOLOV5L]  # fmt: skip
+    monkeypatch.setattr(backtesting.published, "YOLOV5L", tuple(rows))
+    assert not backtest()[0].holds

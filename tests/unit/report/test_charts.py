@@ -1,0 +1,74 @@
+"""Curves as geometry."""
+
+import math
+import random
+
+import pytest
+
+from ppdist.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Series, chart, thinned, ticks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ticks_are_few_round_different_and_inside(seed: int) -> None:
+    rng = random.Random(seed)
+    low = rng.uniform(-1, 1) * 10 ** rng.randint(-6, 6)
+    high = low + rng.uniform(0.01, 5) * 10 ** rng.randint(-3, 6)
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7
+    room = 1e-6 * (high - low)
+    assert all(low - room <= value <= high + room for value, _ in found)
+    for value, text in found:
+        said = float(text.rstrip("kM")) * {"k": 1e3, "M": 1e6}.get(text[-1], 1)
+        assert math.isclose(said, value, rel_tol=0.006, abs_tol=0.02 * (high - low))
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-299, 1e299])
+def test_values_of_any_size_make_a_chart(size: float) -> None:
+    for values in ([size, 2 * size, 3 * size], [-size, size], [size]):
+        found = chart("c", [Series("s", [*enumerate(values)])])
+        assert found is not None and found.y_ticks
+
+
+def test_ticks_say_what_their_values_are() -> None:
+    assert [text for _, text in ticks(0, 1)] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+    assert [text for _, text in ticks(0, 0.012)][:3] == ["0.0000", "0.0025", "0.0050"]
+    assert [text for _, text in ticks(0, 2_200_000)] == ["0", "0.5M", "1M", "1.5M", "2M"]
+    assert [text for _, text in ticks(0, 150_000)] == ["0", "50k", "100k", "150k"]
+    assert [text for _, text in ticks(0, 400)] == ["0", "100", "200", "300", "400"]
+
+
+def test_long_curves_are_thinned_to_means_and_keep_their_end() -> None:
+    points = [(float(x), float(x % 2)) for x in range(10_001)]
+    thin = thinned(points)
+    assert len(thin) <= 401 and thin[-1] == points[-1]
+    assert all(abs(y - 0.5) < 0.03 for _, y in thin[:-1] if y is not None)
+    assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+
+
+def test_points_lie_where_the_axes_say() -> None:
+    drawn = chart("a", [Series("s", [(0, 0.0), (5, None), (10, 1.0)])], y_limits=(0.0, 1.0))
+    assert drawn is not None
+    (line,) = drawn.lines
+    assert line.marks == [(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, drawn.y_ticks[-1][0])]
+    assert line.path.count("M") == 2  # the gap
+
+
+def test_a_first_loss_far_above_the_others_does_not_flatten_them() -> None:
+    points = [(step, 1 / step) for step in range(1, 60)]
+    drawn = chart("a", [Series("s", [(0, 500.0), *points])])
+    assert drawn is not None and drawn.note == "1 value lies above the picture"
+    assert float(drawn.y_ticks[-1][1]) <= 4
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(0, None)], [(math.nan, 1.0)], [(1, math.inf)], [(0, math.nan)]]
+)
+def test_nothing_to_draw_is_no_chart(points: list[tuple[float, float | None]]) -> None:
+    assert chart("a", [Series("s", points)]) is None
+
+
+@pytest.mark.parametrize("y", [0.0, 1.0, -3.0, 1e12, 1e-12, 1e299])
+def test_a_single_point_and_a_constant_can_be_drawn(y: float) -> None:
+    for points in ([(3.0, y)], [(float(x), y) for x in range(5)]):
+        drawn = chart("a", [Series("s", points)], from_zero=True)
+        assert drawn is not None and "nan" not in drawn.lines[0].path

@@ -1,0 +1,83 @@
+"""What is read of a run's folder: how it stands, its best, its ranks, what it confuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppdist.report.of_one import show, status_of
+from ppdist.report.run import read_run
+from ppdist.report.scores import scores_of
+from tests.unit.report.folders import make_run
+
+
+@pytest.mark.parametrize("ending", ["total", "early_stopping"])
+def test_a_run_that_ended_went_on_and_was_killed_is_not_finished(
+    ending: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", pictures=False, steps=200)
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8").replace('"total"', f'"{ending}"')
+    records = [
+        {"step": 200, "derived": {"steps": {"value": 1000, "why": ""}}},
+        {"step": 240, "epoch": 12.0, "loss": 1.0},
+    ]
+    text += "".join(json.dumps(record) + "\n" for record in records)
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    assert status_of(read_run(run)) == (
+        "not finished", "last record at step 240 of 1000; --resume goes on",
+    )  # fmt: skip
+
+
+def test_the_best_is_none_that_was_taken_back_and_the_page_says_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", pictures=False, steps=200)
+    reason = "ranks held different weights"
+    records: list[dict[str, Any]] = [
+        {"step": 240, "epoch": 12.0, "mAP": 0.9, "eval_seconds": 1.0},
+        {"step": 180, "returned_from_step": 260, "reason": reason},
+        {"step": 220, "epoch": 11.0, "mAP": 0.3, "eval_seconds": 1.0},
+    ]
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    found = read_run(run)
+    assert found.best and found.best["step"] == 160
+    assert list(show(found).happened)[-1] == f"Went back from step 260 to step 180: {reason}."
+
+
+def test_records_without_epochs_have_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", pictures=False)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record.pop("epoch", None)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    tiles = show(read_run(run)).tiles
+    assert (tiles[0].name, tiles[0].beside) == ("best mAP", "step 400")
+
+
+def test_a_run_that_went_on_with_more_ranks_shows_those_it_has_now(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", pictures=False, ranks=4)
+    alone = {"step": 1, "rank_step_seconds": [1.0], "rank_own_seconds": [1.0]}
+    text = json.dumps(alone) + "\n" + (run / "metrics.jsonl").read_text(encoding="utf-8")
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    page = show(read_run(run))
+    assert "seconds of each rank: waiting for data" in [each.title for each in page.speed]
+    assert "rank 1 1.50x" in page.slow_ranks
+
+
+def test_the_most_frequent_mistakes_of_very_many_classes_are_named(tmp_path: Path) -> None:
+    names = [f"class {number}" for number in range(300)]
+    run = make_run(tmp_path / "run", names=names, pictures=False)
+    content = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    content["confusion"] = {"iou": 0.5, "confidence": 0.3, "true_counts": [40] * 301}
+    content["confusion"]["cells"] = [[7, 7, 30], [7, 300, 10], [300, 9, 4]]
+    (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
+    found = read_run(run)
+    assert found.problems == [] and found.evaluation
+    confused = scores_of(found.evaluation).confused
+    assert confused and confused.rows == [
+        ["class 7", "background", 10, 0.25], ["background", "class 9", 4, 0.1],
+    ]  # fmt: skip
+    content["confusion"]["cells"] = [[7, 301, 10]]
+    (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "a cell lies outside" in "".join(read_run(run).problems)

@@ -1,0 +1,322 @@
+"""The loop of a study, with trainings that only say what they measured (fake_train.py)."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from ppdist.common.errors import LaunchError
+from ppdist.common.files import write_json
+from ppdist.common.logging import read_metrics
+from ppdist.tune import results
+from ppdist.tune.calibrate import Calibration
+from ppdist.tune.job import write_past
+from ppdist.tune.store import Claim, Store, Waiting
+from ppdist.tune.table import read_rows
+from tests.unit.tune.studies import GRID, LAUNCHER, SEARCH, search_in, study_of, write_study
+
+pytest.importorskip("optuna")
+
+ROOT = Path(__file__).resolve().parents[3]
+RUNS = """
+import sys
+from pathlib import Path
+from ppdist.tune.store import Store
+from ppdist.config.study import load_study
+from tests.unit.tune.studies import search_in
+store = Store(Path(sys.argv[2]), load_study(Path(sys.argv[1])))
+search, said = search_in(store, workers=int(sys.argv[3]))
+sys.exit(search.run())
+"""
+
+
+def process_in(study: Path, folder: Path, workers: int, **fakes: str) -> subprocess.Popen:
+    """A process that makes a study.  Args: fakes: of fake_train.py's environment."""
+    return subprocess.Popen(
+        [sys.executable, "-c", RUNS, str(study), str(folder), str(workers)],
+        cwd=ROOT, env={**os.environ, **fakes},
+    )  # fmt: skip
+
+
+def epochs_made(folder: Path) -> list[int]:
+    files = sorted(folder.glob("trials/*/metrics.jsonl"))
+    return [len(file.read_text(encoding="utf-8").splitlines()) - 1 for file in files]
+
+
+def starts(folder: Path) -> list[int]:
+    """How many times each trial was started."""
+    files = sorted(folder.glob("trials/*/starts"))
+    return [len(file.read_text(encoding="utf-8").splitlines()) for file in files]
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def waited_for(what, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_a_grid_is_made_once_and_its_rows_say_what_came_out(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    search, said = search_in(store, workers=2)
+    assert search.run() == 0
+    again, nothing = search_in(store)
+    assert again.run() == 0 and not nothing
+    store.close()
+    rows = read_rows(tmp_path / "out")
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("plain", 0), ("fast", 0), ("plain", 1), ("fast", 1),
+    ]  # fmt: skip
+    fast = rows[3]
+    assert fast["final"] == fast["best"] == {
+        "step": 40, "epoch": 4.0, "mAP": 0.0021, "eval_seconds": 0.1,
+    }  # fmt: skip
+    assert fast["curve"][0] == [1.0, pytest.approx(0.0006)] and fast["state"] == "complete"
+    assert starts(tmp_path / "out") == [1, 1, 1, 1]
+    assert "trial 003 (fast, seed 1) complete, mAP 0.0021, 0.0 min" in said
+    assert len(list((tmp_path / "out" / "vdl").iterdir())) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
+def test_a_study_that_was_killed_loses_no_trial_makes_none_twice_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
+    study, folder = write_study(tmp_path, GRID), tmp_path / "out"
+    first = process_in(study, folder, 2, FAKE_WAIT="1")
+    waited_for(lambda: epochs_made(folder) == [1, 1])
+    first.kill()
+    first.wait()
+    pids = [int(file.read_text(encoding="utf-8")) for file in folder.glob("trials/*/starts")]
+    waited_for(lambda: not any(lives(pid) for pid in pids), 10)
+    assert process_in(study, folder, 2).wait(60) == 0
+    assert starts(folder) == [2, 2, 1, 1]
+    rows = read_rows(folder)
+    assert [row["state"] for row in rows] == ["complete"] * 4
+    for number in range(4):  # each epoch once
+        lines = read_metrics(folder / "trials" / f"{number:03d}" / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_study(tmp_path: Path) -> None:
+    study, folder = write_study(tmp_path, GRID.replace("1]", "1, 2]")), tmp_path / "out"
+    both = [process_in(study, folder, 1, FAKE_SECONDS="0.05") for _ in range(2)]
+    assert [each.wait(90) for each in both] == [0, 0]
+    assert starts(folder) == [1] * 6
+    assert len(read_rows(folder)) == 6
+
+
+def test_a_stop_leaves_trials_to_be_continued_and_says_so(tmp_path: Path, monkeypatch) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    monkeypatch.setenv("FAKE_SECONDS", "20")
+    search, said = search_in(store, stop=lambda: (tmp_path / "out/trials/000/starts").exists())
+    assert search.run() == 75
+    assert "trial 000 was stopped; the same command goes on with it" in said
+    assert store.trials()[0].state == TrialState.RUNNING
+    monkeypatch.setenv("FAKE_SECONDS", "0")
+    assert search_in(store)[0].run() == 0
+    assert starts(tmp_path / "out") == [2, 1, 1, 1]
+    store.close()
+
+
+@pytest.mark.slow
+def test_hopeless_trials_are_stopped_and_told_as_pruned(tmp_path: Path, monkeypatch) -> None:
+    text = "overrides: [train.epochs=6]\nvariants:\n"
+    text += "  a: [optimizer.lr=0.9]\n  b: [optimizer.lr=0.8]\n  c: [optimizer.lr=0.1]\n"
+    text += "pruner: {name: median, first_epochs: 1, startup_trials: 1}"
+    store = Store(tmp_path / "out", study_of(tmp_path, text))
+    monkeypatch.setenv("FAKE_WAIT", "0.85")  # so b and c have one epoch when they are looked at
+    search, said = search_in(store)
+    assert search.run() == 0
+    store.close()
+    rows = read_rows(tmp_path / "out")
+    assert [row["state"] for row in rows] == ["complete", "pruned", "pruned"]
+    assert [row["epochs"] for row in rows] == [6, 1, 1]
+    assert any("trial 002 is not worth going on at epoch 1" in line for line in said)
+
+
+def test_what_was_given_up_before_a_kill_is_told_as_pruned_without_another_start(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "trials: 2"))
+    claim = store.claim(begin=True, retry_failed=False)
+    assert isinstance(claim, Claim)
+    (store.trial_folder(claim.number) / "metrics.jsonl").write_text(
+        '{"step": 10, "epoch": 1.0, "mAP": 0.1, "eval_seconds": 0.1}\n', encoding="utf-8"
+    )
+    store.give_up(claim.number)
+    store.leave(claim.number)
+    assert search_in(store)[0].run() == 0
+    store.close()
+    rows = read_rows(tmp_path / "out")
+    assert [(row["state"], row["epochs"]) for row in rows] == [("pruned", 1.0), ("complete", 4.0)]
+    assert len(starts(tmp_path / "out")) == 1
+
+
+def test_an_orphan_that_has_not_come_to_its_folder_yet_is_ended_and_waited_for(
+    tmp_path: Path, monkeypatch
+) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "trials: 1"))
+    claim = store.claim(begin=True, retry_failed=False)
+    assert isinstance(claim, Claim)
+    with monkeypatch.context() as patch:
+        patch.setenv("FAKE_WAIT", "1")
+        folder = store.trial_folder(claim.number)
+        items = ["train.epochs=4"]
+        orphan = LAUNCHER.start(folder, ["--nproc_per_node", "1"], "x.yml", items)
+    write_past(orphan, 0, 0.5)
+    store.leave(claim.number)
+    waited_for(lambda: epochs_made(tmp_path / "out") == [1])  # it listens to signals by now
+    assert isinstance(store.claim(begin=True, retry_failed=False), Waiting)
+    assert orphan.process.wait(10) == 75
+    assert search_in(store)[0].run() == 0
+    store.close()
+    assert starts(tmp_path / "out") == [2]
+    assert read_rows(tmp_path / "out")[0]["minutes"] >= 0.5
+
+
+def test_wrong_input_of_a_trial_that_had_begun_is_tried_again(tmp_path: Path, monkeypatch) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "trials: 1"))
+    claim = store.claim(begin=True, retry_failed=False)
+    assert isinstance(claim, Claim)
+    store.leave(claim.number)
+    monkeypatch.setenv("FAKE_CODE", "2")
+    search_in(store)[0].run()
+    store.close()
+    assert starts(tmp_path / "out") == [3]
+
+
+def test_what_fails_again_ends_a_study_that_retries(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FAKE_CODE", "2")
+    for count in (2, 4):
+        store = Store(tmp_path / "out", study_of(tmp_path, GRID.replace("[0, 1]", "[0]")))
+        search, _ = search_in(store)
+        search.retry_failed = True
+        assert search.run() == 0
+        store.close()
+        assert len(read_rows(tmp_path / "out")) == count
+
+
+def test_trials_of_a_variant_that_is_gone_are_left_alone_and_it_is_said(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    for _ in range(2):
+        assert isinstance(store.claim(begin=True, retry_failed=False), Claim)
+    store.close()
+    gone = "overrides: [train.epochs=4]\nvariants: {plain: []}\nseeds: [0, 1]"
+    store = Store(tmp_path / "out", study_of(tmp_path, gone))
+    search, said = search_in(store)
+    assert search.run() == 0
+    assert "trial 001 is left alone: the study has no such one now" in said
+    assert [row["variant"] for row in read_rows(tmp_path / "out")] == ["plain", "plain"]
+    store.close()
+
+
+def test_what_costs_like_another_is_not_measured_and_is_as_long(tmp_path: Path) -> None:
+    alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
+    store = Store(tmp_path / "out", study_of(tmp_path, alike))
+    search, said = search_in(store)
+    places = [list(each) for each in search.places]
+    known = {"conditions": {"workers": 1, "places": places, "cores": LAUNCHER.cores}}
+    plain = Calibration(3.0, 3, 10, 1.0, 1.0, 1.0)
+    write_json(store.folder / "calibration.json", known | {"lengths": {"plain": plain.record()}})
+    assert search.run() == 0
+    store.close()
+    assert not any("calibrating" in line for line in said)
+    assert [row["epochs"] for row in read_rows(tmp_path / "out")] == [3.0] * 4
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_copy_of_a_calibration_that_fails_ends_the_others(tmp_path: Path, failing: int) -> None:
+    copy = f"import sys, time\nif sys.argv[1] == 'place{failing}': sys.exit(1)\ntime.sleep(60)\n"
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "minutes_per_trial: 1"))
+    search, _ = search_in(store)
+    search.launcher = dataclasses.replace(LAUNCHER, command=[sys.executable, "-c", copy])
+    search.places = [["place0"], ["place1"]]
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="plain: its calibration ended with exit code 1") as error:
+        search.run()
+    assert error.value.code == "calibration_failed"
+    assert time.monotonic() - began < 30
+    store.close()
+
+
+def test_a_training_that_crashes_is_continued_twice_and_then_failed(
+    tmp_path: Path, monkeypatch
+) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "trials: 1"))
+    monkeypatch.setenv("FAKE_CODE", "1")
+    search, said = search_in(store)
+    assert search.run() == 0
+    store.close()
+    assert starts(tmp_path / "out") == [3]
+    row = read_rows(tmp_path / "out")[0]
+    assert row["state"] == "fail"
+    assert row["why"] == "exit code 1: ppdist: error: the lamp is broken"
+    assert said.count("trial 000 ended with exit code 1: it is continued") == 2
+
+
+def test_a_study_in_which_everything_fails_ends_with_the_reason(
+    tmp_path: Path, monkeypatch
+) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    monkeypatch.setenv("FAKE_CODE", "2")
+    with pytest.raises(
+        LaunchError, match="3 trials failed and none went well, the last with exit"
+    ) as error:
+        search_in(store)[0].run()
+    assert error.value.code == "trials_failed"
+    store.close()
+    assert starts(tmp_path / "out") == [1, 1, 1]
+
+
+def test_no_training_outlives_an_error_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    monkeypatch.setenv("FAKE_SECONDS", "20")
+    search, _ = search_in(store, workers=2)
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    monkeypatch.setattr(store, "report", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    store.close()
+    for file in (tmp_path / "out").glob("trials/*/starts"):
+        assert not lives(int(file.read_text(encoding="utf-8")))
+
+
+def test_rows_say_with_how_many_workers_they_were_made(tmp_path: Path) -> None:
+    study = study_of(tmp_path, GRID)
+    for workers, most in ((2, 1), (1, None)):
+        store = Store(tmp_path / "out", study.model_copy(update={"workers": workers}))
+        assert search_in(store)[0].run(most) == 0
+        store.close()
+    assert [row["workers"] for row in read_rows(tmp_path / "out")] == [2, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_search_draws_its_curves_and_what_decided(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out", study_of(tmp_path, SEARCH.replace("6", "20")))
+    assert search_in(store, workers=2)[0].run() == 0
+    found = results.importances(store)
+    assert max(found, key=lambda key: found[key]) == "optimizer.lr"  # the score is the rate
+    assert [path.name for path in results.draw(store)] == ["curves.png", "importance.png"]
+    store.close()
+    params = [json.dumps(row["params"]) for row in read_rows(tmp_path / "out")]
+    assert len(set(params)) == 20

@@ -1,0 +1,235 @@
+"""What processes that share a study know of each other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from ppdist.common.errors import ConfigError
+from ppdist.tune.cells import grid
+from ppdist.tune.locks import FileLock
+from ppdist.tune.store import Claim, Store, Waiting
+from tests.unit.tune.studies import EXPERIMENT, GRID, SEARCH, study_of, write_study
+
+pytest.importorskip("optuna")
+
+CLAIMS = """
+import sys, time
+from pathlib import Path
+from ppdist.tune.store import Claim, Store
+from ppdist.config.study import load_study
+store = Store(Path(sys.argv[2]), load_study(Path(sys.argv[1])))
+print("ready", flush=True)
+sys.stdin.readline()
+while isinstance(claim := store.claim(begin=True, retry_failed=False), Claim):
+    print(claim.number, claim.cell.key(), flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def claimant(study: Path, folder: Path, seconds: float = 0) -> subprocess.Popen:
+    """A process that takes every trial it can get, and lives on so long."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CLAIMS, str(study), str(folder), str(seconds)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )  # fmt: skip
+
+
+def go(process: subprocess.Popen) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def claim(store: Store, retry_failed: bool = False) -> Claim | Waiting | None:
+    return store.claim(begin=True, retry_failed=retry_failed)
+
+
+def taken(store: Store) -> Claim:
+    found = claim(store)
+    assert isinstance(found, Claim)
+    return found
+
+
+@pytest.mark.slow
+def test_processes_that_ask_at_once_never_get_the_same_cell(tmp_path: Path) -> None:
+    study = write_study(tmp_path, GRID.replace("[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]"))
+    processes = [claimant(study, tmp_path / "out", 3) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        go(process)
+    lines = [line for each in processes for line in each.communicate(timeout=60)[0].splitlines()]
+    cells = [line.split(" ", 1)[1] for line in lines]
+    assert len(cells) == 16 and len(set(cells)) == 16
+
+
+def test_the_trials_of_a_killed_process_are_taken_over_and_those_of_a_living_one_are_not(
+    tmp_path: Path,
+) -> None:
+    study = write_study(tmp_path, GRID)
+    other = claimant(study, tmp_path / "out", 60)
+    go(other)
+    assert other.stdout is not None
+    lines = [other.stdout.readline() for _ in range(5)][1:]
+    store = Store(tmp_path / "out", study_of(tmp_path, GRID))
+    assert claim(store) is None
+    other.kill()
+    other.wait()
+    found = [taken(store) for _ in range(4)]
+    assert all(each.again for each in found)
+    assert [f"{each.number} {each.cell.key()}\n" for each in found] == lines
+    assert claim(store) is None
+    store.close()
+
+
+def test_a_training_that_has_not_ended_yet_is_waited_for(tmp_path: Path) -> None:
+    store = Store(tmp_path, study_of(tmp_path, GRID + "trials: 1"))
+    number = taken(store).number
+    store.leave(number)
+    hold = "import sys; from pathlib import Path; from ppdist import run_lock; "
+    hold += "run_lock.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.readline()"
+    run = subprocess.Popen(
+        [sys.executable, "-c", hold, str(store.trial_folder(number))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )  # fmt: skip
+    assert run.stdout is not None and run.stdout.readline() == "held\n"
+    assert isinstance(claim(store), Waiting)
+    run.communicate("end\n", timeout=20)
+    assert taken(store).again
+    store.close()
+
+
+def test_suggestions_depend_on_the_seed_and_on_results_alone_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    def suggested(name: str, restarts: bool, seed: int, sign: int = 1) -> list[dict]:
+        text = SEARCH.replace("trials: 6", "trials: 14") + f"seed: {seed}"
+        study = study_of(tmp_path, text)
+        store, found = Store(tmp_path / name, study), []
+        for _ in range(14):
+            trial = taken(store)
+            found.append(dict(trial.cell.params))
+            value = sign * trial.cell.params["optimizer.lr"]
+            store.finish(trial.number, TrialState.COMPLETE, value, {})
+            if restarts:
+                store.close()
+                store = Store(tmp_path / name, study)
+        assert claim(store) is None
+        store.close()
+        return found
+
+    first = suggested("a", False, 0)
+    assert suggested("b", True, 0) == first
+    assert suggested("c", False, 1) != first
+    assert len({str(each) for each in first}) == 14
+    # The first ten are drawn at random, the others near what did well.
+    other = suggested("d", False, 0, sign=-1)
+    assert other[:10] == first[:10] and other[10:] != first[10:]
+
+
+def test_failed_cells_are_made_again_only_when_asked_for(tmp_path: Path) -> None:
+    store = Store(tmp_path, study_of(tmp_path, GRID))
+    for _ in grid(store.config):
+        store.finish(taken(store).number, TrialState.FAIL, None, {})
+    assert claim(store) is None
+    assert claim(store, retry_failed=True) is None  # not what has failed just now
+    store.close()
+    store = Store(tmp_path, store.config)
+    found = claim(store, retry_failed=True)
+    assert isinstance(found, Claim) and found.cell == grid(store.config)[0] and found.number == 4
+    store.finish(found.number, TrialState.FAIL, None, {})
+    others = [claim(store, retry_failed=True) for _ in range(4)]
+    assert [each.number for each in others if isinstance(each, Claim)] == [5, 6, 7]
+    assert others[-1] is None
+    store.close()
+
+
+def test_more_variants_and_seeds_join_a_study_and_changed_ones_are_refused(tmp_path: Path) -> None:
+    Store(tmp_path / "out", study_of(tmp_path, GRID)).close()
+    more = GRID.replace("fast:", "slow: [optimizer.lr=0.0001], fast:").replace("1]\n", "1, 2]\n")
+    store = Store(tmp_path / "out", study_of(tmp_path, more))
+    assert len(grid(store.config)) == 9
+    store.close()
+    with pytest.raises(
+        ConfigError, match=r"other values of variants\.fast; its trials could"
+    ) as error:
+        Store(tmp_path / "out", study_of(tmp_path, GRID.replace("0.002", "0.003")))
+    assert error.value.code == "study_settings_differ"
+    alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
+    with pytest.raises(
+        ConfigError, match=r"other values of costs_like\.fast, minutes_per_trial;"
+    ) as error:
+        Store(tmp_path / "out", study_of(tmp_path, alike))
+    assert error.value.code == "study_settings_differ"
+    with pytest.raises(ConfigError, match="other values of overrides; its trials could") as error:
+        Store(tmp_path / "out", study_of(tmp_path, GRID.replace("=4", "=5")))
+    assert error.value.code == "study_settings_differ"
+    # What a start has left out is not forgotten by it.
+    fewer = GRID.replace(", fast: [optimizer.lr=0.002]", "")
+    Store(tmp_path / "out", study_of(tmp_path, fewer)).close()
+    with pytest.raises(ConfigError, match=r"other values of variants\.fast") as error:
+        Store(tmp_path / "out", study_of(tmp_path, GRID.replace("0.002", "0.003")))
+    assert error.value.code == "study_settings_differ"
+
+
+def test_an_experiment_whose_file_has_changed_is_refused_and_one_that_was_renamed_is_not(
+    tmp_path: Path,
+) -> None:
+    study = study_of(tmp_path, GRID)
+    Store(tmp_path / "out", study).close()
+    experiment = tmp_path / "experiment.yml"
+    experiment.rename(tmp_path / "renamed.yml")
+    renamed = study.model_copy(update={"config": str(tmp_path / "renamed.yml")})
+    Store(tmp_path / "out", renamed).close()
+    experiment.write_text(EXPERIMENT + "optimizer: {lr: 0.5}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="other values of experiment; its trials could") as error:
+        Store(tmp_path / "out", study)
+    assert error.value.code == "study_settings_differ"
+
+
+def test_a_journal_whose_last_line_was_cut_off_can_be_read_and_written(tmp_path: Path) -> None:
+    store = Store(tmp_path, study_of(tmp_path, GRID))
+    taken(store)
+    with (tmp_path / "journal.log").open("a", encoding="utf-8") as journal:
+        journal.write('{"op_code": 4, "work')
+    assert taken(store).number == 1  # by a process that lives on
+    store.close()
+    with (tmp_path / "journal.log").open("a", encoding="utf-8") as journal:
+        journal.write('{"op_code": 4, "work')
+    store = Store(tmp_path, store.config)
+    assert [taken(store).number for _ in range(3)] == [0, 1, 2]
+    store.close()
+
+
+def test_halving_ends_what_is_worse_than_the_best_third(tmp_path: Path) -> None:
+    text = SEARCH + "pruner: {name: halving, first_epochs: 2, factor: 3}"
+    store = Store(tmp_path, study_of(tmp_path, text))
+    numbers = [taken(store).number for _ in range(6)]
+    hopeless = [store.report(number, {1: 0.9 - number * 0.1}) for number in numbers]
+    assert not any(hopeless)  # no rung is reached yet
+    hopeless = [store.report(number, {2: 0.9 - number * 0.1}) for number in numbers]
+    assert hopeless == [False, True, True, True, True, True]
+    assert not store.report(0, {1: 0.9, 2: 0.9})  # nothing new
+    store.close()
+
+
+def test_a_lock_is_held_for_no_longer_than_its_process_lives(tmp_path: Path) -> None:
+    hold = "import sys; from pathlib import Path; from ppdist.tune.locks import FileLock; "
+    hold += "FileLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path / "x.lock")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parents[3],
+    )  # fmt: skip
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    lock = FileLock(tmp_path / "x.lock")
+    assert not lock.try_acquire()
+    other.kill()
+    other.wait()
+    assert lock.try_acquire()
+    lock.close()

@@ -1,0 +1,247 @@
+"""tools/verify.py equivalence as a user runs it, and what it says of ranks that train otherwise."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import load_config
+from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.train import EMAConfig
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.distributed import comm
+from ppdist.engine.schedule_setup import set_up_schedule
+from ppdist.engine.train_step import TrainStep
+from ppdist.optim.ema import EMA
+from ppdist.verify import dp_equivalence
+from ppdist.verify.report import compare, lines, measure, tolerance_of, verdict
+from ppdist.verify.trace import Rounding, Trace, comparable_steps, sketch, train_steps
+from tests.distributed import run_on_ranks
+from tests.forked import ROOT, run_tool, succeeded
+
+STEPS = 5
+CONFIG = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+  workers: 0
+model: {{name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3, image_size: [64, 64]}}
+train: {{epochs: 20, batch_size_per_card: 2, clip_norm: 5.0}}
+optimizer: {{lr: 0.003, reference_batch_size: 8}}
+schedule: {{warmup_epochs: 0}}
+"""
+# Seven images, two ranks of two: the second step of an epoch has three.
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("equivalence")
+    make_shapes(folder / "data", train=7, val=1, size=96, seed=0)
+    (folder / "cfg.yml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
+    return folder / "cfg.yml"
+
+
+def verify(config_file: Path, *more: object):
+    report = config_file.parent / "report.json"
+    report.unlink(missing_ok=True)
+    arguments = ["-c", config_file, "--steps", STEPS, "--json", report, *more]
+    return run_tool("verify", "equivalence", *arguments, cwd=config_file.parent), report
+
+
+@pytest.mark.slow
+def test_two_ranks_on_the_users_data_train_like_one_and_the_tool_says_so(config_file: Path) -> None:
+    done, file = verify(config_file, "--processes", 2)
+    assert "PASS" in succeeded(done).splitlines()[-1]
+    (report,) = json.loads(file.read_text(encoding="utf-8"))
+    assert report["ranks"] == 2 and report["steps"] == STEPS
+    assert report["one_rank"] == {"batch_size_per_card": 2, "accumulate_steps": 2}
+    measured = {each["name"]: each for each in report["measured"]}
+    assert set(measured) == {"losses", "gradient norm", "weights", "averaged weights"}
+    assert measured["losses"]["difference"] <= 1e-5
+    assert report["ranks_with_other_weights"] == []
+    assert "not compared: running statistics" in done.stdout
+    assert {path.name for path in config_file.parent.iterdir()} <= {
+        "data", "cfg.yml", "report.json"
+    }  # fmt: skip
+
+
+def train_too_fast(argument) -> dict:
+    """As `verify_ranks`, with gradients of the ranks two per cent too large."""
+    update = TrainStep._update
+
+    def wrong(step, rates, result, finite):
+        return update(step, rates, result._replace(divisor=result.divisor / 1.02), finite)
+
+    TrainStep._update = wrong
+    more = [f"train.max_steps={STEPS}", "log.visualdl=false", "train.sync_bn=true"]
+    config = load_config(argument, more)
+    comm.init("cpu", config.distributed)
+    script = ROOT / "tools" / "verify.py"
+    command = [sys.executable, str(script), "equivalence", "-c", argument, "-o", *more]
+    return dp_equivalence.verify_ranks(config, STEPS, command)
+
+
+@pytest.mark.slow
+def test_gradients_two_per_cent_too_large_are_found_out(config_file: Path) -> None:
+    target = f"{__name__}:train_too_fast"
+    report, same = run_on_ranks(2, target, str(config_file), seconds=300)
+    assert report == same
+    assert report["one_rank"] == {"batch_size_per_card": 4, "accumulate_steps": 1}  # sync_bn
+    assert verdict(report) == "FAIL"
+    measured = {each["name"]: each for each in report["measured"]}
+    assert measured["gradient norm"]["difference"] > 0.01
+    assert "statistics" in measured
+    assert any(line.endswith("TOO FAR OFF") for line in lines(report))
+
+
+def set_up(config_file: Path, *more: str):
+    return load_config(config_file, ["log.visualdl=false", "train.accumulate_steps=2", *more])
+
+
+UNCLIPPED = f"train.max_steps={STEPS}", "train.clip_norm=null"
+
+
+@pytest.fixture(scope="module")
+def right(config_file: Path) -> tuple[Trace, Trace]:
+    """One rank, and the same moved by roundings."""
+    config = set_up(config_file, *UNCLIPPED)
+    rounding = Rounding.of(config)
+    return (
+        train_steps(config, STEPS),
+        train_steps(config, STEPS, rounding),
+    )
+
+
+def judged(trained: Trace, right: tuple[Trace, Trace]):
+    """(verdict, rows that are too far off) of a run that takes the place of the ranks'."""
+    found = compare(trained, *right, tolerance=1e-5, statistics=True)
+    report = {**found, "steps": STEPS, "ranks_with_other_weights": []}
+    return verdict(report), [each["name"] for each in report["measured"] if not each["passed"]]
+
+
+def test_one_rank_with_the_micro_batches_as_they_are_passes(config_file: Path, right) -> None:
+    assert judged(right[1], right) == ("PASS", [])  # moved by a rounding
+    again = train_steps(set_up(config_file, *UNCLIPPED), STEPS)
+    assert judged(again, right) == ("PASS", [])
+
+
+def test_gradients_five_per_cent_too_large_are_found_out_without_clipping(
+    config_file: Path, right, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = TrainStep._update
+    monkeypatch.setattr(
+        TrainStep,
+        "_update",
+        lambda step, rates, by, finite: update(
+            step, rates, by._replace(divisor=by.divisor / 1.05), finite
+        ),
+    )
+    wrong = train_steps(set_up(config_file, *UNCLIPPED), STEPS)
+    verdict, rows = judged(wrong, right)
+    assert verdict == "FAIL" and {"gradient norm", "weights"} <= set(rows)
+
+
+@pytest.mark.slow
+def test_an_average_that_is_moved_twice_a_step_is_found_out(
+    config_file: Path, right, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = EMA.update
+    monkeypatch.setattr(EMA, "update", lambda ema, masters, steps: update(ema, masters, 2 * steps))
+    wrong = train_steps(set_up(config_file, *UNCLIPPED), STEPS)
+    assert judged(wrong, right) == ("FAIL", ["averaged weights"])
+
+
+def test_ranks_that_do_not_train_at_all_are_found_out_by_their_weights(right) -> None:
+    still = dict(right[0])
+    still["sketch/weights"] = still["sketch/weights"][:1].repeat(STEPS + 1, 0)
+    assert judged(still, right) == ("FAIL", ["weights"])
+
+
+def test_weights_that_rounding_moves_as_far_as_training_prove_nothing(right) -> None:
+    alone, moved = right[0], dict(right[1])
+    moved["sketch/weights"] = 1.02 * moved["sketch/weights"]
+    assert judged(alone, (alone, moved)) == ("INCONCLUSIVE", [])
+
+
+def test_the_sketch_of_a_difference_is_as_long_as_the_difference() -> None:
+    rng = np.random.default_rng(0)
+    one = {name: rng.normal(size=(size, 3)) for name, size in (("a", 1000), ("b", 7), ("c", 200))}
+    other = {name: value + 1e-3 * rng.normal(size=value.shape) for name, value in one.items()}
+    length = np.sqrt(sum(np.square(one[name] - other[name]).sum() for name in one))
+    assert np.linalg.norm(sketch(one) - sketch(other)) == pytest.approx(length, rel=0.3)
+
+
+def run_of(world: int, images: int, accumulate: int):
+    return set_up_schedule(
+        world=world, dataset_size=images, batch_size_per_card=2, accumulate_steps=accumulate,
+        epochs=5, epochs_compensation="none", max_steps=None, optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(), ema=EMAConfig(),
+    )  # fmt: skip
+
+
+def test_with_synchronised_statistics_a_run_of_none_but_smaller_steps_is_refused() -> None:
+    assert comparable_steps(run_of(2, 9, 2), sync_bn=True) == 1  # 8 images, then 1
+    assert comparable_steps(run_of(2, 9, 2), sync_bn=False) == 10
+    assert comparable_steps(run_of(4, 7, 1), sync_bn=True) == 5  # no rank without an image
+    for run in (run_of(2, 7, 2), run_of(4, 3, 1)):
+        with pytest.raises(ConfigError, match="an epoch has a whole step") as error:
+            comparable_steps(run, sync_bn=True)
+        assert error.value.code == "epoch_shorter_than_step"
+
+
+def trace(losses: list[float]) -> Trace:
+    return {
+        "losses/loss": np.array(losses),
+        "norm/gradient": np.ones(len(losses)),
+        "sketch/weights": 1.0 + np.arange(len(losses) + 1.0)[:, None],
+    }
+
+
+def test_the_ranks_may_be_off_by_ten_times_what_one_rounding_becomes() -> None:
+    alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-4, 1.0])
+    for off, passes in ((9e-4, True), (11e-4, False)):
+        ranks = trace([1.0, 1.0, 1.0 + off])  # what has grown counts on
+        losses, *_ = measure(ranks, alone, moved, tolerance=1e-5, statistics=False)
+        assert (losses.name, losses.step, losses.passed) == ("losses", 3, passes)
+        assert losses.allowed == pytest.approx(1e-3)
+
+
+def test_what_becomes_of_a_rounding_later_excuses_nothing_in_the_first_step() -> None:
+    alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-2, 1.0])
+    ranks = trace([1.0 + 1e-4, 1.0, 1.0])
+    losses, *_ = measure(ranks, alone, moved, tolerance=1e-5, statistics=False)
+    assert (losses.step, losses.allowed, losses.passed) == (1, 1e-5, False)
+
+
+def test_a_loss_that_is_no_number_on_the_ranks_alone_fails() -> None:
+    alone = trace([1.0, 1.0])
+    ranks = trace([1.0, float("nan")])
+    losses, *_ = measure(ranks, alone, alone, tolerance=1e-5, statistics=False)
+    assert not losses.passed
+
+
+@pytest.mark.parametrize(
+    "key", ["sync_every=1", "sync_every=4", "topk_fraction=0.1", "gradient_rank=2"]
+)
+def test_what_differs_by_design_is_refused_with_what_makes_it_comparable(
+    config_file: Path, key: str
+) -> None:
+    config = load_config(config_file, [f"distributed.{key}"])
+    name = key.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=rf"by design.* add -o with distributed\.{name}=null"
+    ) as error:
+        dp_equivalence.require_comparable(config)
+    assert error.value.code == "differs_by_design"
+
+
+def test_gradients_that_travel_in_bfloat16_have_a_tolerance_of_their_own(config_file: Path) -> None:
+    exact, rounded = (
+        load_config(config_file, [f"distributed.gradient_dtype={dtype}"])
+        for dtype in ("float32", "bfloat16")
+    )
+    assert tolerance_of(exact) == 1e-5 < tolerance_of(rounded)

@@ -1,0 +1,133 @@
+import cv2
+import numpy as np
+import pytest
+
+from ppdist.common.errors import UserError
+from ppdist.viz import draw as lettering
+from ppdist.viz.draw import (
+    PALETTE,
+    caption,
+    draw_boxes,
+    draw_classes,
+    grid,
+    side_by_side,
+    within,
+    write_jpeg,
+)
+
+NAMES = ("cat", "狗")
+
+
+def grey() -> np.ndarray:
+    return np.full((100, 200, 3), 128, np.uint8)
+
+
+def draw(boxes, labels=None, scores=None, image_HW3=None) -> np.ndarray:
+    boxes_N4 = np.array(boxes, np.float32).reshape(-1, 4)
+    labels_N = np.zeros(len(boxes_N4), np.int64) if labels is None else np.array(labels)
+    scores_N = None if scores is None else np.array(scores)
+    image_HW3 = grey() if image_HW3 is None else image_HW3
+    return draw_boxes(image_HW3, boxes_N4, labels_N, NAMES, scores_N)
+
+
+def test_the_outline_has_the_colour_of_the_class_and_the_inside_is_untouched():
+    drawn = draw([[20, 40, 120, 90]], labels=[1])
+    for x, y in ((120, 60), (60, 90), (20, 70)):
+        assert tuple(drawn[y, x]) == PALETTE[1]
+    assert (drawn[60:80, 40:100] == 128).all()
+
+
+def test_the_image_given_stays_as_it_was():
+    image_HW3 = grey()
+    draw([[20, 40, 120, 90]], image_HW3=image_HW3)
+    assert (image_HW3 == 128).all()
+
+
+def test_no_box_gives_an_equal_copy():
+    image_HW3 = grey()
+    drawn = draw([], image_HW3=image_HW3)
+    assert (drawn == image_HW3).all() and drawn is not image_HW3
+
+
+def test_boxes_over_the_edge_outside_and_infinite_are_no_error():
+    drawn = draw([[-50, -50, 500, 500], [900, 900, 950, 950], [np.nan, 0, 5, 5], [0, 0, np.inf, 9]])
+    assert tuple(drawn[50, 0]) == PALETTE[0] and tuple(drawn[50, 199]) == PALETTE[0]
+
+
+def test_the_surest_box_lies_on_top():
+    drawn = draw([[20, 40, 120, 90], [20, 40, 120, 90]], labels=[0, 1], scores=[0.9, 0.2])
+    assert tuple(drawn[60, 120]) == PALETTE[0]
+
+
+def test_the_label_stays_inside_the_image_at_its_corner():
+    drawn = draw([[180, 0, 199, 60]], scores=[0.5])
+    plate = (drawn[:20] == PALETTE[0]).all(axis=2)
+    assert plate[:10, 140:].sum() > 200 and not plate[:, 100:120].any(), (
+        "moved left and down, not cut off"
+    )
+
+
+def test_a_name_without_a_font_is_shown_by_its_index_instead_of_question_marks(monkeypatch):
+    monkeypatch.setattr(lettering, "_font_of", lambda text: None)
+    by_name = draw([[20, 40, 120, 90]], labels=[1])
+    boxes_N4, label_N = np.array([[20.0, 40, 120, 90]]), np.array([1])
+    by_index = draw_boxes(grey(), boxes_N4, label_N, ("cat", "#1"))
+    assert (by_name == by_index).all()
+
+
+def test_two_images_stand_side_by_side():
+    both = side_by_side(grey(), np.zeros((100, 50, 3), np.uint8))
+    assert both.shape == (100, 254, 3)
+    assert (both[:, 200:204] == 255).all() and (both[:, 204:] == 0).all()
+
+
+def test_classes_are_written_one_below_the_other_in_their_colours_and_the_image_stays():
+    image_HW3 = np.full((120, 160, 3), 7, np.uint8)
+    drawn = draw_classes(image_HW3, np.array([1, 0]), ("cat", "dog"), np.array([0.75, 0.25]))
+    assert drawn.shape == image_HW3.shape and (image_HW3 == 7).all()
+    assert tuple(drawn[0, 0]) == PALETTE[1]
+    rows = [y for y in range(120) if tuple(drawn[y, 0]) == PALETTE[0]]
+    assert rows and rows[0] > 8 and (drawn[rows[-1] + 1 :] == 7).all()
+    assert (draw_classes(image_HW3, np.array([], int), ("cat",)) == 7).all()
+
+
+def test_a_grid_is_filled_row_by_row_and_may_be_told_its_width():
+    one, other = np.full((4, 6, 3), 10, np.uint8), np.full((5, 3, 3), 20, np.uint8)
+    assert grid([one, other, one]).shape == (5 + 6 + 5, 6 + 6 + 6, 3)
+    row = grid([one, other], across=2)
+    assert row.shape == (5, 18, 3) and (row[0, 12] == 20).all() and (row[4, :6] == 255).all()
+
+
+def test_a_picture_is_made_smaller_only_where_it_is_too_large(tmp_path):
+    assert within(np.zeros((10, 40, 3), np.uint8), 20).shape == (5, 20, 3)
+    small = np.zeros((10, 20, 3), np.uint8)
+    assert within(small, 20) is small
+    assert within(np.zeros((1, 400, 3), np.uint8), 20).shape == (1, 20, 3)
+
+
+def test_a_caption_lies_below_and_is_cut_at_the_edge():
+    captioned = caption(grey(), "a long line of text " * 20)
+    assert captioned.shape[0] > 110 and captioned.shape[1:] == (200, 3)
+    assert (captioned[:100] == 128).all() and captioned[100:].min() < 60
+
+
+def test_a_jpeg_has_the_colours_of_the_image_and_refusals_are_the_users_error(tmp_path):
+    write_jpeg(tmp_path / "new" / "a.jpg", np.full((16, 16, 3), (200, 30, 90), np.uint8))
+    read_HW3 = cv2.imread(str(tmp_path / "new" / "a.jpg"))[:, :, ::-1].astype(int)
+    assert np.abs(read_HW3 - (200, 30, 90)).max() < 12
+    with pytest.raises(UserError, match="it is a folder"):
+        write_jpeg(tmp_path / "new", grey())
+    with pytest.raises(
+        UserError, match="a picture of 2 x 65501 pixels; expected at most 65500"
+    ) as error:
+        write_jpeg(tmp_path / "tall.jpg", np.zeros((65501, 2, 3), np.uint8))
+    assert error.value.code == "picture_too_large"
+
+
+def test_classes_without_room_are_left_out_but_never_the_surest():
+    low = np.full((20, 160, 3), 7, np.uint8)
+    drawn = draw_classes(low, np.array([0, 1, 2]), ("a", "b", "c"))
+    colours = {tuple(pixel) for pixel in drawn[:, 0].tolist()}
+    assert PALETTE[0] in colours and PALETTE[2] not in colours
+    tiny = draw_classes(np.zeros((4, 4, 3), np.uint8), np.array([0]), ("ünknown",))
+    assert tuple(tiny[0, 0]) == PALETTE[0]

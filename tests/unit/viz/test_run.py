@@ -1,0 +1,338 @@
+"""What is drawn of a run: every picture is there and shows what the files say; nothing raises."""
+
+import json
+import logging
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.common.logging import RunRecords
+from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.metrics.analysis import analyse
+from ppdist.viz import plots
+from ppdist.viz.plots import draw_run, folders_of_images
+
+OF_METRICS = ["results.png", "lr.png", "speed.png"]
+OF_EVALUATION = [
+    "confusion.png", "pr_curve.png", "p_curve.png", "r_curve.png", "f1_curve.png", "per_class.png",
+    "calibration.png", "errors.png", "worst.jpg", "best.jpg",
+]  # fmt: skip
+NAMES = ("cat", "_$odd$ <name>", "红细胞", *(f"class {number}" for number in range(3, 500)))
+
+
+@pytest.fixture(autouse=True)
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def trained(steps: int, ranks: int = 0) -> list[dict]:
+    """Records of a run of ten steps an epoch, evaluated after each."""
+    records: list[dict] = [{"step": 0, "derived": {"warmup_steps": {"value": 20, "why": "so"}}}]
+    for step in range(2, steps + 1, 2):
+        loss = 1 + 2 * math.exp(-step / 100)
+        record = {"step": step, "epoch": step / 10, "loss": loss, "loss_box": loss / 2}
+        record |= {"lr": 0.01 * min(1, step / 20), "gradient_norm": 5.0}
+        record |= {"images_per_second": 40.0, "data_seconds": 0.01, "step_seconds": 0.4}
+        records.append(record)
+        if ranks:
+            of_ranks = {"step_seconds": 0.4, "own_seconds": 0.3, "data_seconds": 0.01}
+            records.append(
+                {"step": step, **{f"rank_{name}": [v] * ranks for name, v in of_ranks.items()}}
+            )
+        if step % 10 == 0:
+            score = step / steps / 2
+            record = {"step": step, "epoch": step / 10, "mAP": score, "mAP50": 1.5 * score}
+            record |= {"mAP_large": -1.0, "val_loss": loss + 0.1, "eval_seconds": 1.0}
+            records.append(record)
+    return records
+
+
+def detected(folder: Path, classes: int, images: int = 6) -> dict:
+    """evaluation.json of random detections in images that are there."""
+    rng = np.random.RandomState(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    records, rows = [], []
+    for index in range(images):
+        path = folder / f"{index}.png"
+        cv2.imwrite(str(path), rng.randint(0, 255, (120, 160, 3)).astype(np.uint8))
+        low_M2 = rng.uniform(0, 80, (2 + classes, 2))
+        boxes_M4 = np.concatenate([low_M2, low_M2 + 30], 1).astype(np.float32)
+        labels_M = rng.permutation(2 + classes) % classes
+        crowd_M, area_M = np.zeros(len(labels_M), bool), np.full(len(labels_M), 900, np.float32)
+        records.append(
+            ImageRecord(str(path), index + 1, 160, 120, boxes_M4, labels_M, crowd_M, area_M)
+        )
+        moved_M4 = boxes_M4 + rng.uniform(0, 15, (len(labels_M), 1))
+        rows.append(
+            np.column_stack(
+                [np.full(len(labels_M), index), labels_M, rng.rand(len(labels_M)), moved_M4]
+            )
+        )
+    dataset = DetectionSet(records, NAMES[:classes], tuple(range(classes)), "made")
+    return analyse(dataset, np.concatenate(rows).astype(np.float32), step=100)
+
+
+def write(folder: Path, records: list[dict] | None = None, evaluation: dict | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if records is not None:
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / "metrics.jsonl").write_text("".join(lines))
+    if evaluation is not None:
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    return folder
+
+
+def history_of(records: list[dict], metric: str = "") -> plots.History:
+    return plots.History.of(RunRecords.of(records), metric)
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+@pytest.mark.parametrize(
+    "classes", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 80))]
+)
+def test_every_picture_of_a_run_is_written_and_shows_something(tmp_path, classes):
+    run = write(tmp_path / "$run_", trained(400, ranks=2), detected(tmp_path / "images", classes))
+    paths = draw_run(run, image_folders=[tmp_path])
+    assert names(paths) == OF_METRICS + OF_EVALUATION
+    assert {path.parent for path in paths} == {run / "plots"}
+    for path in paths:
+        with Image.open(path) as image:
+            assert min(image.size) > 150 and max(image.size) < 5000
+            assert len(np.unique(np.asarray(image.convert("L")))) > 20
+
+
+def test_a_run_without_evaluation_has_its_curves_alone(tmp_path):
+    records = [each for each in trained(40) if "mAP" not in each]
+    assert names(draw_run(write(tmp_path, records))) == OF_METRICS
+
+
+@pytest.mark.slow
+def test_an_evaluation_without_a_run_has_its_pictures_alone(tmp_path):
+    run = write(tmp_path, None, detected(tmp_path, 2))
+    assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
+
+
+def test_an_empty_folder_and_a_folder_that_is_none_give_no_picture_and_no_error(tmp_path, caplog):
+    assert draw_run(tmp_path) == []
+    assert not caplog.records
+    (tmp_path / "file").write_text("")
+    assert draw_run(tmp_path / "file") == []
+    assert len(caplog.records) == 1
+
+
+def test_a_classifier_has_accuracy_and_confusion_without_a_background(tmp_path):
+    rows = [{"name": name, "images": 5, "top1": 0.5, "top5": 1.0} for name in NAMES[:3]]
+    found = {"step": 1, "images": 15, "class_names": NAMES[:3], "metrics": {"top1": 0.5}}
+    found |= {"per_class": rows, "confusion": {"counts": np.full((3, 3), 5).tolist()}}
+    records = [{**each, "top1": 0.5, "top5": 1.0} for each in trained(40) if "mAP" in each]
+    paths = draw_run(write(tmp_path, [*trained(40), *records], found))
+    assert names(paths) == [*OF_METRICS, "confusion.png", "per_class.png"]
+    labels = [text.get_text() for text in plots.confusion(found).axes[0].get_xticklabels()]
+    assert len(labels) == 3
+
+
+@pytest.mark.slow
+def test_more_classes_than_have_room_are_drawn_without_names(tmp_path):
+    found = detected(tmp_path / "images", 300, images=2)
+    run = write(tmp_path, None, found)
+    assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
+    assert "cells" in found["confusion"] and not plots.confusion(found).axes[0].texts
+    with Image.open(tmp_path / "plots" / "per_class.png") as image:
+        assert image.height < 1000
+
+
+def test_numbers_in_the_matrix_are_shares_of_each_row_and_counts():
+    found = {"class_names": ["a"], "confusion": {"iou": 0.5, "confidence": 0.3}}
+    found["confusion"]["counts"] = [[30, 10], [1234, 0]]
+    shares, counts = plots.confusion(found).axes
+    assert [text.get_text() for text in shares.texts] == ["75", "25", "100"]
+    assert [text.get_text() for text in counts.texts] == ["30", "10", "1k"]
+
+
+def test_the_best_evaluation_is_marked_and_epochs_lie_below():
+    figure = plots.results(history_of(trained(100)), "run")
+    panel = next(axes for axes in figure.axes if axes.get_title() == "mean average precision")
+    assert "best mAP: 0.500" in [text.get_text() for text in panel.get_legend().get_texts()]
+    assert panel.lines[-1].get_xdata() == [10.0]
+    shown = [line.get_label() for axes in figure.axes for line in axes.lines]
+    assert "mAP_large" not in shown, "-1 is nothing to measure"
+    loss = next(axes for axes in figure.axes if axes.get_title() == "loss")
+    assert {"training", "validation"} <= {line.get_label() for line in loss.lines}
+
+
+@pytest.mark.parametrize(
+    ("metric", "label", "at"),
+    [("", "best mAP: 0.500", 10.0), ("mAP50", "best mAP50: 0.900", 3.0),
+     ("fitness", "best fitness: 0.700", 2.0), ("top1", "best mAP: 0.500", 10.0)],
+)  # fmt: skip
+def test_the_best_is_that_of_the_metric_the_run_is_judged_by(tmp_path, metric, label, at):
+    records = [{**each, "fitness": 0.1} if "mAP" in each else each for each in trained(100)]
+    scored = [each for each in records if "mAP" in each]
+    scored[2]["mAP50"], scored[1]["fitness"] = 0.9, 0.7
+    figure = plots.results(history_of(records, metric), "run")
+    panel = next(axes for axes in figure.axes if axes.get_title() == "mean average precision")
+    assert label in [text.get_text() for text in panel.get_legend().get_texts()]
+    assert panel.lines[-1].get_xdata() == [at]
+
+
+def test_seconds_of_ranks_are_told_apart_and_a_resumed_run_may_have_others():
+    records = [*trained(40, ranks=4), *trained(20, ranks=2)]
+    slow = {"rank_step_seconds": [0.5, 0.5], "rank_own_seconds": [0.2, 0.5]}
+    records = [
+        {**each, **slow} if len(each.get("rank_own_seconds", [])) == 2 else each for each in records
+    ]
+    bars = plots.speed(history_of(records), "run").axes[2].patches
+    heights = [round(bar.get_height(), 3) for bar in bars]
+    assert heights == [0.01, 0.01, 0.19, 0.49, 0.3, 0.0], "images, computing, waiting for others"
+
+
+def test_warm_up_ends_where_the_derived_record_says():
+    axes = plots.rate(history_of(trained(100)), "run").axes[0]
+    assert axes.get_title() == "learning rate; warm-up: 20 steps (shaded)"
+    assert axes.patches[0].get_width() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"step": 3, "los',
+        pytest.param("null\n[1, 2]\n3\n", marks=pytest.mark.slow),
+        pytest.param('{"loss": 1, "lr": 2}\n', marks=pytest.mark.slow),
+        pytest.param('{"step": "x", "loss": 1, "lr": 1}\n', marks=pytest.mark.slow),
+        '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}\n',
+        pytest.param(
+            '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], '
+            '"rank_data_seconds": 3}\n',
+            marks=pytest.mark.slow,
+        ),
+        '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}\n',
+        '{"step": 1, "derived": []}\n{"step": 1, "derived": {"warmup_steps": 3}}\n\x00\xff',
+    ],
+)
+def test_odd_lines_of_metrics_cost_no_other_picture(tmp_path, lines, caplog):
+    write(tmp_path, trained(40))
+    with (tmp_path / "metrics.jsonl").open("a", encoding="latin-1") as file:
+        file.write(lines)
+    assert names(draw_run(tmp_path)) == OF_METRICS
+    assert not caplog.records
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="latin-1")
+    draw_run(tmp_path)
+    assert not caplog.records
+
+
+def test_a_broken_part_of_an_evaluation_costs_its_picture_and_one_warning(tmp_path, caplog):
+    found = {**detected(tmp_path, 2), "confusion": {"counts": "many"}, "errors": 7, "worst": [3]}
+    paths = draw_run(write(tmp_path, None, found), image_folders=[tmp_path])
+    missing = {"confusion.png", "errors.png", "worst.jpg"}
+    assert set(names(paths)) == set(OF_EVALUATION) - missing
+    (warning,) = caplog.records
+    assert all(name in warning.getMessage() for name in missing)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        pytest.param("[]", marks=pytest.mark.slow),
+        pytest.param("{", marks=pytest.mark.slow),
+        '{"class_names": 3}',
+        "\x00",
+        "[" * 100_000,
+    ],
+)
+def test_an_evaluation_cut_short_is_one_warning(tmp_path, text, caplog):
+    (write(tmp_path, trained(40)) / "evaluation.json").write_text(text)
+    assert names(draw_run(tmp_path)) == OF_METRICS
+    (warning,) = caplog.records
+    assert "could not draw what evaluation.json says" in warning.getMessage()
+
+
+@pytest.mark.slow
+def test_metrics_that_cannot_be_read_cost_no_picture_of_the_evaluation(tmp_path, caplog):
+    run = write(tmp_path, None, detected(tmp_path, 2))
+    (run / "metrics.jsonl").mkdir()
+    assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
+    (warning,) = caplog.records
+    assert "could not draw what metrics.jsonl says (IsADirectoryError" in warning.getMessage()
+
+
+def test_without_matplotlib_there_is_one_warning(tmp_path, monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.startswith("ppdist.viz.plots.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delattr("ppdist.viz.plots", raising=False)
+    assert draw_run(write(tmp_path, trained(40))) == []
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING and "could not draw" in warning.getMessage()
+
+
+@pytest.mark.slow
+def test_images_that_are_gone_or_elsewhere(tmp_path):
+    found = detected(tmp_path / "data" / "images", 2)
+    for entry in found["worst"]:
+        entry["file"] = Path(entry["file"]).name
+    for entry in found["best"]:
+        entry["file"] = f"/nowhere/{entry['file']}\x00"
+    run = write(tmp_path / "run", None, found)
+    root = json.dumps(str(tmp_path / "data"))
+    (run / "config.yml").write_text(f"data: {{root: {root}, val: {{images: images}}}}\n")
+    assert [path for path in names(draw_run(run)) if path.endswith("jpg")] == ["worst.jpg"]
+    (run / "config.yml").write_text("[")
+    assert "worst.jpg" not in names(draw_run(run))
+
+
+def test_images_that_lie_outside_the_set_are_not_shown(tmp_path):
+    for folder in ("data/images", "private"):
+        (tmp_path / folder).mkdir(parents=True)
+        cv2.imwrite(str(tmp_path / folder / "a.png"), np.full((9, 9, 3), 90, np.uint8))
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "private")
+    folders = folders_of_images(
+        {"data": {"root": str(tmp_path / "data"), "val": {"images": "images"}}}
+    )
+    for file, shown in {
+        "a.png": True,
+        f"{tmp_path}/data/images/a.png": True,
+        "linked/a.png": True,
+        f"{tmp_path}/private/a.png": False,
+        f"{tmp_path}/data/../private/a.png": False,
+        "../private/a.png": False,
+        "../../private/a.png": False,
+    }.items():
+        entry = {"file": file, "objects": 1, "found": 1, "missed": 0, "wrong": 0}
+        assert (plots.mosaic([entry], ["a"], folders) is not None) == shown, file
+    assert folders_of_images({"data": 3}) == folders_of_images({"data": {"root": [1]}}) == []
+
+
+def test_a_very_high_or_wide_image_has_a_tile_of_bounded_size(tmp_path):
+    entry = {"objects": 1, "found": 0, "missed": 1, "wrong": 0, "true": [[0, 1, 1, 9, 9, False]]}
+    for height, width in ((4000, 6), (6, 4000), (1, 1)):
+        cv2.imwrite(str(tmp_path / "a.png"), np.full((height, width, 3), 90, np.uint8))
+        picture = plots.mosaic([{**entry, "file": "a.png"}] * 12, ["a"], [tmp_path])
+        assert picture.shape[0] < 3200 and picture.shape[1] == 4 * 474 + 3 * 6
+
+
+def test_curves_name_few_classes_and_show_many_as_one_bundle(tmp_path):
+    for classes, shown in ((3, 4), (60, 2)):
+        figure = plots.precision_over_recall(detected(tmp_path, classes))
+        assert len(figure.axes[0].get_legend().get_texts()) == shown
+    confidence = plots.f1_over_confidence(detected(tmp_path, 3)).axes[0].get_legend()
+    assert "the best mean F1" in confidence.get_texts()[-1].get_text()
+
+
+def test_a_set_without_detections_is_drawn(tmp_path):
+    found = detected(tmp_path, 2)
+    nothing = analyse(DetectionSet([], NAMES[:2], (0, 1), "none"), np.zeros((0, 7), np.float32))
+    assert plots.calibration(nothing) is None and plots.per_class_scores(nothing) is None
+    assert plots.errors(found) is not None
+    draw_run(write(tmp_path, None, nothing))
