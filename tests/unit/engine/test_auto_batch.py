@@ -145,7 +145,7 @@ def failing_on_one(argument):
 
     def fail(*_):
         if comm.rank() == 1:
-            raise ConfigError("no room")
+            raise ConfigError("no room", code="no_room")
         return Found(7, "") if said else {}
 
     for name in ("room", "search"):

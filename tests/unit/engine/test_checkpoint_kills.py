@@ -157,8 +157,11 @@ def calls(root: Path) -> None:
 
 
 def in_a_process(function: str, root: Path) -> Any:
-    code = f"from pathlib import Path\nfrom tests import test_checkpoint_kills as here\n" \
-           f"here.{function}(Path({str(root)!r}))"  # fmt: skip
+    code = (
+        "from pathlib import Path\n"
+        "from tests.unit.engine import test_checkpoint_kills as here\n"
+        f"here.{function}(Path({str(root)!r}))"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240,
         check=False,

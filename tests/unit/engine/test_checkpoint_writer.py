@@ -52,7 +52,7 @@ def storage(monkeypatch):
             self.began.release()
             assert self.goes_on.acquire(timeout=SECONDS)
             if self.refuses:
-                raise CheckpointError("the disk is full")
+                raise CheckpointError("the disk is full", code="disk_full")
             return save_checkpoint(folder, step, *rest)
 
     storage = Storage()

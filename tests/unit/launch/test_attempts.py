@@ -45,7 +45,7 @@ def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
 
 
 def test_an_attempt_that_cannot_be_started_counts_as_one_and_another_follows() -> None:
-    missing = LaunchError("port 6070 is taken")
+    missing = LaunchError("port 6070 is taken", code="port_in_use")
     assert attempts(FAILED, missing, Outcome(0, "")) == (0, 3)
     assert attempts(FAILED, missing, missing, restarts=2) == (1, 3)
     with pytest.raises(LaunchError):  # the very first: the command is wrong

@@ -98,7 +98,11 @@ def test_two_hosts_on_loopback_sum() -> None:
 
 @pytest.mark.slow
 def test_wrong_input_on_one_rank_is_one_message_and_exit_2() -> None:
-    code = "def main():\n if rank: raise DataError('a.json: no images')\n time.sleep(60)\nrun(main)"
+    code = (
+        "def main():\n"
+        " if rank: raise DataError('a.json: no images', code='no_images')\n"
+        " time.sleep(60)\nrun(main)"
+    )
     ended = fleetrun("--nproc_per_node", "2", write(code))
     assert ended.returncode == 2
     assert ended.stderr.count("ppdist: error: a.json: no images\n") == 1

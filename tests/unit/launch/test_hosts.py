@@ -55,7 +55,7 @@ def test_ranks_count_through_the_hosts_and_all_end_together(start, port: str) ->
 def test_a_failing_rank_on_one_host_ends_both_with_its_name_and_code(start, port: str) -> None:
     code = """
 def main():
-    if rank == 1: raise DataError("a.json: no images")
+    if rank == 1: raise DataError("a.json: no images", code="no_images")
     time.sleep(120)
 run(main)
 """

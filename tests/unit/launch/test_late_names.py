@@ -124,7 +124,7 @@ def test_names_that_come_and_go_are_waited_for_and_each_meeting_has_its_whole_ti
         met.append((mine.hosts, seconds))
         raise rendezvous.Moved if len(met) < 3 else Stopped
 
-    monkeypatch.setattr(front, "meet", meet)
+    monkeypatch.setattr(front, "rendezvous", meet)
     network = Names(pod_0=[A], pod_1=[None, None, OLD, None, OLD, A, None, B])
     assert started(monkeypatch, tmp_path, network) == 75
     assert met == [((A, OLD), 20), ((A, OLD), 20), ((A, B), 20)]

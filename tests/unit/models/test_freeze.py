@@ -210,8 +210,8 @@ def test_paddles_synchronised_norms_leave_frozen_ones_alone(monkeypatch):
     """As on a GPU, whose kernels a CPU lacks: only what kind a layer becomes is looked at."""
     from ppdist.models import layers
 
-    monkeypatch.setattr(layers.dist, "world_size", lambda: 2)
-    monkeypatch.setattr(layers.dist, "on_gpu", lambda: True)
+    monkeypatch.setattr(layers.comm, "world_size", lambda: 2)
+    monkeypatch.setattr(layers.comm, "on_gpu", lambda: True)
     model = ppyoloe()
     keys = list(model.state_dict())
     norms = {name for name, layer in model.named_sublayers() if isinstance(layer, nn.BatchNorm2D)}

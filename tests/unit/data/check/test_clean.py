@@ -162,7 +162,9 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     def full(raw, form, folder, *, images, split):
         lines = original(raw, form, folder, images=images, split=split)
         if split == "val":
-            raise UserError(f"{folder}: cannot be written: No space left on device")
+            raise UserError(
+                "cannot be written: No space left on device", code="disk_full", where=str(folder)
+            )
         return lines
 
     monkeypatch.setattr(validate, "convert", full)
