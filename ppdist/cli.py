@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         arguments: of `parse_train`.
         callbacks: called in this order at the moments of the training.
     """
-    errors.hold_signals()
+    process.hold_signals()
     from ppdist.config import load_config
     from ppdist.distributed import comm, heartbeat
     from ppdist.engine.build import build_training

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,4 +175,4 @@ def judge(name: str, floor: float, metrics: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.common import errors
+from ppdist.common import process
 
 
 def parse() -> argparse.Namespace:
@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -45,7 +45,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from ppdist.common.errors import ConfigError, printable
+from ppdist.common.errors import ConfigError
+from ppdist.common.process import printable
 from ppdist.common.writers import (
     Curves,
     TensorBoardWriter,

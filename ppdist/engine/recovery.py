@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
+from ppdist.common.process import SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed

@@ -19,9 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from ppdist.common.errors import printable
 from ppdist.common.files import make_parent, writing
 from ppdist.common.logging import duration
+from ppdist.common.process import printable
 from ppdist.report import charts
 from ppdist.report.of_one import show
 from ppdist.report.of_several import compare

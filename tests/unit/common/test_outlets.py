@@ -171,7 +171,7 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
 
 A_TOOL = """
 import pathlib, sys
-from ppdist.common import errors
+from ppdist.common import process
 from ppdist.common.logging import RunLog
 from ppdist.common.logging import read_metrics
 def main():
@@ -185,7 +185,7 @@ def main():
             log.metrics({"step": step})
         print("left in the buffer of stdout", end="")
     return 0 if sys.argv[2] == "well" else 75
-errors.run(main)
+process.run(main)
 """
 
 
