@@ -101,5 +101,5 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 
             draw_run(output_dir)
             draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
-        experiment.log.closing()
+        experiment.log.run_summary()
         return status

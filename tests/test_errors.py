@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import errors, process
+from ppdist.common import process
 from ppdist.common.error_table import markdown, sites
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.forked import ROOT

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from ppdist.common.errors import Failure, UserError, failure_of
+from ppdist.common.files import replace_file
 
 EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
 # Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
@@ -126,12 +127,9 @@ def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
     if not folder or not Path(folder).is_dir():
         return False
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    report = Path(folder) / f"rank-{rank}.json"
-    draft = report.with_suffix(".tmp")
+    report = {"rank": rank, "exit_code": exit_code, **asdict(failure)}
     try:
-        said = {"rank": rank, "exit_code": exit_code, **asdict(failure)}
-        draft.write_text(json.dumps(said), encoding="utf-8")
-        draft.replace(report)
+        replace_file(Path(folder) / f"rank-{rank}.json", json.dumps(report).encode())
     except OSError:  # a full disk: it must not hide why the run ended
         return False
     return True

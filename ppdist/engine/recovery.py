@@ -183,7 +183,7 @@ class Recovery:
         restored, _ = restore_state(self._good, self._train_step)
         self._train_step.forget()
         progress.go_back_to(restored)
-        self._log.go_back(progress.step)
+        self._log.rollback(progress.step)
 
     def make_smaller(self, result: StepResult, progress: TrainState) -> None:
         """Halves the micro-batches after a step for which some rank had too little memory.

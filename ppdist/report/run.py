@@ -15,7 +15,7 @@ from typing import Any
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.logging import RunRecords, read_metrics
+from ppdist.common.logging import MetricRecords, read_metrics
 from ppdist.config.yaml import Reader
 from ppdist.report.evaluation import Evaluation, read_evaluation
 
@@ -57,7 +57,7 @@ class Run:
         evaluations: records of evaluations.
         ranks: for records of ranks, at most 1000 of them, the step, and lists by what they hold.
         starts: (step, seconds since 1970) where a process began: more than one after restarts.
-        returns: (step from, step to, why) of going back to earlier weights.
+        rollbacks: (step from, step to, why).
         bad_images: how many were replaced; 0 where none.
         finished: why the run ended, as it says itself; "" while it has not.
         config: flat: dotted key -> value as YAML has it.
@@ -72,7 +72,7 @@ class Run:
     ranks: list[tuple[float, dict[str, list[float]]]] = field(default_factory=list)
     derived: list[Derived] = field(default_factory=list)
     starts: list[tuple[float, float]] = field(default_factory=list)
-    returns: list[tuple[float, float, str]] = field(default_factory=list)
+    rollbacks: list[tuple[float, float, str]] = field(default_factory=list)
     bad_images: int = 0
     finished: str = ""
     times: tuple[float, float] | None = None  # of the first and the last record
@@ -206,15 +206,15 @@ def _read_metrics(run: Run) -> None:
     except OSError as error:
         run.problems.append(f"metrics.jsonl cannot be read: {error}")
         return
-    found = RunRecords.of(records)
+    found = MetricRecords.of(records)
     run.train = [numbers(record) for record in found.steps]
     run.evaluations = [numbers(record) for record in found.evaluations]
     for record in found.starts:
         run.starts.append((record["step"], numbers(record).get("time", math.nan)))
         run.derived = list(_derived(record["derived"]))
-    run.returns = [
+    run.rollbacks = [
         (record["returned_from_step"], record["step"], str(record.get("reason") or _NOT_FINITE))
-        for record in found.returns
+        for record in found.rollbacks
     ]
     run.bad_images = max(
         (int(numbers(record).get("bad_images", 0)) for record in found.bad_images), default=0

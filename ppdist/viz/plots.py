@@ -58,7 +58,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.common.logging import Record, RunRecords
+from ppdist.common.logging import MetricRecords, Record
 from ppdist.data.image import read_image
 from ppdist.data.statistics import Objects, per_class
 from ppdist.viz.draw import Colour, caption, grid, outline, readable
@@ -147,10 +147,10 @@ def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
 
 def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path], bool]]:
     """Name of each picture -> what draws it into a file and says whether there was anything."""
-    from ppdist.common.logging import RunRecords, read_metrics
+    from ppdist.common.logging import MetricRecords, read_metrics
     from ppdist.viz.plots import save
 
-    found = RunRecords.of(read_metrics(file))
+    found = MetricRecords.of(read_metrics(file))
     run = History.of(found, str(_section(config, "evaluate").get("metric")))
     title = file.parent.resolve().name + (f" (ended: {found.finished})" if found.finished else "")
     return {
@@ -481,7 +481,7 @@ class History:
     metric: str  # what its best evaluation is the best in; "" without evaluations
 
     @classmethod
-    def of(cls, found: RunRecords, metric: str = "") -> "History":
+    def of(cls, found: MetricRecords, metric: str = "") -> "History":
         """Args: metric: `evaluate.metric`; one that no evaluation has: the usual one."""
         have = {name for each in found.evaluations for name in each}
         return cls(

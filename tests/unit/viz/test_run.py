@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common.logging import RunRecords
+from ppdist.common.logging import MetricRecords
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.viz import plots
@@ -91,7 +91,7 @@ def write(folder: Path, records: list[dict] | None = None, evaluation: dict | No
 
 
 def history_of(records: list[dict], metric: str = "") -> plots.History:
-    return plots.History.of(RunRecords.of(records), metric)
+    return plots.History.of(MetricRecords.of(records), metric)
 
 
 def names(paths: list[Path]) -> list[str]:
