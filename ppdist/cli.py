@@ -94,10 +94,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
             experiment.log.warning(notice)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            from ppdist.viz.plots import (  # matplotlib: no training waits for it
-                draw_labels,
-                draw_run,
-            )
+            from ppdist.viz.run_plots import draw_labels, draw_run
 
             draw_run(output_dir)
             draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)

@@ -111,7 +111,7 @@ def write_out(
     """Everything there is to say about what `evaluator.predict` found."""
     from ppdist.common.files import write_json, writing
     from ppdist.metrics.analysis import tables
-    from ppdist.viz.plots import draw_run
+    from ppdist.viz.run_plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
     with writing(folder / "tables.txt"):

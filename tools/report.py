@@ -28,7 +28,7 @@ def main() -> int:
     arguments = parse()
     from ppdist.report.page import write_report
     from ppdist.report.run import require_run
-    from ppdist.viz.plots import draw_run
+    from ppdist.viz.run_plots import draw_run
 
     alone = len(arguments.runs) == 1
     for folder in arguments.runs:
