@@ -8,8 +8,8 @@ from typing import Any
 
 from ppdist.common.logging import duration
 from ppdist.report.charts import Chart, Point, Series, chart
+from ppdist.report.evaluation import Scores, scores_of, share
 from ppdist.report.run import Numbers, Run
-from ppdist.report.scores import Scores, scores_of, share
 
 _PARTS_OF_EVALUATION = {  # key of a record -> name of the curve, colour of style.css
     "mAP": ("mAP 0.50:0.95", 0),
