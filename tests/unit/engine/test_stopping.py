@@ -115,8 +115,8 @@ def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_n
     code = (
         "import os\nfrom ppdist.common import process\nprocess.hold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
-        "from ppdist.engine import stopping\n"  # with Paddle, and its handler
-        "stopping.until_first_step()\nprint('went on')\n"
+        "from ppdist.engine import trainer\n"  # with Paddle, and its handler
+        "trainer.until_first_step()\nprint('went on')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
