@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         arguments: of `parse_train`.
         callbacks: called in this order at the moments of the training.
     """
-    errors.hold_signals()
+    process.hold_signals()
     from ppdist.config import load_config
     from ppdist.distributed import comm, heartbeat
     from ppdist.engine.build import build_training
@@ -94,12 +94,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
             experiment.log.warning(notice)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            from ppdist.viz.plots import (  # matplotlib: no training waits for it
-                draw_labels,
-                draw_run,
-            )
+            from ppdist.viz.run_plots import draw_labels, draw_run
 
             draw_run(output_dir)
             draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
-        experiment.log.closing()
+        experiment.log.run_summary()
         return status

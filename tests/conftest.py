@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import STOP_SIGNALS
+from ppdist.common.process import STOP_SIGNALS
 
 
 @pytest.fixture(scope="session")

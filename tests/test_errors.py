@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import errors
+from ppdist.common import process
 from ppdist.common.error_table import markdown, sites
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.forked import ROOT
@@ -171,15 +171,15 @@ def test_a_rank_leaves_why_it_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(errors.EXIT_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(process.EXIT_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PADDLE_TRAINER_ID", "1")
-    monkeypatch.setattr(errors, "STOP_SIGNALS", ())
+    monkeypatch.setattr(process, "STOP_SIGNALS", ())
 
     def main() -> None:
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        errors.run(main)
+        process.run(main)
     said = json.loads((tmp_path / "rank-1.json").read_text(encoding="utf-8"))
     assert ended.value.code == said.pop("exit_code") == exit_code and said.pop("rank") == 1
     left = Failure(**said)

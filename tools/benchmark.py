@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import use_clone
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -216,7 +216,7 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if arguments.config:
         config = join_ranks(arguments)
         require_detector(config, "inference")
-        dataset = validation_set(config, lambda text: errors.say(f"ppdist: warning: {text}"))
+        dataset = validation_set(config, lambda text: process.say(f"ppdist: warning: {text}"))
         if directory is None or arguments.weights:
             model = build(config, arguments.weights)
     if directory is None:
@@ -282,4 +282,4 @@ MEASURES = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from ppdist.common.error_table import markdown as error_table
-from ppdist.common.errors import run
 from ppdist.common.files import make_parent, writing
+from ppdist.common.process import run
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown

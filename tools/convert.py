@@ -8,7 +8,7 @@ IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth,
 import argparse
 from pathlib import Path
 
-from ppdist.common import errors
+from ppdist.common import process
 
 
 def parse() -> argparse.Namespace:
@@ -55,4 +55,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -407,4 +407,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 from ppdist.launch import worker
 from ppdist.launch.doctor import (
     FAIL,
@@ -203,4 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 from ppdist.config.distributed import DistributedConfig
 from ppdist.ensemble.defaults import IMAGES, IOU, METHODS, SIGMA, VIEW_MARGIN
 
@@ -274,8 +274,8 @@ def tell(text: str) -> None:
     from ppdist.distributed import comm
 
     if comm.is_main():
-        print(errors.printable(f"ppdist: {text}"), file=sys.stderr)
+        print(process.printable(f"ppdist: {text}"), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

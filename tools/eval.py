@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +111,7 @@ def write_out(
     """Everything there is to say about what `evaluator.predict` found."""
     from ppdist.common.files import write_json, writing
     from ppdist.metrics.analysis import tables
-    from ppdist.viz.plots import draw_run
+    from ppdist.viz.run_plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
     with writing(folder / "tables.txt"):
@@ -175,4 +175,4 @@ def judge(name: str, floor: float, metrics: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

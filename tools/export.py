@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -184,4 +184,4 @@ def warn(text: str) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

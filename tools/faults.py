@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ppdist.cli import use_clone
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 
 def parse() -> argparse.Namespace:
@@ -70,4 +70,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

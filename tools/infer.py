@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     from ppdist.export.predictor import Report
@@ -58,7 +58,7 @@ def main() -> int:
     for file, name, picture in zip(sources, names, picture_names(names)):
         said = report.look_at(file, name, picture)
         if said:
-            print(errors.printable(f"{name}: {said}"))
+            print(process.printable(f"{name}: {said}"))
     if report.unreadable:
         warn(f"{report.unreadable} of {len(sources)} files could not be read")
     if not report.images:
@@ -161,8 +161,8 @@ def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
 
 
 def warn(text: str) -> None:
-    print(errors.printable(f"ppdist: warning: {text}"), file=sys.stderr)
+    print(process.printable(f"ppdist: warning: {text}"), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

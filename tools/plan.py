@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppdist.common import errors
+from ppdist.common import process
 from ppdist.common.files import make_parent, write_json
 from ppdist.planner import text
 from ppdist.planner.backtest import backtest
@@ -112,4 +112,4 @@ def run_backtest(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 COMMANDS = {"predict": run_predict, "fit": run_fit, "backtest": run_backtest}
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

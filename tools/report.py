@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.common import errors
+from ppdist.common import process
 
 
 def parse() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def main() -> int:
     arguments = parse()
     from ppdist.report.page import write_report
     from ppdist.report.run import require_run
-    from ppdist.viz.plots import draw_run
+    from ppdist.viz.run_plots import draw_run
 
     alone = len(arguments.runs) == 1
     for folder in arguments.runs:
@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

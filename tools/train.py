@@ -1,7 +1,7 @@
 """Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c configs/... [--eval] [-o k=v]"""
 
 from ppdist import cli
-from ppdist.common import errors
+from ppdist.common import process
 
 
 def main() -> int:
@@ -9,4 +9,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 
 
 def parse() -> argparse.Namespace:
@@ -148,8 +148,8 @@ def require_optuna() -> None:
 
 
 def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {errors.printable(text)}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {process.printable(text)}", flush=True)
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

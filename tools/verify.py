@@ -35,7 +35,7 @@ from math import isfinite
 from pathlib import Path
 
 from ppdist.cli import use_clone
-from ppdist.common import errors
+from ppdist.common import errors, process
 from ppdist.config.distributed import DistributedConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -104,7 +104,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
     if arguments.override:
         script += ["-o", *arguments.override]
     reports = []
-    launched = comm.world_size() > 1 or errors.EXIT_DIR_VARIABLE in os.environ
+    launched = comm.world_size() > 1 or process.EXIT_DIR_VARIABLE in os.environ
     if launched:
         comm.init(config.device, config.distributed)
         reports.append(
@@ -215,4 +215,4 @@ def warn(text: str) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

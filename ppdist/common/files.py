@@ -1,6 +1,7 @@
-"""Files that a user named: a path that cannot be written is the user's error.
+"""Files of a run: paths that users name, writing whole files, the lock.
 
-Two trainings must not write into one folder: the second is refused while the first lives.
+A path that cannot be written is the user's error.  Two trainings must not write into one folder:
+the second is refused while the first lives.
 """
 
 import errno
@@ -96,6 +97,21 @@ def digest_of_file(path: Path) -> str:
     return content.hexdigest()
 
 
+def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Writes a file that appears whole or not at all: beside its place, then into it.
+
+    Args: sync: on the disk itself before it takes its place, so that it outlives a power failure.
+    Raises: OSError: it cannot be written; what was there before stays.
+    """
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, "wb") as file:
+        file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    draft.replace(path)
+
+
 def write_json(path: Path, content: object, indent: int | None = None) -> None:
     """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
 
@@ -105,18 +121,16 @@ def write_json(path: Path, content: object, indent: int | None = None) -> None:
     """
     make_parent(path)
     text = json.dumps(content, ensure_ascii=False, indent=indent)
+    data = text.encode("utf-8", errors="backslashreplace")
     with writing(path):
         if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-            return
-        target = path.resolve()
-        draft = target.with_name(target.name + ".tmp")
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(target)
+            path.write_bytes(data)
+        else:
+            replace_file(path.resolve(), data)
 
 
-_FILE = "run.lock"
-_PATIENCE_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
+_LOCK_FILE = "run.lock"
+_LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
 _held: dict[Path, int] = {}  # folder -> descriptor, open for the life of this process
 
 
@@ -136,14 +150,14 @@ def hold(output_dir: Path) -> list[str]:
         return []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(
             f"cannot write to {output_dir}: {error}",
             code="folder_unwritable",
             where="output_dir",
         ) from error
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +198,7 @@ def is_held(output_dir: Path) -> bool:
     if output_dir.resolve() in _held:  # by this process, which would lose it by looking
         return True
     try:
-        handle = os.open(output_dir / _FILE, os.O_RDONLY)
+        handle = os.open(output_dir / _LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -1,24 +1,7 @@
-"""Where the lines of a run go: the console and train.log.  Neither ever stops the run.
+"""What a run says while it works: console, train.log, metrics.jsonl, metric writers.
 
-Whoever reads stdout may go away (`| head`, a closed terminal), and the disk may be full or gone.
-A line that cannot be written is lost, and the other outlet says so once.
-
-How long the rest of a run takes, and where the seconds so far went.
-
-    left = steps * step + epochs * what their first step takes longer
-           + evaluations * evaluation + saves * save          (each of what is still to come)
-
-Every part is measured as the run goes: an average over everything since the start would be wrong
-until the first evaluation was seen, and again after each.
-
-metrics.jsonl as whoever shows a run reads it: by kind of record, without what was taken back.
-
-What stands under a run that has ended: how it went, where everything is, where the time went.
-
-What a run says while it works: console, train.log, metrics.jsonl, VisualDL, TensorBoard.
-
-metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes.
-Nothing here ever stops a training run: a full disk costs log lines, with one warning.
+metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes.  Nothing here ever
+stops a training: a full disk or a closed terminal costs lines, with one warning.
 """
 
 import contextlib
@@ -27,7 +10,6 @@ import json
 import logging
 import logging.handlers
 import math
-import os
 import shutil
 import sys
 import time
@@ -45,121 +27,314 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from ppdist.common.errors import ConfigError, printable
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import replace_file
+from ppdist.common.process import printable
 from ppdist.common.writers import (
-    Curves,
+    MetricWriters,
     TensorBoardWriter,
     VisualDLWriter,
     append_whole,
     require_tensorboardx,
 )
 
+_LOGGER = logging.getLogger("ppdist")
+_PLAIN_WIDTH = 120  # columns of a table where there is no terminal
+_REFRESH_SECONDS = 0.2
 
-class Screen(io.TextIOBase):
-    """stdout, which falls silent when it cannot be written any more.
 
-    Attributes:
-        problem: why it is silent; None while it is not.
+class RunLog:
+    """The log of one run; on other ranks than 0 every method does nothing.
+
+    Messages of every module under the logger `ppdist` join this run's between construction and
+    `close` (Paddle's own handlers would print them a second time, so they stop here).  Other
+    ranks let warnings through to their stderr, which the launcher keeps in workerlog.N.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
-        """Args: stream: None where the process was started without one."""
-        self._stream = stream
-        self.problem: Exception | None = None
+    def __init__(
+        self,
+        output_dir: Path,
+        main: bool,
+        total_steps: int,
+        steps_per_epoch: int,
+        resume_step: int | None,
+        *,
+        every_steps: int = 20,
+        visualdl: bool = True,
+        tensorboard: bool = False,
+        histograms: bool = False,
+    ) -> None:
+        """Opens the files of the run.
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise io.UnsupportedOperation("there is no stdout")
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream is not None and not self._stream.closed and self._stream.isatty()
-
-    def write(self, text: str) -> int:
-        if self._stream is None or self.problem is not None:
-            return len(text)
+        Args:
+            output_dir: gets train.log, metrics.jsonl, vdl/.
+            main: True on rank 0.
+            total_steps: optimizer steps of the whole run.
+            steps_per_epoch: optimizer steps.
+            resume_step: the step that the restored checkpoint had finished.  Lines and points
+                after it are dropped, because they will be made again.  None starts anew: what an
+                earlier run left is kept as metrics.previous.jsonl, evaluation.previous.json and
+                plots.previous.
+            every_steps: between two lines of progress.
+            visualdl, tensorboard: write for them, too.
+            histograms: those who evaluate also write how weights and gradients are spread.
+        Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
+        """
+        self._main = main
+        self._output_dir = output_dir
+        self.histograms_wanted = main and histograms
+        self._total_steps = total_steps
+        self._steps_per_epoch = max(1, steps_per_epoch)
+        self._every_steps = every_steps
+        self._handlers: list[logging.Handler] = []
+        self._level_before = _LOGGER.level
+        self._propagate_before = _LOGGER.propagate
+        self._eta = ETA(total_steps, steps_per_epoch)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._refreshed = 0.0
+        self._warned: set[str] = set()
+        self.writers = MetricWriters(self.warn_once)  # of other ranks than 0 empty
+        if not main:
+            _LOGGER.setLevel(logging.WARNING)
+            return
+        self._stdout_before, self._screen = sys.stdout, Screen(sys.stdout)
+        width = None if self._screen.isatty() else _PLAIN_WIDTH
+        self._console = Console(file=cast(TextIO, self._screen), width=width)
+        self._metrics_path = output_dir / "metrics.jsonl"
+        if tensorboard:
+            require_tensorboardx()
         try:
-            self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: somebody closed it
-            if isinstance(error, UnicodeError):
-                raise
-            self.problem = error
-        return len(text)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                _set_aside(output_dir)
+            kept = _begin_metrics(self._metrics_path, resume_step)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {output_dir} cannot be written: {error}",
+                code="folder_unwritable",
+            ) from error
+        for record in kept:
+            if record.get("eval_seconds") is not None:
+                self._eta.remember(record["eval_seconds"])
+        self._open_handlers(output_dir)
+        self._open_writers(visualdl, tensorboard, resume_step)
 
-    def flush(self) -> None:
-        if self._stream is None or self.problem is not None:
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def info(self, message: str) -> None:
+        """One line to console and train.log."""
+        if self._main:
+            _LOGGER.info(message)
+
+    def warning(self, message: str) -> None:
+        """Like `info`, marked as a warning."""
+        if self._main:
+            _LOGGER.warning(message)
+
+    def warn_once(self, what: str, error: Exception) -> None:
+        """For what is written besides, and may fail each time."""
+        if what not in self._warned:
+            self._warned.add(what)
+            said = f"{type(error).__name__}: {error}"
+            self.warning(f"{what} cannot be written, continuing without it: {said}")
+
+    def table(self, title: str, rows: list[tuple[str, str, str]]) -> None:
+        """A table of (what, value, why) to console and train.log."""
+        if not self._main:
+            return
+        table = Table("", "", "", title=title, title_justify="left", show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        plain = Console(file=io.StringIO(), width=_PLAIN_WIDTH)
+        plain.print(table, markup=False)
+        self._console.print(table)
+        self._to_file_only("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, on its way to disk at return; the writers get its numbers.
+
+        Args:
+            record: flat; `step` is required, numbers go to the writers, too, other values stay
+                in the line.  `time` (seconds since 1970) is added.  A number that is not finite is
+                written as null, because JSON has no other way.
+        """
+        if not self._main:
+            return
+        record = {"time": round(time.time(), 3), **record}
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()})
+        try:
+            with io.FileIO(self._metrics_path, "ab") as file:
+                append_whole(file, line.encode() + b"\n")
+        except OSError as error:
+            self.warn_once("metrics.jsonl", error)
+        self.writers.metrics(record)
+
+    def rollback(self, step: int) -> None:
+        """Drops lines of metrics.jsonl and points after a step, because they are made again."""
+        if not self._main:
             return
         try:
-            self._stream.flush()
-        except (OSError, ValueError) as error:
-            self.problem = error
+            _begin_metrics(self._metrics_path, step)
+        except OSError as error:
+            self.warn_once("metrics.jsonl", error)
+        self.writers.rollback(step)
 
+    def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
+        """Adds uint8 RGB images to the pages under `tag/0`, `tag/1`, ..."""
+        self.writers.images(tag, step, images_HW3)
 
-class ConsoleHandler(logging.Handler):
-    """Prints through rich, above a moving bar if there is one."""
+    def expect(
+        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
+    ) -> None:
+        """What the run will spend its time on; see `ETA.expect`."""
+        self._eta.expect(evaluate_every, save_every, evaluation_images, images_per_step)
 
-    def __init__(self, console: Console, screen: Screen) -> None:
-        """Args: screen: the file of the console."""
-        super().__init__()
-        self._console, self._screen = console, screen
-        self._said = False
+    def spending(self, part: str, step: int) -> AbstractContextManager[None]:
+        """Around an evaluation or a save between two steps; see `ETA.spending`."""
+        return self._eta.spending(part, step) if self._main else nullcontext()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        style = "" if record.levelno < logging.WARNING else "yellow"
-        self._console.print(
-            f"{clock} {mark}{printable(record.getMessage())}",
-            style=style,
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        if self._screen.problem is not None and not self._said:
-            self._said = True
-            logging.getLogger(record.name).warning(
-                "stdout cannot be written, lines go to train.log alone: %s", self._screen.problem
-            )
+    def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
+        """Shows how far the run is; call it after every optimizer step.
 
+        On a terminal a bar moves.  Otherwise, and in train.log always, a line appears every
+        `log.every_steps` steps and at the last.
 
-class LogFileHandler(logging.handlers.WatchedFileHandler):
-    """A file that is made again after it was removed, or says once that it cannot be written."""
-
-    _said = False
-
-    def __init__(self, path: Path) -> None:
-        """Raises: OSError: it cannot be opened."""
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(_Lines("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # its folder is gone
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if self._said:
+        Args:
+            step: optimizer steps done since the start of the run (also before a resume).
+            fields: what to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
+            waited: seconds of the step in which there were no images.
+        """
+        if not self._main:
             return
-        self._said = True
-        problem = sys.exc_info()[1]
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone, too
-            print(f"{self.baseFilename} cannot be written: {problem}", file=sys.stderr)
+        self._eta.stepped(step, waited)
+        text = self._line(step, fields)
+        if step % self._every_steps == 0 or step == self._total_steps:
+            if self._console.is_terminal:
+                self._to_file_only(text)
+            else:
+                _LOGGER.info(text)
+        if self._console.is_terminal:
+            self._move_bar(step, text)
+
+    def eta(self, step: int) -> str:
+        """` ETA 4m 07s`, or nothing where that cannot be known yet."""
+        left = self._eta.left(step) if self._main and step < self._total_steps else None
+        return "" if left is None else f"  ETA {duration(left)}"
+
+    def run_summary(self) -> None:
+        """The table at the end: how it went, where everything is, where the time went."""
+        if self._main:
+            rows = run_summary(self._output_dir, self._eta.seconds())
+            self.table(f"{self._output_dir}", rows)
+            for command in commands(self._output_dir):  # a table would break them
+                self.info(f"look at it: {command}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # said before; its last lines have no room
-            super().close()
+        """Closes the files and gives the logger back as it was; the second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self.writers.close()
+        if self._handlers:
+            sys.stdout = self._stdout_before
+        for handler in self._handlers:
+            _LOGGER.removeHandler(handler)
+            handler.close()
+        self._handlers = []
+        _LOGGER.setLevel(self._level_before)
+        _LOGGER.propagate = self._propagate_before
+
+    def _open_handlers(self, output_dir: Path) -> None:
+        _LOGGER.setLevel(logging.INFO)
+        _LOGGER.propagate = False
+        sys.stdout = self._screen  # also for whoever prints without asking the log
+        self._handlers.append(ConsoleHandler(self._console, self._screen))
+        _LOGGER.addHandler(self._handlers[0])
+        try:
+            self._handlers.append(LogFileHandler(output_dir / "train.log"))
+        except OSError as error:
+            self.warn_once("train.log", error)
+            return
+        _LOGGER.addHandler(self._handlers[1])
+
+    def _open_writers(self, visualdl: bool, tensorboard: bool, resume_step: int | None) -> None:
+        folder = self._output_dir
+        if visualdl:
+            self.writers.open(
+                "VisualDL", lambda: VisualDLWriter(folder / "vdl", folder.name, resume_step)
+            )
+        if tensorboard:
+            self.writers.open(
+                "TensorBoard", lambda: TensorBoardWriter(folder / "tensorboard", resume_step)
+            )
+
+    def _to_file_only(self, text: str) -> None:
+        record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
+        for handler in self._handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.handle(record)
+
+    def _line(self, step: int, fields: Mapping[str, str]) -> str:
+        epoch = math.ceil(step / self._steps_per_epoch)
+        epochs = math.ceil(self._total_steps / self._steps_per_epoch)
+        values = "  ".join(f"{name} {value}" for name, value in fields.items())
+        eta = self.eta(step)
+        return f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}{eta}"
+
+    def _move_bar(self, step: int, text: str) -> None:
+        now = time.monotonic()
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                auto_refresh=False,  # no thread: DataLoader workers are forked beside us
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total_steps)
+        if now - self._refreshed >= _REFRESH_SECONDS or step == self._total_steps:
+            self._refreshed = now
+            self._bar.update(self._task, completed=step, description=text, refresh=True)
 
 
-class _Lines(logging.Formatter):
-    """Without what moves a terminal's cursor when somebody reads the file there."""
+def _set_aside(output_dir: Path) -> None:
+    """What an earlier run left that a new one would be taken for, in the place of what was set
+    aside before.  Raises: OSError."""
+    for name in ("metrics.jsonl", "evaluation.json", "plots"):
+        path = output_dir / name
+        previous = path.with_name(f"{path.stem}.previous{path.suffix}")
+        if not path.exists():
+            continue
+        if previous.is_dir():
+            shutil.rmtree(previous)
+        path.replace(previous)
 
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+
+def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
+    """Returns: the records that stay."""
+    if resume_step is None or not path.exists():
+        return []
+    kept = [record for record in read_metrics(path) if record.get("step", 0) <= resume_step]
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
+    return kept
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
@@ -174,7 +349,14 @@ _EVALUATION_COST = 0.5
 
 
 class ETA:
-    """Books the wall seconds of one process, each to one part, and reckons with them."""
+    """Wall seconds of one process by part, and how long the rest of the run takes.
+
+        left = steps * step + epochs * what their first step takes longer
+               + evaluations * evaluation + saves * save          (each of what is still to come)
+
+    Every part is measured as the run goes: an average over everything since the start would be
+    wrong until the first evaluation was seen, and again after each.
+    """
 
     def __init__(
         self,
@@ -316,15 +498,15 @@ Record = Mapping[str, Any]
 
 
 @dataclass
-class RunRecords:
-    """Records by kind, each in the order in which it was written.
+class MetricRecords:
+    """metrics.jsonl by kind of record, without what a rollback took back.
 
     Attributes:
         steps: means over some training steps.
         evaluations: of the whole validation set.
         ranks: seconds of each rank over the same steps as in `steps`.
         starts: with what the run derived; more than one after restarts.
-        returns: to earlier weights.
+        rollbacks: to earlier weights.
         bad_images: how many images were replaced so far.
         finished: why the run ended; "": it has not, or was started again since.
     """
@@ -333,15 +515,15 @@ class RunRecords:
     evaluations: list[Record] = field(default_factory=list)
     ranks: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
-    returns: list[Record] = field(default_factory=list)
+    rollbacks: list[Record] = field(default_factory=list)
     bad_images: list[Record] = field(default_factory=list)
     finished: str = ""
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> "RunRecords":
+    def of(cls, records: Sequence[Record]) -> "MetricRecords":
         """Sorts them; those without a step, or of no known kind, are left out.
 
-        A return to earlier weights takes back what stands before it and lies beyond its step.
+        A rollback takes back what stands before it and lies beyond its step.
         """
         found = cls()
         for record in records:
@@ -356,7 +538,7 @@ class RunRecords:
         elif isinstance(record.get("finished"), str):
             self.finished = record["finished"]
         elif _is_number(record.get("returned_from_step")):
-            self.returns.append(record)
+            self.rollbacks.append(record)
             for kind in (self.steps, self.evaluations, self.ranks):
                 kind[:] = [each for each in kind if each["step"] <= record["step"]]
         elif "eval_seconds" in record:
@@ -388,7 +570,7 @@ def _is_number(value: object) -> bool:
     return abs(value) < 1e300 and math.isfinite(value)
 
 
-_SHOWN = ("mAP", "mAP50", "top1", "top5", "precision", "recall", "f1", "val_loss")
+_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "precision", "recall", "f1", "val_loss")
 
 
 def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
@@ -400,7 +582,7 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
         records = read_metrics(output_dir / "metrics.jsonl")
     except OSError:
         records = []
-    found = RunRecords.of(records)
+    found = MetricRecords.of(records)
     evaluations = {each["step"]: each for each in found.evaluations}
     checkpoints = output_dir / "checkpoints"
     rows = []
@@ -456,309 +638,116 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def _scores(record: Mapping[str, Any]) -> str:
-    values = [f"{name} {record[name]:.4f}" for name in _SHOWN if record.get(name) is not None]
+    values = [
+        f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
+    ]
     return "  ".join(values)
 
 
-_LOGGER = logging.getLogger("ppdist")
-_PLAIN_WIDTH = 120  # columns of a table where there is no terminal
-_REFRESH_SECONDS = 0.2
+class Screen(io.TextIOBase):
+    """stdout, which falls silent when it cannot be written any more.
 
-
-class RunLog:
-    """The voice of one run; on other ranks than 0 every method does nothing.
-
-    Messages of every module under the logger `ppdist` join this run's between construction and
-    `close` (Paddle's own handlers would print them a second time, so they stop here).  Other
-    ranks let warnings through to their stderr, which the launcher keeps in workerlog.N.
+    Attributes:
+        problem: why it is silent; None while it is not.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        main: bool,
-        total_steps: int,
-        steps_per_epoch: int,
-        resume_step: int | None,
-        *,
-        every_steps: int = 20,
-        visualdl: bool = True,
-        tensorboard: bool = False,
-        histograms: bool = False,
-    ) -> None:
-        """Opens the files of the run.
+    def __init__(self, stream: TextIO | None) -> None:
+        """Args: stream: None where the process was started without one."""
+        self._stream = stream
+        self.problem: Exception | None = None
 
-        Args:
-            output_dir: gets train.log, metrics.jsonl, vdl/.
-            main: True on rank 0.
-            total_steps: optimizer steps of the whole run.
-            steps_per_epoch: optimizer steps.
-            resume_step: the step that the restored checkpoint had finished.  Lines and points
-                after it are dropped, because they will be made again.  None starts anew: what an
-                earlier run left is kept as metrics.previous.jsonl, evaluation.previous.json and
-                plots.previous.
-            every_steps: between two lines of progress.
-            visualdl, tensorboard: write curves for them.
-            histograms: those who evaluate also write how weights and gradients are spread.
-        Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
-        """
-        self._main = main
-        self._output_dir = output_dir
-        self.histograms_wanted = main and histograms
-        self._total_steps = total_steps
-        self._steps_per_epoch = max(1, steps_per_epoch)
-        self._every_steps = every_steps
-        self._handlers: list[logging.Handler] = []
-        self._level_before = _LOGGER.level
-        self._propagate_before = _LOGGER.propagate
-        self._meter = ETA(total_steps, steps_per_epoch)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._refreshed = 0.0
-        self._warned: set[str] = set()
-        self.curves = Curves(self.warn_once)  # of other ranks than 0 empty
-        if not main:
-            _LOGGER.setLevel(logging.WARNING)
-            return
-        self._stdout_before, self._screen = sys.stdout, Screen(sys.stdout)
-        width = None if self._screen.isatty() else _PLAIN_WIDTH
-        self._console = Console(file=cast(TextIO, self._screen), width=width)
-        self._metrics_path = output_dir / "metrics.jsonl"
-        if tensorboard:
-            require_tensorboardx()
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise io.UnsupportedOperation("there is no stdout")
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        if self._stream is None or self.problem is not None:
+            return len(text)
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            if resume_step is None:
-                _set_aside(output_dir)
-            kept = _begin_metrics(self._metrics_path, resume_step)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir: {output_dir} cannot be written: {error}",
-                code="folder_unwritable",
-            ) from error
-        for record in kept:
-            if record.get("eval_seconds") is not None:
-                self._meter.remember(record["eval_seconds"])
-        self._open_handlers(output_dir)
-        self._open_curves(visualdl, tensorboard, resume_step)
+            self._stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: somebody closed it
+            if isinstance(error, UnicodeError):
+                raise
+            self.problem = error
+        return len(text)
 
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def info(self, message: str) -> None:
-        """One line to console and train.log."""
-        if self._main:
-            _LOGGER.info(message)
-
-    def warning(self, message: str) -> None:
-        """Like `info`, marked as a warning."""
-        if self._main:
-            _LOGGER.warning(message)
-
-    def warn_once(self, what: str, error: Exception) -> None:
-        """For what is written besides, and may fail each time."""
-        if what not in self._warned:
-            self._warned.add(what)
-            said = f"{type(error).__name__}: {error}"
-            self.warning(f"{what} cannot be written, training goes on without it: {said}")
-
-    def table(self, title: str, rows: list[tuple[str, str, str]]) -> None:
-        """A table of (what, value, why) to console and train.log."""
-        if not self._main:
-            return
-        table = Table("", "", "", title=title, title_justify="left", show_header=False)
-        for row in rows:
-            table.add_row(*row)
-        plain = Console(file=io.StringIO(), width=_PLAIN_WIDTH)
-        plain.print(table, markup=False)
-        self._console.print(table)
-        self._to_file_only("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
-
-    def metrics(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, on its way to disk at return, and its points on the curves.
-
-        Args:
-            record: flat; `step` is required, numbers become curves, other values stay in the
-                line.  `time` (seconds since 1970) is added.  A number that is not finite is
-                written as null, because JSON has no other way.
-        """
-        if not self._main:
-            return
-        record = {"time": round(time.time(), 3), **record}
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()})
-        try:
-            with io.FileIO(self._metrics_path, "ab") as file:
-                append_whole(file, line.encode() + b"\n")
-        except OSError as error:
-            self.warn_once("metrics.jsonl", error)
-        self.curves.metrics(record)
-
-    def go_back(self, step: int) -> None:
-        """Drops lines of metrics.jsonl and points after a step, because they are made again."""
-        if not self._main:
+    def flush(self) -> None:
+        if self._stream is None or self.problem is not None:
             return
         try:
-            _begin_metrics(self._metrics_path, step)
-        except OSError as error:
-            self.warn_once("metrics.jsonl", error)
-        self.curves.go_back(step)
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self.problem = error
 
-    def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images to the pages under `tag/0`, `tag/1`, ..."""
-        self.curves.images(tag, step, images_HW3)
 
-    def expect(
-        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
-    ) -> None:
-        """What the run will spend its time on; see `Meter.expect`."""
-        self._meter.expect(evaluate_every, save_every, evaluation_images, images_per_step)
+class ConsoleHandler(logging.Handler):
+    """Prints through rich, above a moving bar if there is one."""
 
-    def spending(self, part: str, step: int) -> AbstractContextManager[None]:
-        """Around an evaluation or a save between two steps; see `Meter.spending`."""
-        return self._meter.spending(part, step) if self._main else nullcontext()
+    def __init__(self, console: Console, screen: Screen) -> None:
+        """Args: screen: the file of the console."""
+        super().__init__()
+        self._console, self._screen = console, screen
+        self._said = False
 
-    def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
-        """Shows how far the run is; call it after every optimizer step.
+    def emit(self, record: logging.LogRecord) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        style = "" if record.levelno < logging.WARNING else "yellow"
+        self._console.print(
+            f"{clock} {mark}{printable(record.getMessage())}",
+            style=style,
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self._screen.problem is not None and not self._said:
+            self._said = True
+            logging.getLogger(record.name).warning(
+                "stdout cannot be written, lines go to train.log alone: %s", self._screen.problem
+            )
 
-        On a terminal a bar moves.  Otherwise, and in train.log always, a line appears every
-        `log.every_steps` steps and at the last.
 
-        Args:
-            step: optimizer steps done since the start of the run (also before a resume).
-            fields: what to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
-            waited: seconds of the step in which there were no images.
-        """
-        if not self._main:
+class LogFileHandler(logging.handlers.WatchedFileHandler):
+    """A file that is made again after it was removed, or says once that it cannot be written."""
+
+    _said = False
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError: it cannot be opened."""
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(
+            _PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # its folder is gone
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if self._said:
             return
-        self._meter.stepped(step, waited)
-        text = self._line(step, fields)
-        if step % self._every_steps == 0 or step == self._total_steps:
-            if self._console.is_terminal:
-                self._to_file_only(text)
-            else:
-                _LOGGER.info(text)
-        if self._console.is_terminal:
-            self._move_bar(step, text)
-
-    def time_left(self, step: int) -> str:
-        """` ETA 4m 07s`, or nothing where that cannot be known yet."""
-        left = self._meter.left(step) if self._main and step < self._total_steps else None
-        return "" if left is None else f"  ETA {duration(left)}"
-
-    def closing(self) -> None:
-        """The table at the end: how it went, where everything is, where the time went."""
-        if self._main:
-            rows = run_summary(self._output_dir, self._meter.seconds())
-            self.table(f"{self._output_dir}", rows)
-            for command in commands(self._output_dir):  # a table would break them
-                self.info(f"look at it: {command}")
+        self._said = True
+        problem = sys.exc_info()[1]
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone, too
+            print(f"{self.baseFilename} cannot be written: {problem}", file=sys.stderr)
 
     def close(self) -> None:
-        """Closes the files and gives the logger back as it was; the second call does nothing."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        self.curves.close()
-        if self._handlers:
-            sys.stdout = self._stdout_before
-        for handler in self._handlers:
-            _LOGGER.removeHandler(handler)
-            handler.close()
-        self._handlers = []
-        _LOGGER.setLevel(self._level_before)
-        _LOGGER.propagate = self._propagate_before
-
-    def _open_handlers(self, output_dir: Path) -> None:
-        _LOGGER.setLevel(logging.INFO)
-        _LOGGER.propagate = False
-        sys.stdout = self._screen  # also for whoever prints without asking the log
-        self._handlers.append(ConsoleHandler(self._console, self._screen))
-        _LOGGER.addHandler(self._handlers[0])
-        try:
-            self._handlers.append(LogFileHandler(output_dir / "train.log"))
-        except OSError as error:
-            self.warn_once("train.log", error)
-            return
-        _LOGGER.addHandler(self._handlers[1])
-
-    def _open_curves(self, visualdl: bool, tensorboard: bool, resume_step: int | None) -> None:
-        folder = self._output_dir
-        if visualdl:
-            self.curves.open(
-                "VisualDL", lambda: VisualDLWriter(folder / "vdl", folder.name, resume_step)
-            )
-        if tensorboard:
-            self.curves.open(
-                "TensorBoard", lambda: TensorBoardWriter(folder / "tensorboard", resume_step)
-            )
-
-    def _to_file_only(self, text: str) -> None:
-        record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
-        for handler in self._handlers:
-            if isinstance(handler, logging.FileHandler):
-                handler.handle(record)
-
-    def _line(self, step: int, fields: Mapping[str, str]) -> str:
-        epoch = math.ceil(step / self._steps_per_epoch)
-        epochs = math.ceil(self._total_steps / self._steps_per_epoch)
-        values = "  ".join(f"{name} {value}" for name, value in fields.items())
-        left = self.time_left(step)
-        return f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}{left}"
-
-    def _move_bar(self, step: int, text: str) -> None:
-        now = time.monotonic()
-        if self._bar is None:
-            self._bar = Progress(
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}", markup=False),
-                console=self._console,
-                auto_refresh=False,  # no thread: DataLoader workers are forked beside us
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total_steps)
-        if now - self._refreshed >= _REFRESH_SECONDS or step == self._total_steps:
-            self._refreshed = now
-            self._bar.update(self._task, completed=step, description=text, refresh=True)
+        with contextlib.suppress(OSError):  # said before; its last lines have no room
+            super().close()
 
 
-def _set_aside(output_dir: Path) -> None:
-    """What an earlier run left that a new one would be taken for, in the place of what was set
-    aside before.  Raises: OSError."""
-    for name in ("metrics.jsonl", "evaluation.json", "plots"):
-        path = output_dir / name
-        previous = path.with_name(f"{path.stem}.previous{path.suffix}")
-        if not path.exists():
-            continue
-        if previous.is_dir():
-            shutil.rmtree(previous)
-        path.replace(previous)
+class _PrintableFormatter(logging.Formatter):
+    """Without what moves a terminal's cursor when somebody reads the file there."""
 
-
-def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Returns: the records that stay."""
-    if resume_step is None or not path.exists():
-        return []
-    kept = [record for record in read_metrics(path) if record.get("step", 0) <= resume_step]
-    draft = path.with_name(path.name + ".tmp")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    return kept
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

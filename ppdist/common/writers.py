@@ -1,48 +1,7 @@
-"""What the pages of VisualDL and TensorBoard show, before it takes either's own form.
+"""Metric writers: a run's numbers and pictures for VisualDL and TensorBoard.
 
-What VisualDL and TensorBoard get of a run: the same tags, steps and pictures, or a warning.
-
-A VisualDL record file, written directly and in the calling thread.
-
-VisualDL's own LogWriter is not used, for four reasons seen in release 2.5.3: its writer thread
-prints a write error and loses the points without telling the caller; it cannot drop the points
-that a resumed run will compute again; importing it makes folders in the user's home and takes
-0.3 s; and VisualDL shows only the newest file of a folder, so a second file would hide the first.
-
-A record file is a row of `uint64 little-endian length, protobuf message Record`.  Of VisualDL's
-record.proto only this is needed (tests read the files back with VisualDL itself):
-
-    Record { repeated Value values = 1; }
-    Value  { int64 id = 1 (the step); string tag = 2; int64 timestamp = 3 (ms);
-             oneof { float value = 4; Image image = 5; Histogram histogram = 8;
-                     PRCurve pr_curve = 9; MetaData meta_data = 10; Text text = 12;
-                     HParam hparam = 13; } }
-    Image     { bytes encoded_image_string = 4; }
-    Histogram { repeated double hist = 1, bin_edges = 2; }
-    PRCurve   { repeated int64 TP = 1, FP = 2, TN = 3, FN = 4;
-                repeated double precision = 5, recall = 6; }
-    MetaData  { string display_name = 1; }
-    Text      { string encoded_text_string = 1; }
-    HParam    { repeated Info hparamInfos = 1, metricInfos = 2; string name = 3; }
-    Info      { oneof { int64 int_value = 1; double float_value = 2; string string_value = 3; }
-                string name = 4; }
-
-It files each tag under the kind of its first record, so no two kinds may share a tag.
-
-Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py, reader/record_reader.
-
-TensorBoard event files; what an event holds is made by tensorboardX, an optional package.
-
-Its SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to be written out
-of a queue of ten; when a write fails the thread ends, and the eleventh point waits for ever, so a
-full disk would stop a training.  Here everything is written directly and in the calling thread.
-
-A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32 masked
-crc32c of that`, little-endian.  Where a run is resumed or goes back, later events are taken out of
-its files, and a new file begins with an event that says from which step on earlier points do not
-count: a TensorBoard that has read them already drops them then, all but precision-recall curves.
-
-Source: github.com/tensorflow/tensorboard 2.21, backend/event_processing/event_accumulator.py.
+Both get the same tags, steps and pictures, written directly and in the calling thread; a writer
+that fails costs a warning.
 """
 
 import errno
@@ -60,8 +19,9 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import replace_file
 
-_BINS = 50
+_HISTOGRAM_BINS = 50
 
 
 class Counts(NamedTuple):
@@ -106,8 +66,8 @@ class Histogram(NamedTuple):
     total_of_squares: float
 
 
-class CurveFile(Protocol):
-    """A file that one of the two programs reads.  Each method raises what goes wrong."""
+class MetricWriter(Protocol):
+    """Writes the files that one program shows.  Each method raises what goes wrong."""
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -121,7 +81,7 @@ class CurveFile(Protocol):
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None: ...
 
-    def go_back(self, step: int) -> None: ...
+    def rollback(self, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -201,45 +161,45 @@ def histogram(values: np.ndarray) -> Histogram | None:
     low, high = float(values_N.min()), float(values_N.max())
     # numpy refuses bins narrower than the digits of a number are apart.
     high = max(high, low + 1e-6 * abs(low), low + 1e-30)
-    counts_K, edges_K1 = np.histogram(values_N, _BINS, (low, high))
+    counts_K, edges_K1 = np.histogram(values_N, _HISTOGRAM_BINS, (low, high))
     squares = float(np.dot(values_N, values_N))
     return Histogram(counts_K, edges_K1, float(values_N.sum()), squares)
 
 
-class Curves:
-    """Hands everything to each file; what fails with one costs a warning and no exception."""
+class MetricWriters:
+    """Hands everything to each writer; one that fails costs a warning and no exception."""
 
     def __init__(self, warn: Callable[[str, Exception], None]) -> None:
-        """Args: warn: told which program's file cannot be written and why, each time."""
+        """Args: warn: told each time which program's writer failed and why."""
         self._warn = warn
-        self._files: dict[str, CurveFile] = {}
+        self._writers: dict[str, MetricWriter] = {}
 
-    def open(self, program: str, make: Callable[[], CurveFile]) -> None:
-        """Adds a file; the program's name goes into warnings."""
+    def open(self, program: str, make: Callable[[], MetricWriter]) -> None:
+        """Adds a writer; the program's name goes into warnings."""
         try:
-            self._files[program] = make()
-        except Exception as error:  # curves are not worth a run, whatever fails in making them
+            self._writers[program] = make()
+        except Exception as error:  # no curve is worth a run
             self._warn(program, error)
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """The numbers of one record of metrics.jsonl; see `scalar_points`."""
-        self._each(lambda file: file.add_scalars(int(record["step"]), scalar_points(record)))
+        self._each(lambda writer: writer.add_scalars(int(record["step"]), scalar_points(record)))
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
-        self._each(lambda file: file.add_images(step, tag, images_HW3))
+        self._each(lambda writer: writer.add_images(step, tag, images_HW3))
 
     def pr_curves(self, step: int, analysis: Mapping[str, Any]) -> None:
         """The precision-recall curves of the classes in an evaluation.json."""
-        self._each(lambda file: file.add_pr_curves(step, pr_curves(analysis)))
+        self._each(lambda writer: writer.add_pr_curves(step, pr_curves(analysis)))
 
     def histograms(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """How the values of arrays are spread, by tag; what is not finite is left out."""
 
-        def add(file: CurveFile) -> None:
+        def add(writer: MetricWriter) -> None:
             found = {tag: histogram(array) for tag, array in arrays.items()}
             values = {tag: each for tag, each in found.items() if each is not None}
-            file.add_histograms(step, values)
+            writer.add_histograms(step, values)
 
         self._each(add)
 
@@ -256,38 +216,67 @@ class Curves:
         probe = dict.fromkeys(metrics, 0.0) | {"eval_seconds": 0.0}
         tags = [tag for tag in scalar_points(probe) if not tag.startswith("speed/")]
         tags.append("train/loss")
-        self._each(lambda file: file.describe(hyper_parameters, tags, texts))
+        self._each(lambda writer: writer.describe(hyper_parameters, tags, texts))
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """Drops the points after a step, because they are made again."""
-        self._each(lambda file: file.go_back(step))
+        self._each(lambda writer: writer.rollback(step))
 
     def close(self) -> None:
         """The second call does nothing."""
-        self._each(lambda file: file.close())
-        self._files = {}
+        self._each(lambda writer: writer.close())
+        self._writers = {}
 
-    def _each(self, write: Callable[[CurveFile], None]) -> None:
-        for program, file in self._files.items():
+    def _each(self, write: Callable[[MetricWriter], None]) -> None:
+        for program, writer in self._writers.items():
             try:
-                write(file)
-            except Exception as error:  # curves are not worth a run, whatever fails in making them
+                write(writer)
+            except Exception as error:  # no curve is worth a run
                 self._warn(program, error)
 
 
 _VARINT, _FLOAT64, _BYTES, _FLOAT32 = 0, 1, 2, 5  # protobuf wire types
 _LENGTH = struct.Struct("<Q")
-_FILE_NAME = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
-_HYPER_PARAMETERS, _CONFIG = "hparam", "config/"  # the first name is VisualDL's
+_RECORD_FILE = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
+_HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
 # The page writes k/K beside the k-th point of a curve, whatever its thresholds were.
-_THRESHOLDS_K_visualdl_file = np.arange(1, 101) / 100
+_VISUALDL_THRESHOLDS_K = np.arange(1, 101) / 100
 
 
 class VisualDLWriter:
-    """Appends to the one record file of a folder; a `CurveFile`.
+    """Appends to the one VisualDL record file of a folder.
 
     Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
     the file as it was before that call, so it stays readable.
+
+    VisualDL's own LogWriter is not used, for four reasons seen in release 2.5.3: its writer thread
+    prints a write error and loses the points without telling the caller; it cannot drop the points
+    that a resumed run will compute again; importing it makes folders in the user's home and takes
+    0.3 s; and VisualDL shows only the newest file of a folder, so a second file would hide the
+    first.
+
+    A record file is a row of `uint64 little-endian length, protobuf message Record`.  Of VisualDL's
+    record.proto only this is needed (tests read the files back with VisualDL itself):
+
+        Record { repeated Value values = 1; }
+        Value  { int64 id = 1 (the step); string tag = 2; int64 timestamp = 3 (ms);
+                 oneof { float value = 4; Image image = 5; Histogram histogram = 8;
+                         PRCurve pr_curve = 9; MetaData meta_data = 10; Text text = 12;
+                         HParam hparam = 13; } }
+        Image     { bytes encoded_image_string = 4; }
+        Histogram { repeated double hist = 1, bin_edges = 2; }
+        PRCurve   { repeated int64 TP = 1, FP = 2, TN = 3, FN = 4;
+                    repeated double precision = 5, recall = 6; }
+        MetaData  { string display_name = 1; }
+        Text      { string encoded_text_string = 1; }
+        HParam    { repeated Info hparamInfos = 1, metricInfos = 2; string name = 3; }
+        Info      { oneof { int64 int_value = 1; double float_value = 2; string string_value = 3; }
+                    string name = 4; }
+
+    It files each tag under the kind of its first record, so no two kinds may share a tag.
+
+    Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py and
+    reader/record_reader.
     """
 
     def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
@@ -300,11 +289,11 @@ class VisualDLWriter:
         Raises: OSError: the folder cannot be made or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._run_name = folder / _FILE_NAME, run_name
+        self._path, self._run_name = folder / _RECORD_FILE, run_name
         self._described: list[bytes] = []
         self._open(keep_until_step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """Drops the points after a step."""
         self._file.close()
         self._open(step)
@@ -312,13 +301,17 @@ class VisualDLWriter:
     def _open(self, keep_until_step: int | None) -> None:
         kept = []
         if keep_until_step is not None and self._path.exists():
-            kept = [r for r in _records(self._path.read_bytes()) if _stays(r, keep_until_step)]
+            kept = [
+                r
+                for r in _visualdl_records(self._path.read_bytes())
+                if _is_kept(r, keep_until_step)
+            ]
         if not kept:
-            kept = [_record(0, "meta_data_tag", _field(10, _field(1, self._run_name.encode())))]
+            kept = [
+                _visualdl_record(0, "meta_data_tag", _field(10, _field(1, self._run_name.encode())))
+            ]
         kept += self._described
-        draft = self._path.with_suffix(".tmp")
-        draft.write_bytes(b"".join(_framed_visualdl_file(record) for record in kept))
-        draft.replace(self._path)
+        replace_file(self._path, b"".join(_visualdl_frame(record) for record in kept))
         self._file = io.FileIO(self._path, "ab")
 
     def describe(
@@ -334,9 +327,9 @@ class VisualDLWriter:
         infos = [_field(1, _info(name, value)) for name, value in hyper_parameters.items()]
         infos += [_field(2, _info(tag, 0.0)) for tag in metrics]
         hparam = b"".join(infos) + _field(3, self._run_name.encode())
-        self._described = [_record(0, _HYPER_PARAMETERS, _field(13, hparam))]
+        self._described = [_visualdl_record(0, _HPARAM_TAG, _field(13, hparam))]
         self._described += [
-            _record(0, _CONFIG + name, _field(12, _field(1, text.encode())))
+            _visualdl_record(0, _CONFIG_TAG + name, _field(12, _field(1, text.encode())))
             for name, text in texts.items()
         ]
         self._append(self._described)
@@ -344,33 +337,37 @@ class VisualDLWriter:
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
         self._append(
-            _record(step, tag, _key(4, _FLOAT32) + struct.pack("<f", value))
+            _visualdl_record(step, tag, _key(4, _FLOAT32) + struct.pack("<f", value))
             for tag, value in values.items()
         )
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
         self._append(
-            _record(step, f"{tag}/{index}", _field(5, _field(4, jpeg(image_HW3))))
+            _visualdl_record(step, f"{tag}/{index}", _field(5, _field(4, jpeg(image_HW3))))
             for index, image_HW3 in enumerate(images_HW3)
         )
 
     def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
         """Adds one row to each tag's picture."""
         self._append(
-            _record(step, tag, _field(8, _doubles(1, each.counts_K) + _doubles(2, each.edges_K1)))
+            _visualdl_record(
+                step, tag, _field(8, _doubles(1, each.counts_K) + _doubles(2, each.edges_K1))
+            )
             for tag, each in values.items()
         )
 
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
         """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
-        self._append(_record(step, tag, _field(9, _curve(each))) for tag, each in curves.items())
+        self._append(
+            _visualdl_record(step, tag, _field(9, _pr_curve(each))) for tag, each in curves.items()
+        )
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, records: Iterable[bytes]) -> None:
-        append_whole(self._file, b"".join(_framed_visualdl_file(record) for record in records))
+        append_whole(self._file, b"".join(_visualdl_frame(record) for record in records))
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
@@ -398,12 +395,12 @@ def jpeg(image_HW3: np.ndarray) -> bytes:
     return encoded.tobytes()
 
 
-def _curve(curve: PRCurve) -> bytes:
-    at = curve.at(_THRESHOLDS_K_visualdl_file)
+def _pr_curve(curve: PRCurve) -> bytes:
+    at = curve.at(_VISUALDL_THRESHOLDS_K)
     counts = (
         at.true_positives_K,
         at.false_positives_K,
-        np.zeros(len(_THRESHOLDS_K_visualdl_file)),
+        np.zeros(len(_VISUALDL_THRESHOLDS_K)),
         at.false_negatives_K,
     )
     return (
@@ -429,7 +426,7 @@ def _doubles(number: int, values: np.ndarray) -> bytes:
     return _field(number, values.astype("<f8").tobytes())
 
 
-def _record(step: int, tag: str, payload: bytes) -> bytes:
+def _visualdl_record(step: int, tag: str, payload: bytes) -> bytes:
     milliseconds = round(time.time() * 1000)
     value = _key(1, _VARINT) + _varint(step) + _field(2, tag.encode())
     return _field(1, value + _key(3, _VARINT) + _varint(milliseconds) + payload)
@@ -463,11 +460,11 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
             return number, position
 
 
-def _framed_visualdl_file(record: bytes) -> bytes:
+def _visualdl_frame(record: bytes) -> bytes:
     return _LENGTH.pack(len(record)) + record
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def _visualdl_records(data: bytes) -> Iterator[bytes]:
     """The whole records of a file; a last one cut short by a crash is left out."""
     position = 0
     while position + _LENGTH.size <= len(data):
@@ -479,19 +476,21 @@ def _records(data: bytes) -> Iterator[bytes]:
         position += length
 
 
-def _stays(record: bytes, step: int) -> bool:
+def _is_kept(record: bytes, step: int) -> bool:
     """Whether a record that this module wrote is of up to a step, and not of what is said anew."""
     _, position = _read_varint(record, 1)  # over the length of the one Value
     # protobuf leaves out a step of zero, we never do
     own_step, position = _read_varint(record, position + 1)
     length, position = _read_varint(record, position + 1)
     tag = record[position : position + length].decode()
-    return own_step <= step and tag != _HYPER_PARAMETERS and not tag.startswith(_CONFIG)
+    return own_step <= step and tag != _HPARAM_TAG and not tag.startswith(_CONFIG_TAG)
 
 
-_PREFIX, _SUFFIX = "events.out.tfevents.", ".ppdist"
-_OVERHEAD = 16  # bytes of a length and two checksums
-_THRESHOLDS_K = np.linspace(0, 1, 101)  # the page writes k / (K - 1) beside the k-th point
+_EVENTS_PREFIX, _EVENTS_SUFFIX = "events.out.tfevents.", ".ppdist"
+_EVENT_OVERHEAD = 16  # bytes of a length and two checksums
+_TENSORBOARD_THRESHOLDS_K = np.linspace(
+    0, 1, 101
+)  # the page writes k / (K - 1) beside the k-th point
 
 
 def require_tensorboardx() -> None:
@@ -507,7 +506,21 @@ def require_tensorboardx() -> None:
 
 
 class TensorBoardWriter:
-    """Appends to event files of a folder; a `CurveFile`.  Needs tensorboardX."""
+    """Appends to TensorBoard event files of a folder; an event's content is made by tensorboardX.
+
+    tensorboardX's SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to
+    be written out of a queue of ten; when a write fails the thread ends, and the eleventh point
+    waits forever, so a full disk would stop a training.  Here everything is written directly and in
+    the calling thread.
+
+    A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32
+    masked crc32c of that`, little-endian.  Where a run is resumed or rolled back, later events are
+    taken out of its files, and a new file begins with an event that says from which step on earlier
+    points do not count: a TensorBoard that has read them already drops them then, all but
+    precision-recall curves.
+
+    Source: github.com/tensorflow/tensorboard 2.21, backend/event_processing/event_accumulator.py.
+    """
 
     def __init__(self, folder: Path, keep_until_step: int | None) -> None:
         """Begins a file.
@@ -521,7 +534,7 @@ class TensorBoardWriter:
         self._folder = folder
         self._open(keep_until_step)
 
-    def go_back(self, step: int) -> None:
+    def rollback(self, step: int) -> None:
         """Drops the points after a step."""
         self._file.close()
         self._open(step)
@@ -529,14 +542,14 @@ class TensorBoardWriter:
     def _open(self, keep_until_step: int | None) -> None:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        for file in self._folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        for file in self._folder.glob(f"{_EVENTS_PREFIX}*{_EVENTS_SUFFIX}"):
             if keep_until_step is None:
                 file.unlink()
             else:
-                _cut(file, keep_until_step)
+                _cut_events(file, keep_until_step)
         # TensorBoard reads them in the order of their names.
         for number in itertools.count():
-            path = self._folder / f"{_PREFIX}{time.time():.0f}.{number:04d}{_SUFFIX}"
+            path = self._folder / f"{_EVENTS_PREFIX}{time.time():.0f}.{number:04d}{_EVENTS_SUFFIX}"
             if not path.exists():
                 break
         self._file = io.FileIO(path, "ab")
@@ -610,17 +623,17 @@ class TensorBoardWriter:
 
         shown = []
         for tag, curve in curves.items():
-            at = curve.at(_THRESHOLDS_K)
+            at = curve.at(_TENSORBOARD_THRESHOLDS_K)
             shown.append(
                 summary.pr_curve_raw(
                     tag,
                     at.true_positives_K,
                     at.false_positives_K,
-                    np.zeros(len(_THRESHOLDS_K)),
+                    np.zeros(len(_TENSORBOARD_THRESHOLDS_K)),
                     at.false_negatives_K,
                     at.precision_K,
                     at.recall_K,
-                    num_thresholds=len(_THRESHOLDS_K),
+                    num_thresholds=len(_TENSORBOARD_THRESHOLDS_K),
                 )
             )
         self._add(step, shown)
@@ -635,28 +648,28 @@ class TensorBoardWriter:
         self._write([Event(wall_time=now, step=step, summary=each) for each in summaries])
 
     def _write(self, events: Iterable[Any]) -> None:
-        append_whole(self._file, b"".join(_framed(each.SerializeToString()) for each in events))
+        append_whole(
+            self._file, b"".join(_tensorboard_frame(each.SerializeToString()) for each in events)
+        )
 
 
-def _cut(file: Path, step: int) -> None:
+def _cut_events(file: Path, step: int) -> None:
     """Takes the events after a step out of a file, and whatever a crash has cut short."""
     from tensorboardX.proto.event_pb2 import Event
 
     data, position, kept = file.read_bytes(), 0, []
-    while position + _OVERHEAD <= len(data):
+    while position + _EVENT_OVERHEAD <= len(data):
         (length,) = struct.unpack_from("<Q", data, position)
-        end = position + length + _OVERHEAD
+        end = position + length + _EVENT_OVERHEAD
         if end > len(data):
             break
         if Event.FromString(data[position + 12 : end - 4]).step <= step:
             kept.append(data[position:end])
         position = end
-    draft = file.with_suffix(".tmp")
-    draft.write_bytes(b"".join(kept))
-    draft.replace(file)
+    replace_file(file, b"".join(kept))
 
 
-def _framed(event: bytes) -> bytes:
+def _tensorboard_frame(event: bytes) -> bytes:
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(event))

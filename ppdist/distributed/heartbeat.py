@@ -20,7 +20,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppdist.common.errors import EXIT_DIR_VARIABLE
+from ppdist.common.process import EXIT_DIR_VARIABLE
 
 PHASES = ("start", "step", "evaluate", "save", "end")
 # Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also

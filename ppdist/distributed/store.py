@@ -33,15 +33,8 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from ppdist.common.errors import (
-    JOB_VARIABLE,
-    ConfigError,
-    Failure,
-    LaunchError,
-    RankError,
-    UserError,
-    failure_of,
-)
+from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
+from ppdist.common.process import JOB_VARIABLE
 from ppdist.distributed import heartbeat
 
 Exchange = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order

@@ -44,8 +44,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import EXIT_DIR_VARIABLE, CheckpointError, ConfigError, Failure
+from ppdist.common.errors import CheckpointError, ConfigError, Failure
 from ppdist.common.logging import RunLog
+from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import AmpConfig

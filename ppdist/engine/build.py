@@ -278,7 +278,7 @@ def _say_derived(
     log.metrics({"step": start or 0, "derived": derived.record()})
     scores = ClassificationEvaluator if config.data.classifies else Evaluator
     chosen = hyper_parameters(config.model, config.seed, derived)
-    log.curves.describe(chosen, list(scores.headline[:2]), settings(config))
+    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
     for warning in advice(config, derived):
         log.warning(warning)
 

@@ -158,7 +158,7 @@ class Epochs:
         evaluation found, which may have come later than it was due."""
         ends = step % self._steps_per_epoch == 0 or step == self._total_steps
         if ends and self._count:
-            self._log.info(self._line(step) + self._log.time_left(step))
+            self._log.info(self._line(step) + self._log.eta(step))
         elif self._scores:
             self._log.info(f"after step {step}:{self._scores}")
             self._scores = ""

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
+from ppdist.common.process import SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed
@@ -182,7 +183,7 @@ class Recovery:
         restored, _ = restore_state(self._good, self._train_step)
         self._train_step.forget()
         progress.go_back_to(restored)
-        self._log.go_back(progress.step)
+        self._log.rollback(progress.step)
 
     def make_smaller(self, result: StepResult, progress: TrainState) -> None:
         """Halves the micro-batches after a step for which some rank had too little memory.

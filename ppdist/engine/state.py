@@ -12,7 +12,7 @@ not be on a file system that hosts share, and `--resume` means what it means on 
 
 A run has an id, drawn where it begins and handed on by its checkpoints.  Once the folder of its
 checkpoints holds none of other runs, the id is noted with the job on every host (see
-`errors.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun starts anew tells the checkpoints of
+`process.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun starts anew tells the checkpoints of
 its own job from those that an earlier run has left in the same output_dir.
 """
 
@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
-from ppdist.common.errors import JOB_DIR_VARIABLE, CheckpointError, ConfigError
+from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.logging import RunLog
+from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import Section, parse_config
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.common.errors import JOB_DIR_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, is_out_of_memory
+from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat

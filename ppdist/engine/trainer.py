@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import STOP_SIGNALS, CheckpointError
+from ppdist.common.errors import CheckpointError
 from ppdist.common.logging import EVALUATION, SAVING, RunLog
+from ppdist.common.process import STOP_SIGNALS
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
@@ -45,7 +46,7 @@ STOPPED = 75  # exit code after a signal, where nothing is lost
 def until_first_step() -> None:
     """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
 
-    Called once Paddle was imported, with the signals held back by `errors.hold_signals` before:
+    Called once Paddle was imported, with the signals held back by `process.hold_signals` before:
     Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
     `dist.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
     """

@@ -78,7 +78,7 @@ class Validation:
         self._log.metrics({"step": step, "epoch": epoch, **metrics})
         self._log.images("validation", step, self.evaluator.pictures)
         if self._log.histograms_wanted:
-            self._log.curves.histograms(step, _values(self._train_step.model))
+            self._log.writers.histograms(step, _values(self._train_step.model))
         try:
             write_validation(self._output_dir / "plots", self.evaluator.pictures)
         except Exception as error:  # no picture is worth a run
@@ -91,7 +91,7 @@ class Validation:
         def write() -> None:
             try:
                 analysis = self.evaluator.analyse_last(step)
-                self._log.curves.pr_curves(step, analysis)
+                self._log.writers.pr_curves(step, analysis)
                 write_json(self._output_dir / "evaluation.json", analysis)
             except Exception as error:  # an account of the numbers is not worth a run
                 _LOGGER.debug("evaluation.json", exc_info=True)

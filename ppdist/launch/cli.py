@@ -31,13 +31,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ppdist.common.errors import (
+from ppdist.common.errors import LaunchError, UserError
+from ppdist.common.process import (
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
-    LaunchError,
-    UserError,
 )
 from ppdist.launch.exporter import exporting
 from ppdist.launch.options import Options, help_text, parse_options

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # by its path: nothing in the folder where the user 
     if _root not in sys.path:  # a checkout that was never installed
         sys.path.insert(0, _root)
 
-from ppdist.common.errors import STOP_SIGNALS
+from ppdist.common.process import STOP_SIGNALS
 from ppdist.launch import worker
 from ppdist.launch.metrics import METRICS, CardsReader, Measures, Sample
 from ppdist.launch.watchdog import say

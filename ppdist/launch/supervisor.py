@@ -25,7 +25,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ppdist.common.errors import EXIT_DIR_VARIABLE, LaunchError
+from ppdist.common.errors import LaunchError
+from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.launch import stopped_once, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel

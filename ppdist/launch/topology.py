@@ -46,13 +46,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ppdist.common.errors import (
+from ppdist.common.errors import LaunchError
+from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
-    LaunchError,
 )
 from ppdist.launch.options import OPTION_VARIABLES, Options
 from ppdist.launch.watchdog import Stopped

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
@@ -396,7 +396,7 @@ class RankEnd:
     rank: int
     local: int  # its number on this host; 0 has the terminal
     exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
-    failure: errors.Failure  # what errors.run left, with an empty message if nothing
+    failure: errors.Failure  # what process.run left, with an empty message if nothing
     time: float  # of the failure, seconds since the epoch
     pid: int = 0  # of its watcher, worker.py
     reading: heartbeat.Reading | None = None  # its last sign of life
@@ -499,7 +499,7 @@ class Outcome:
 
 def say(text: str, name: str = "fleetrun") -> None:
     """One line for the user; a terminal that is gone stops nothing."""
-    errors.say(f"{name}: {text}")
+    process.say(f"{name}: {text}")
 
 
 def say_end(outcome: Outcome) -> None:
@@ -519,7 +519,7 @@ def judge(
     """Reads the reports of all ranks of this host.
 
     Args:
-        folder: of the run, with exit-N.json (worker.py) and rank-N.json (errors.run).
+        folder: of the run, with exit-N.json (worker.py) and rank-N.json (process.run).
         offsets: local rank -> where this run begins in its workerlog, bytes.
         launcher_code: of Paddle's launcher; it counts only where no rank started.
         stopped: the signal that fleetrun received, or None.

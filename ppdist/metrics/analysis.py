@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppdist.common.errors import printable
+from ppdist.common.process import printable
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import CocoArrays, coco_arrays
 from ppdist.metrics.matching import (

@@ -1,7 +1,6 @@
-"""One HTML page about a run, or about how several runs differ, from the files they leave.
+"""One HTML page about a run, or about how several runs differ, from their files.
 
-run.py         what a run's folder says, however incomplete   evaluation.py   evaluation.json
-of_one.py      what is shown of one run                       of_several.py   of several
-scores.py      evaluation.json as charts and tables           settings.py     changed keys
-charts.py      curves as SVG                                  page.py         the HTML
+page.py        the HTML                           run.py           what a run's folder says
+one_run.py     what is shown of one run           several_runs.py  of several
+evaluation.py  evaluation.json, charts, tables    charts.py        curves as SVG
 """

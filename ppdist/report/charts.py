@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ppdist.common.errors import printable
+from ppdist.common.process import printable
 
 WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 38  # room for the numbers of the axes

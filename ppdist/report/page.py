@@ -19,14 +19,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from ppdist.common.errors import printable
 from ppdist.common.files import make_parent, writing
 from ppdist.common.logging import duration
+from ppdist.common.process import printable
 from ppdist.report import charts
-from ppdist.report.of_one import show
-from ppdist.report.of_several import compare
-from ppdist.report.run import Run, read_run
-from ppdist.report.settings import settings_of, written
+from ppdist.report.one_run import show
+from ppdist.report.run import Run, read_run, settings_of, written
+from ppdist.report.several_runs import compare
 
 _HERE = Path(__file__).parent
 _MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is

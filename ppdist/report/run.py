@@ -1,4 +1,4 @@
-"""What the folder of a run says, also while the run goes on, was killed, or lacks files.
+"""What a run's folder says, however incomplete, and which keys were set.
 
 Everything in the folder is read as what it may be: written by a stranger, cut short, of another
 version.  What cannot be read is left out and said so (`Run.problems`); nothing here raises for it.
@@ -11,11 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.logging import RunRecords, read_metrics
+from ppdist.common.logging import MetricRecords, read_metrics
 from ppdist.config.yaml import Reader
 from ppdist.report.evaluation import Evaluation, read_evaluation
 
@@ -57,7 +60,7 @@ class Run:
         evaluations: records of evaluations.
         ranks: for records of ranks, at most 1000 of them, the step, and lists by what they hold.
         starts: (step, seconds since 1970) where a process began: more than one after restarts.
-        returns: (step from, step to, why) of going back to earlier weights.
+        rollbacks: (step from, step to, why).
         bad_images: how many were replaced; 0 where none.
         finished: why the run ended, as it says itself; "" while it has not.
         config: flat: dotted key -> value as YAML has it.
@@ -72,7 +75,7 @@ class Run:
     ranks: list[tuple[float, dict[str, list[float]]]] = field(default_factory=list)
     derived: list[Derived] = field(default_factory=list)
     starts: list[tuple[float, float]] = field(default_factory=list)
-    returns: list[tuple[float, float, str]] = field(default_factory=list)
+    rollbacks: list[tuple[float, float, str]] = field(default_factory=list)
     bad_images: int = 0
     finished: str = ""
     times: tuple[float, float] | None = None  # of the first and the last record
@@ -206,15 +209,15 @@ def _read_metrics(run: Run) -> None:
     except OSError as error:
         run.problems.append(f"metrics.jsonl cannot be read: {error}")
         return
-    found = RunRecords.of(records)
+    found = MetricRecords.of(records)
     run.train = [numbers(record) for record in found.steps]
     run.evaluations = [numbers(record) for record in found.evaluations]
     for record in found.starts:
         run.starts.append((record["step"], numbers(record).get("time", math.nan)))
         run.derived = list(_derived(record["derived"]))
-    run.returns = [
+    run.rollbacks = [
         (record["returned_from_step"], record["step"], str(record.get("reason") or _NOT_FINITE))
-        for record in found.returns
+        for record in found.rollbacks
     ]
     run.bad_images = max(
         (int(numbers(record).get("bad_images", 0)) for record in found.bad_images), default=0
@@ -333,3 +336,57 @@ def _readable(run: Run, path: Path) -> bool:
         run.problems.append(f"{path.name} cannot be read: {error}")
         return False
     return True
+
+
+class Setting(NamedTuple):
+    """A key, its value and its default, as YAML writes them; "" for a key without default."""
+
+    key: str
+    value: str
+    default: str
+
+
+def written(value: object) -> str:
+    """A value on one line, nearly as YAML has it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
+    """Compares a configuration with the defaults of this version.
+
+    Returns: the keys that differ, in the order of the file; and "", or why none could be compared.
+    """
+    if not tree:
+        return [], "there is no configuration"
+    try:
+        # Here alone, because it needs Paddle; a page about a run that was copied does without.
+        from ppdist.config import ExperimentConfig
+    except ImportError as error:
+        return [], f"this machine cannot tell the defaults: {error}"
+    try:
+        config = ExperimentConfig.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return [], f"another version wrote it: {where}: {first['msg']}"
+    return list(_changed(config, tree)), ""
+
+
+def _changed(config: BaseModel, tree: Mapping[str, Any]) -> Iterator[Setting]:
+    differing = dict(flat(config.model_dump(mode="json", exclude_defaults=True)))
+    for key, value in flat(tree):
+        if key in differing:
+            yield Setting(key, written(value), _default(config, key.split(".")))
+
+
+def _default(config: BaseModel, path: list[str]) -> str:
+    section: Any = config
+    for part in path[:-1]:
+        section = getattr(section, part, None)
+    field = type(section).model_fields.get(path[-1]) if isinstance(section, BaseModel) else None
+    value = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return ""
+    return written(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)

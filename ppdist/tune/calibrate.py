@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.logging import RunRecords, read_metrics
+from ppdist.common.logging import MetricRecords, read_metrics
 from ppdist.config import load_config
 from ppdist.config.study import StudyConfig, item_of
 
@@ -92,7 +92,7 @@ def calibrated(runs: Sequence[Timed], minutes: float, wanted: int) -> Calibratio
 
 def _measured(folder: Path, wall_seconds: float) -> tuple[float, float, float]:
     """Seconds of a step, of an evaluation, and of everything else in a run."""
-    found = RunRecords.of(read_metrics(folder / "metrics.jsonl"))
+    found = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
     first = _steps_per_epoch(folder)
     steady = [each["step_seconds"] for each in found.steps if each["step"] > first]
     evaluations = [each["eval_seconds"] for each in found.evaluations]
@@ -101,7 +101,7 @@ def _measured(folder: Path, wall_seconds: float) -> tuple[float, float, float]:
 
 
 def _steps_per_epoch(folder: Path) -> int:
-    found = RunRecords.of(read_metrics(folder / "metrics.jsonl"))
+    found = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
     return int(found.starts[-1]["derived"]["steps_per_epoch"]["value"])
 
 

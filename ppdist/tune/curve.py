@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.logging import Record, RunRecords, read_metrics
+from ppdist.common.logging import MetricRecords, Record, read_metrics
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Curve:
         Raises: ConfigError: its evaluations have no such number.
         """
         try:
-            found = RunRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
+            found = MetricRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
         except FileNotFoundError:
             found = []
         for each in found:

@@ -34,7 +34,8 @@ import numpy as np
 import paddle
 
 from ppdist.benchmark.scaling import launch
-from ppdist.common.errors import EXIT_DIR_VARIABLE, ConfigError, LaunchError
+from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.distributed import comm
 from ppdist.verify.report import Report, compare, tolerance_of
 from ppdist.verify.trace import Rounding, Trace, train_steps

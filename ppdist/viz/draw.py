@@ -1,6 +1,6 @@
-"""Text on images; also in letters that OpenCV lacks, where the system has a font with them.
+"""Boxes, classes and text drawn on images; images side by side.
 
-Boxes with labels, and classes of whole images, drawn on images; images side by side.
+Also holds what images and plots share: the palette and the fonts with Chinese letters.
 """
 
 import math
@@ -15,133 +15,26 @@ from PIL import Image, ImageDraw, ImageFont
 from ppdist.common.errors import UserError
 from ppdist.common.files import make_parent, writing
 
-_PLAIN = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
-_PIXELS = 30  # height of another font at scale 1, which looks as large as OpenCV's
-_NO_LETTER = "\uffff"  # a place that Unicode leaves empty: fonts show their sign for that
-_FOLDERS = (
-    "/usr/share/fonts",
-    "/usr/local/share/fonts",
-    "~/.local/share/fonts",
-    "~/.fonts",
-    "/System/Library/Fonts",
-    "/Library/Fonts",
-    "C:/Windows/Fonts",
-)
-# Two with the letters of Europe, then some with Chinese ones.
-_FILES = (
-    "DejaVuSans.ttf",
-    "arial.ttf",
-    "NotoSansCJK-Regular.ttc",
-    "NotoSansCJKsc-Regular.otf",
-    "NotoSansSC-Regular.otf",
-    "wqy-microhei.ttc",
-    "wqy-zenhei.ttc",
-    "SourceHanSansSC-Regular.otf",
-    "PingFang.ttc",
-    "Hiragino Sans GB.ttc",
-    "msyh.ttc",
-    "simhei.ttf",
-)
-
-
-def readable(name: str, label: int) -> str:
-    """A class's name, or `#label` where there is no font here with all its letters."""
-    return name if name.isascii() or _font_of(name) else f"#{label}"
-
-
-def text_size(text: str, scale: float) -> tuple[int, int, int]:
-    """Width, height and what is below the baseline, in pixels, of a text that is `readable`."""
-    if text.isascii():
-        (width, height), below = cv2.getTextSize(text, _PLAIN, scale, 1)
-        return width, height, below
-    font = _sized(text, scale)
-    above, below = font.getmetrics()
-    return round(font.getlength(text)), above, below
-
-
-def write_text(
-    canvas_HW3: np.ndarray,
-    text: str,
-    origin: tuple[int, int],
-    scale: float,
-    ink: tuple[int, int, int],
-) -> None:
-    """Writes a `readable` text into a uint8 image.
-
-    Args: origin: x and y of the left end of its baseline.
-    """
-    if text.isascii():
-        cv2.putText(canvas_HW3, text, origin, _PLAIN, scale, ink, 1, cv2.LINE_AA)
-        return
-    width, above, below = text_size(text, scale)
-    left, top = origin[0], origin[1] - above
-    # Only the pixels that the text covers go to Pillow and back.
-    field = canvas_HW3[max(0, top) : top + above + below, max(0, left) : left + width + 1]
-    if not field.size:
-        return
-    picture = Image.fromarray(np.ascontiguousarray(field))
-    place = min(0, left), min(0, top)
-    ImageDraw.Draw(picture).text(place, text, font=_sized(text, scale), fill=ink)
-    field[:] = np.asarray(picture)
-
-
-def _sized(text: str, scale: float) -> ImageFont.FreeTypeFont:
-    file = _font_of(text)
-    assert file is not None, "the caller asked `readable` before"
-    return _opened(file, max(12, round(_PIXELS * scale)))
-
-
-@cache
-def _opened(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(file), pixels)
-
-
-@cache
-def _font_of(text: str) -> Path | None:
-    """The first font that has all letters of a text."""
-    return next((file for file in _fonts() if _has(file, text)), None)
-
-
-def _has(file: Path, text: str) -> bool:
-    try:
-        font = _opened(file, 16)
-        nothing = bytes(font.getmask(_NO_LETTER))
-        return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
-    except OSError:  # no font after all
-        return False
-
-
-@cache
-def _fonts() -> tuple[Path, ...]:
-    """Those of `_FILES` that are installed, in that order."""
-    found: dict[str, Path] = {}
-    for file in _installed():
-        found.setdefault(file.name, file)
-    return tuple(found[name] for name in _FILES if name in found)
-
-
-def _installed() -> Iterator[Path]:
-    for folder in _FOLDERS:
-        try:
-            yield from sorted(Path(folder).expanduser().rglob("*.[to]t[fc]"))
-        except (OSError, RuntimeError):  # not ours to read; a user without a home
-            continue
-
-
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
-# Eight colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color
-# Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.  With more
-# classes than colours the label tells them apart.
-PALETTE = (
-    (230, 159, 0),
-    (86, 180, 233),
-    (0, 158, 115),
-    (240, 228, 66),
-    (0, 114, 178),
-    (213, 94, 0),
-    (204, 121, 167),
-    (153, 153, 153),
-)
+# Colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color Universal
+# Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
+ORANGE, SKY_BLUE, GREEN, YELLOW = (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66)
+BLUE, VERMILION, PURPLE, GREY = (0, 114, 178), (213, 94, 0), (204, 121, 167), (153, 153, 153)
+# Of classes; with more classes than colours the label tells them apart.
+PALETTE = (ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE, GREY)
+# Fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows: file -> family.
+CJK_FONTS = {
+    "NotoSansCJK-Regular.ttc": "Noto Sans CJK SC",
+    "NotoSansCJKsc-Regular.otf": "Noto Sans CJK SC",
+    "NotoSansSC-Regular.otf": "Noto Sans SC",
+    "wqy-microhei.ttc": "WenQuanYi Micro Hei",
+    "wqy-zenhei.ttc": "WenQuanYi Zen Hei",
+    "SourceHanSansSC-Regular.otf": "Source Han Sans SC",
+    "PingFang.ttc": "PingFang SC",
+    "Hiragino Sans GB.ttc": "Hiragino Sans GB",
+    "msyh.ttc": "Microsoft YaHei",
+    "simhei.ttf": "SimHei",
+}
 _PADDING = 2
 _GAP = 6  # pixels between the pictures of a grid
 _WHITE = 255
@@ -177,7 +70,7 @@ def draw_boxes(
     for index in order:
         label = int(labels_N[index])
         score = None if scores_N is None else float(scores_N[index])
-        text = _text(label, class_names, score)
+        text = _label_text(label, class_names, score)
         outline(canvas, boxes_N4[index], text, PALETTE[label % len(PALETTE)])
     return canvas
 
@@ -204,7 +97,7 @@ def draw_classes(
     top = 0
     for position, label in enumerate(labels_K.astype(int).tolist()):
         score = None if scores_K is None else float(scores_K[position])
-        text = _text(label, class_names, score)
+        text = _label_text(label, class_names, score)
         bottom = top + _plate_size(canvas, text)[1]
         if bottom > canvas.shape[0] and position:
             break
@@ -294,7 +187,7 @@ def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
         path.write_bytes(encoded.tobytes())
 
 
-def _text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
+def _label_text(label: int, class_names: tuple[str, ...], score: float | None) -> str:
     name = readable(class_names[label], label)
     return name if score is None else f"{name} {score:.2f}"
 
@@ -309,15 +202,114 @@ def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
     return width + 2 * _PADDING, height + below + _PADDING
 
 
-def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, color: Colour) -> None:
+def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, colour: Colour) -> None:
     """Draws a text on its coloured ground, whose upper left corner is given."""
     left, top = corner
     width, height = _plate_size(canvas, text)
     scale = _text_scale(canvas)
     _, text_height, _ = text_size(text, scale)
-    cv2.rectangle(canvas, corner, (left + width, top + height), color, cv2.FILLED)
-    red, green, blue = color
+    cv2.rectangle(canvas, corner, (left + width, top + height), colour, cv2.FILLED)
+    red, green, blue = colour
     luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
     ink = (0, 0, 0) if luminance > 110 else (255, 255, 255)
     origin = (left + _PADDING, top + text_height + _PADDING)
     write_text(canvas, text, origin, scale, ink)
+
+
+_PLAIN = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
+_PIXELS = 30  # height of another font at scale 1, which looks as large as OpenCV's
+_NO_LETTER = "\uffff"  # a place that Unicode leaves empty: fonts show their sign for that
+_FONT_FOLDERS = (
+    "/usr/share/fonts",
+    "/usr/local/share/fonts",
+    "~/.local/share/fonts",
+    "~/.fonts",
+    "/System/Library/Fonts",
+    "/Library/Fonts",
+    "C:/Windows/Fonts",
+)
+_FONT_FILES = ("DejaVuSans.ttf", "arial.ttf", *CJK_FONTS)  # the first two: letters of Europe
+
+
+def readable(name: str, label: int) -> str:
+    """A class's name, or `#label` where there is no font here with all its letters."""
+    return name if name.isascii() or _font_of(name) else f"#{label}"
+
+
+def text_size(text: str, scale: float) -> tuple[int, int, int]:
+    """Width, height and what is below the baseline, in pixels, of a text that is `readable`."""
+    if text.isascii():
+        (width, height), below = cv2.getTextSize(text, _PLAIN, scale, 1)
+        return width, height, below
+    font = _sized(text, scale)
+    above, below = font.getmetrics()
+    return round(font.getlength(text)), above, below
+
+
+def write_text(
+    canvas_HW3: np.ndarray,
+    text: str,
+    origin: tuple[int, int],
+    scale: float,
+    ink: tuple[int, int, int],
+) -> None:
+    """Writes a `readable` text into a uint8 image.
+
+    Args: origin: x and y of the left end of its baseline.
+    """
+    if text.isascii():
+        cv2.putText(canvas_HW3, text, origin, _PLAIN, scale, ink, 1, cv2.LINE_AA)
+        return
+    width, above, below = text_size(text, scale)
+    left, top = origin[0], origin[1] - above
+    # Only the pixels that the text covers go to Pillow and back.
+    field = canvas_HW3[max(0, top) : top + above + below, max(0, left) : left + width + 1]
+    if not field.size:
+        return
+    picture = Image.fromarray(np.ascontiguousarray(field))
+    place = min(0, left), min(0, top)
+    ImageDraw.Draw(picture).text(place, text, font=_sized(text, scale), fill=ink)
+    field[:] = np.asarray(picture)
+
+
+def _sized(text: str, scale: float) -> ImageFont.FreeTypeFont:
+    file = _font_of(text)
+    assert file is not None, "the caller asked `readable` before"
+    return _opened(file, max(12, round(_PIXELS * scale)))
+
+
+@cache
+def _opened(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(str(file), pixels)
+
+
+@cache
+def _font_of(text: str) -> Path | None:
+    """The first font that has all letters of a text."""
+    return next((file for file in _fonts() if _has(file, text)), None)
+
+
+def _has(file: Path, text: str) -> bool:
+    try:
+        font = _opened(file, 16)
+        nothing = bytes(font.getmask(_NO_LETTER))
+        return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
+    except OSError:  # no font after all
+        return False
+
+
+@cache
+def _fonts() -> tuple[Path, ...]:
+    """Those of `_FONT_FILES` that are installed, in that order."""
+    found: dict[str, Path] = {}
+    for file in _installed():
+        found.setdefault(file.name, file)
+    return tuple(found[name] for name in _FONT_FILES if name in found)
+
+
+def _installed() -> Iterator[Path]:
+    for folder in _FONT_FOLDERS:
+        try:
+            yield from sorted(Path(folder).expanduser().rglob("*.[to]t[fc]"))
+        except (OSError, RuntimeError):  # not ours to read; a user without a home
+            continue

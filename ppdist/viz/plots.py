@@ -1,49 +1,16 @@
-"""Plots of a run and of its data; see `draw_run`.
-
-metrics.jsonl    -> results.png, lr.png, speed.png              history.py
-evaluation.json  -> confusion.png                               matrix.py
-                    pr_curve, p_curve, r_curve, f1_curve        common/writers.py
-                    per_class, calibration, errors              scores.py
-                    worst.jpg, best.jpg                         examples.py
-the data set     -> classes, boxes, positions, images           statistics.py
-
-What a user asked for raises when it fails; what is drawn at the end of a run never does.
-
-What all plots have in common: colours, letters, how they are written.
+"""Plots of a run, an evaluation, a data set and a study, as matplotlib figures.
 
 Figures are made and written by themselves; pyplot, with its state and its choice of a window
-system, is never imported.
-
-Precision, recall and F1 over the confidence, precision over recall; at IoU 0.5.
-
-Letters: C classes, T confidences, R recalls.
-
-The worst and the best images of an evaluation, each with its verdict.
-
-A run over its epochs, from metrics.jsonl: losses and scores, learning rate, speed.
-
-Letters: R records, W ranks.
-
-The confusion matrix: what each true class was taken for.
-
-Letters: C classes; rows are true, columns predicted, and the last of both is the background.
-
-Scores of each class, whether confidences can be believed, what kinds of errors there are.
-
-What a data set holds: classes, box sizes, positions, images.
-
-Plots of a study: what its settings measured over time, and what decides about the value.
+system, is never imported.  Letters: C classes, T confidences, R records or recalls, W ranks.
 """
 
-import json
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
@@ -58,187 +25,35 @@ from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.common.logging import Record, RunRecords
+from ppdist.common.logging import MetricRecords, Record
 from ppdist.data.image import read_image
 from ppdist.data.statistics import Objects, per_class
-from ppdist.viz.draw import Colour, caption, grid, outline, readable
+from ppdist.viz.draw import (
+    BLUE,
+    CJK_FONTS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY_BLUE,
+    VERMILION,
+    Colour,
+    caption,
+    grid,
+    outline,
+    readable,
+)
 
-if TYPE_CHECKING:
-    from ppdist.config.data import DataConfig
-    from ppdist.data.types import DetectionSet
-
-
-_LOGGER = logging.getLogger("ppdist")
-
-
-def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> list[Path]:
-    """Draws what metrics.jsonl and evaluation.json of a folder say into its folder `plots`.
-
-    Whatever fails costs a warning and the picture; nothing is raised.  A picture of which there is
-    nothing to show (a run without evaluation, a classifier without boxes) is not made.
-
-    Args:
-        image_folders: images in them may be shown, others are not; None: the folders of the set
-            in the configuration that is in output_dir.
-    Returns: the files that were written.
-    """
-    try:  # a broken matplotlib is as good as none
-        return _draw(output_dir, image_folders)
-    except Exception as error:
-        _LOGGER.warning(f"{output_dir / 'plots'}: nothing can be drawn: {_said(error)}")
-        return []
-
-
-def draw_labels(
-    output_dir: Path,
-    sets: "Mapping[str, DetectionSet]",
-    config: "DataConfig",
-    image_size: tuple[int, int],
-) -> list[Path]:
-    """Draws what objects the sets of a run hold into `plots` of its folder; raises as little.
-
-    Args:
-        sets: by the name of the split; two at most.
-        image_size: (height, width) of the input in pixels.
-    """
-    folder = output_dir / "plots"
-    try:
-        from ppdist.data.statistics import objects_of
-        from ppdist.viz.plots import plot_statistics
-
-        objects = {
-            split: objects_of(each, image_size, config.resize) for split, each in sets.items()
-        }
-        names = next(iter(sets.values())).class_names
-        return plot_statistics(objects, names, folder, boxes=not config.classifies)
-    except Exception as error:
-        _LOGGER.warning(f"{folder}: the objects of the sets cannot be drawn: {_said(error)}")
-        return []
-
-
-def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
-    from ppdist.common.files import make_folder
-
-    config = _read_config(output_dir / "config.yml")
-    folders = folders_of_images(config) if image_folders is None else image_folders
-    pictures: dict[str, Callable[[Path], bool]] = {}
-    written, failed = [], []
-    for file, pictures_of in {
-        "metrics.jsonl": lambda file: _of_run(file, config),
-        "evaluation.json": lambda file: _of_evaluation(file, folders),
-    }.items():
-        try:
-            if (output_dir / file).exists():
-                pictures |= pictures_of(output_dir / file)
-        except Exception as error:  # one bad file costs no picture of the other
-            failed.append(f"what {file} says ({_said(error)})")
-    make_folder(output_dir / "plots")
-    for name, draw in pictures.items():
-        path = output_dir / "plots" / name
-        try:
-            if draw(path):
-                written.append(path)
-        except Exception as error:
-            failed.append(f"{name} ({_said(error)})")
-    if failed:
-        _LOGGER.warning(f"{output_dir / 'plots'}: could not draw {', '.join(failed)}")
-    return written
-
-
-def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path], bool]]:
-    """Name of each picture -> what draws it into a file and says whether there was anything."""
-    from ppdist.common.logging import RunRecords, read_metrics
-    from ppdist.viz.plots import save
-
-    found = RunRecords.of(read_metrics(file))
-    run = History.of(found, str(_section(config, "evaluate").get("metric")))
-    title = file.parent.resolve().name + (f" (ended: {found.finished})" if found.finished else "")
-    return {
-        "results.png": lambda path: save(results(run, title), path),
-        "lr.png": lambda path: save(rate(run, title), path),
-        "speed.png": lambda path: save(speed(run, title), path),
-    }
-
-
-def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[Path], bool]]:
-    """As `_of_run`.  Args: folders: of images that may be shown."""
-    from ppdist.viz.draw import write_jpeg
-    from ppdist.viz.plots import save
-
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not isinstance(found.get("class_names"), list):
-        raise ValueError("it is not what an evaluation writes")
-
-    def write_examples(path: Path) -> bool:
-        picture = mosaic(found.get(path.stem) or [], found["class_names"], folders)
-        if picture is not None:
-            write_jpeg(path, picture)
-        return picture is not None
-
-    return {
-        "confusion.png": lambda path: save(confusion(found), path),
-        "pr_curve.png": lambda path: save(precision_over_recall(found), path),
-        "p_curve.png": lambda path: save(precision_over_confidence(found), path),
-        "r_curve.png": lambda path: save(recall_over_confidence(found), path),
-        "f1_curve.png": lambda path: save(f1_over_confidence(found), path),
-        "per_class.png": lambda path: save(per_class_scores(found), path),
-        "calibration.png": lambda path: save(calibration(found), path),
-        "errors.png": lambda path: save(errors(found), path),
-        "worst.jpg": write_examples,
-        "best.jpg": write_examples,
-    }
-
-
-def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
-    """Where a configuration says that the images of the validation set are."""
-    data = _section(config, "data")
-    if not isinstance(data.get("root"), str):
-        return []
-    root = Path(data["root"])
-    return [root / str(_section(data, "val").get("images") or ""), root]
-
-
-def _read_config(file: Path) -> Mapping[str, Any]:
-    """config.yml of a run; empty where there is none that can be read."""
-    from ppdist.common.errors import ConfigError
-    from ppdist.config.yaml import Reader
-
-    try:
-        found = Reader().read_alone(str(file)).plain()
-    except (ConfigError, OSError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-# Blue, orange, green, vermilion, purple, sky blue of Okabe & Ito 2008, as in viz/draw.py, and grey:
-# those of them that can be seen on white.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f")
+# Those of the palette that can be seen on white.
+COLOURS = tuple(
+    "#{:02x}{:02x}{:02x}".format(*colour)
+    for colour in (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY_BLUE, GREY)
+)
 DASHES = ("-", "--", ":", "-.")  # where there are more lines than colours
 MARKERS = "os^"
 MAP = "Blues"  # one hue, so all eyes see the same; more is darker
 _DOTS = 110  # per inch
 _MOST_LETTERS = 40  # of a class's name
-# Fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows.
-_EASTERN = (
-    "Noto Sans CJK SC",
-    "Noto Sans SC",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Source Han Sans SC",
-    "PingFang SC",
-    "Hiragino Sans GB",
-    "Microsoft YaHei",
-    "SimHei",
-)
 
 
 def save(figure: Figure | None, path: Path) -> bool:
@@ -255,9 +70,10 @@ def save(figure: Figure | None, path: Path) -> bool:
 
 @cache
 def fonts() -> list[str]:
-    """Families to take letters from, in this order: those of `_EASTERN` that are installed."""
+    """Families to take letters from, in this order: those of `CJK_FONTS` that are installed."""
     installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in _EASTERN if name in installed)]
+    families = dict.fromkeys(CJK_FONTS.values())
+    return ["DejaVu Sans", *(name for name in families if name in installed)]
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
@@ -291,27 +107,31 @@ def empty(axes: Axes, why: str) -> None:
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
 
 
-_MOST_NAMED = 16  # classes with a line and a name of their own
-_NAME = 24  # letters
+_MOST_NAMED_CURVES = 16  # classes with a line and a name of their own
+_CURVE_NAME_LETTERS = 24  # letters
 
 
 def precision_over_recall(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _figure(evaluation, ("recall_R", "precision_CR", "mean_precision_R"), "AP50")
+    return _class_curves(evaluation, ("recall_R", "precision_CR", "mean_precision_R"), "AP50")
 
 
 def precision_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _figure(evaluation, ("confidence_T", "precision_CT", "mean_precision_T"), "precision")
+    return _class_curves(
+        evaluation, ("confidence_T", "precision_CT", "mean_precision_T"), "precision"
+    )
 
 
 def recall_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _figure(evaluation, ("confidence_T", "recall_CT", "mean_recall_T"), "recall")
+    return _class_curves(evaluation, ("confidence_T", "recall_CT", "mean_recall_T"), "recall")
 
 
 def f1_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _figure(evaluation, ("confidence_T", "f1_CT", "mean_f1_T"), "f1")
+    return _class_curves(evaluation, ("confidence_T", "f1_CT", "mean_f1_T"), "f1")
 
 
-def _figure(evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: str) -> Figure | None:
+def _class_curves(
+    evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: str
+) -> Figure | None:
     """A line for each class, and a thick one for their mean; None: there are no such curves.
 
     Args:
@@ -326,9 +146,9 @@ def _figure(evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: st
     labels = [name.split("_")[0].replace("f1", "F1") for name in (across, each)]
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     axes = figure.subplots()
-    names = [_named(evaluation, label, score) for label in curves["curve_classes"]]
-    _lines(axes, at_X, value_CX, names)
-    _mean(axes, at_X, _numbers(curves[mean]), evaluation.get("metrics") or {}, score)
+    names = [_class_label(evaluation, label, score) for label in curves["curve_classes"]]
+    _class_lines(axes, at_X, value_CX, names)
+    _mean_line(axes, at_X, _numbers(curves[mean]), evaluation.get("metrics") or {}, score)
     axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.01))
     axes.set_title(f"{labels[1]} over {labels[0]}, IoU 0.5")
     axes.grid(alpha=0.25)
@@ -336,9 +156,9 @@ def _figure(evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: st
     return figure
 
 
-def _lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequence[str]) -> None:
+def _class_lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequence[str]) -> None:
     known_C = np.isfinite(value_CX).any(1)
-    if known_C.sum() > _MOST_NAMED:
+    if known_C.sum() > _MOST_NAMED_CURVES:
         axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
         axes.plot([], [], color="0.7", label=f"{known_C.sum()} classes")
         return
@@ -350,7 +170,7 @@ def _lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequence[s
         )  # fmt: skip
 
 
-def _mean(
+def _mean_line(
     axes: Axes, at_X: np.ndarray, mean_X: np.ndarray, metrics: Mapping[str, Any], score: str
 ) -> None:
     """The mean of the classes that have objects, with its number where there is one."""
@@ -365,9 +185,9 @@ def _mean(
         axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)
 
 
-def _named(evaluation: Mapping[str, Any], label: int, score: str) -> str:
+def _class_label(evaluation: Mapping[str, Any], label: int, score: str) -> str:
     """A class and its score."""
-    name = drawable(evaluation["class_names"][label], label, _NAME)
+    name = drawable(evaluation["class_names"][label], label, _CURVE_NAME_LETTERS)
     value = evaluation["per_class"][label].get(score)
     return name if value is None else f"{name} {value:.3f}"
 
@@ -377,12 +197,11 @@ def _numbers(values: Any) -> np.ndarray:
     return np.array(values, np.float64)
 
 
-_MOST = 12  # images
+_MOST_EXAMPLES = 12  # images
 _ACROSS = 4
-_WIDTH = 474  # pixels of one, so that four with their gaps are as wide as a screen
-_MOST_HEIGHT = 2 * _WIDTH
-# Okabe & Ito 2008, as in viz/draw.py: bluish green, vermilion, sky blue.
-_FOUND, _MISSED, _WRONG = (0, 158, 115), (213, 94, 0), (86, 180, 233)
+_TILE_WIDTH = 474  # pixels of one, so that four with their gaps are as wide as a screen
+_MOST_TILE_HEIGHT = 2 * _TILE_WIDTH
+_FOUND, _MISSED, _WRONG = GREEN, VERMILION, SKY_BLUE
 
 
 def mosaic(
@@ -397,7 +216,7 @@ def mosaic(
         folders: where the files are; what lies elsewhere is not shown, because who made the file
             that names it may be a stranger.
     """
-    tiles = [_tile(entry, class_names, folders) for entry in entries[:_MOST]]
+    tiles = [_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
     shown = [tile for tile in tiles if tile is not None]
     if not shown:
         return None
@@ -408,17 +227,22 @@ def mosaic(
 def _tile(
     entry: Mapping[str, Any], class_names: Sequence[str], folders: Sequence[Path]
 ) -> np.ndarray | None:
-    image_HW3 = _read(str(entry["file"]), folders)
+    image_HW3 = _read_within(str(entry["file"]), folders)
     if image_HW3 is None:
         return None
     height, width = image_HW3.shape[:2]
-    scale = min(_WIDTH / width, _MOST_HEIGHT / height)
+    scale = min(_TILE_WIDTH / width, _MOST_TILE_HEIGHT / height)
     size = max(1, round(scale * width)), max(1, round(scale * height))
     image_HW3 = cv2.resize(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
     _verdicts(image_HW3, entry, class_names, scale)
-    beside = (0, 0, 0, max(0, _WIDTH - size[0]))  # of a narrow one, so that there is room to write
+    beside = (
+        0,
+        0,
+        0,
+        max(0, _TILE_WIDTH - size[0]),
+    )  # of a narrow one, so that there is room to write
     image_HW3 = cv2.copyMakeBorder(image_HW3, *beside, cv2.BORDER_CONSTANT, value=(255, 255, 255))
     counts = (f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
     named = caption(image_HW3, ", ".join(counts))
@@ -442,7 +266,7 @@ def _verdicts(
             draw(box_4, _WRONG, label, score)
 
 
-def _read(file: str, folders: Sequence[Path]) -> np.ndarray | None:
+def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
     """The first that can be read and lies in one of the folders; links in them are followed."""
     allowed = [Path(os.path.abspath(folder)) for folder in folders]
     for folder in (Path(), *folders):
@@ -476,18 +300,18 @@ class History:
 
     steps: list[Record]
     evaluations: list[Record]
-    ranks: list[Record]  # such as `_shares` understands
+    ranks: list[Record]  # such as `_rank_seconds` understands
     derived: Mapping[str, Any]  # what the run made of its configuration
     metric: str  # what its best evaluation is the best in; "" without evaluations
 
     @classmethod
-    def of(cls, found: RunRecords, metric: str = "") -> "History":
+    def of(cls, found: MetricRecords, metric: str = "") -> "History":
         """Args: metric: `evaluate.metric`; one that no evaluation has: the usual one."""
         have = {name for each in found.evaluations for name in each}
         return cls(
             steps=found.steps,
             evaluations=found.evaluations,
-            ranks=[each for each in found.ranks if _shares(each) is not None],
+            ranks=[each for each in found.ranks if _rank_seconds(each) is not None],
             derived=found.starts[-1]["derived"] if found.starts else {},
             metric=next((name for name in (metric, *_RULING) if name in have), ""),
         )
@@ -520,7 +344,7 @@ def results(history: History, title: str) -> Figure | None:
     """Each loss in training and validation, then scores."""
     losses = _losses(history.steps)
     scores = {
-        what: [name for name in names if np.isfinite(_scores(history, name)).any()]
+        what: [name for name in names if np.isfinite(_evaluation_scores(history, name)).any()]
         for what, names in _SCORES.items()
     }
     scores = {what: names for what, names in scores.items() if names}
@@ -533,9 +357,9 @@ def results(history: History, title: str) -> Figure | None:
     for axes in panels[count:]:
         axes.set_visible(False)
     for axes, name in zip(panels, losses):
-        _loss(axes, history, name)
+        _draw_loss(axes, history, name)
     for axes, (what, names) in zip(panels[len(losses) :], scores.items()):
-        _score(axes, history, names)
+        _draw_score(axes, history, names)
         axes.set_title(what)
     for axes in panels[:count]:
         axes.set_xlabel(history.unit)
@@ -594,7 +418,7 @@ def speed(history: History, title: str) -> Figure | None:
         _curve(panels[1], at_R, column(history.steps, name), f"{label}, rank 0", colour)
     panels[1].set_title("seconds of a step")
     if history.ranks:
-        _own_seconds(panels[1], history)
+        _compute_seconds(panels[1], history)
         _ranks(panels[2], history)
     legend(panels[1])
     for axes in panels[:2]:
@@ -605,10 +429,10 @@ def speed(history: History, title: str) -> Figure | None:
     return figure
 
 
-def _own_seconds(axes: Axes, history: History) -> None:
+def _compute_seconds(axes: Axes, history: History) -> None:
     """The band between the fastest and the slowest rank, without the waiting for each other."""
     records = _of_most_ranks(history.ranks)
-    own_RW = np.stack([_shares(each)[1] for each in records])  # type: ignore[index]
+    own_RW = np.stack([_rank_seconds(each)[1] for each in records])  # type: ignore[index]
     axes.fill_between(
         history.axis(records),
         own_RW.min(1),
@@ -623,7 +447,7 @@ def _own_seconds(axes: Axes, history: History) -> None:
 def _ranks(axes: Axes, history: History) -> None:
     """A bar for each rank: medians over the run, from below data, computing, waiting."""
     records = _of_most_ranks(history.ranks)
-    step_W, own_W, data_W = np.median([_shares(each) for each in records], axis=0)
+    step_W, own_W, data_W = np.median([_rank_seconds(each) for each in records], axis=0)
     ranks_W = np.arange(len(step_W))
     computing_W = np.maximum(own_W - data_W, 0)
     waiting_W = np.maximum(step_W - own_W, 0)
@@ -650,9 +474,9 @@ def _losses(steps: Sequence[Record]) -> list[str]:
     return [name for name in ("loss", *parts) if np.isfinite(column(steps, name)).any()]
 
 
-def _loss(axes: Axes, history: History, name: str) -> None:
+def _draw_loss(axes: Axes, history: History, name: str) -> None:
     trained_R = column(history.steps, name)
-    measured_R = _scores(history, f"val_{name}")
+    measured_R = _evaluation_scores(history, f"val_{name}")
     _curve(axes, history.axis(history.steps), trained_R, "training")
     if np.isfinite(measured_R).any():
         axes.plot(
@@ -668,26 +492,25 @@ def _loss(axes: Axes, history: History, name: str) -> None:
     legend(axes, fontsize=8)
 
 
-def _score(axes: Axes, history: History, names: Sequence[str]) -> None:
+def _draw_score(axes: Axes, history: History, names: Sequence[str]) -> None:
     """Curves of scores between 0 and 1; on the chief of them a mark at the best evaluation."""
     at_R, most = history.axis(history.evaluations), 0.0
     for colour, marker, name in zip(COLOURS, MARKERS, names):
-        value_R = _scores(history, name)
+        value_R = _evaluation_scores(history, name)
         most = max(most, np.nanmax(value_R))
         axes.plot(at_R, value_R, color=colour, marker=marker, markersize=3.5, label=name)
-    judged_R = _scores(history, history.metric)
+    judged_R = _evaluation_scores(history, history.metric)
     if names[0] in _RULING and np.isfinite(judged_R).any():
         place = int(np.nanargmax(judged_R))
         on = history.metric if history.metric in names else names[0]  # fitness has no curve
-        axes.plot(
-            at_R[place], _scores(history, on)[place], "o", markersize=10, markerfacecolor="none",
-            color="black", label=f"best {history.metric}: {judged_R[place]:.3f}",
-        )  # fmt: skip
+        label = f"best {history.metric}: {judged_R[place]:.3f}"
+        best = at_R[place], _evaluation_scores(history, on)[place]
+        axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
     axes.set_ylim(0, 1 if most > _LOW or not most else 1.2 * most)
     legend(axes, fontsize=8)
 
 
-def _scores(history: History, name: str) -> np.ndarray:
+def _evaluation_scores(history: History, name: str) -> np.ndarray:
     """[R] of the evaluations; COCO's -1 means that there was nothing to measure."""
     value_R = column(history.evaluations, name)
     return value_R if name.startswith("val_") else np.where(value_R < 0, np.nan, value_R)
@@ -730,7 +553,7 @@ def _fact(history: History, key: str) -> float:
     return _number(fact.get("value")) if isinstance(fact, Mapping) else np.nan
 
 
-def _shares(record: Record) -> np.ndarray | None:
+def _rank_seconds(record: Record) -> np.ndarray | None:
     """[3, W] seconds of a step, own, for data, of each rank; None: it is another record."""
     names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
     found = [record.get(name) for name in names]
@@ -753,9 +576,9 @@ def _number(value: object) -> float:
 
 
 _BESIDE = 20  # classes; of more, the two matrices stand one below the other
-_MOST_NAMED_matrix = 100  # classes; of more, neither names nor numbers could be read
+_MOST_NAMED_ROWS = 100  # classes; of more, neither names nor numbers could be read
 _MOST_DRAWN = 2000  # classes; about as many as the picture has pixels
-_NAME_matrix = 18  # letters
+_ROW_NAME_LETTERS = 18  # letters
 _LETTERS_ACROSS = 50  # of names that lie below a matrix; if there are more, they stand
 _BACKGROUND = "background"
 
@@ -763,10 +586,12 @@ _BACKGROUND = "background"
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     """Shares of each true class in percent, and the counts; None: there is no matrix."""
     found = evaluation.get("confusion")
-    counts = _counts(found) if found else None
+    counts = _confusion_counts(found) if found else None
     if found is None or counts is None:
         return None
-    names = [drawable(name, at, _NAME_matrix) for at, name in enumerate(evaluation["class_names"])]
+    names = [
+        drawable(name, at, _ROW_NAME_LETTERS) for at, name in enumerate(evaluation["class_names"])
+    ]
     if len(counts) == len(names) + 1:  # of a classifier there is no background
         names.append(_BACKGROUND)
     size = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
@@ -781,11 +606,11 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     _matrix(counts_axes, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
     shares_axes.set_title("% of each row")
     counts_axes.set_title("objects" if _BACKGROUND in names[-1:] else "images")
-    as_written(figure.suptitle(_limits(found)))
+    as_written(figure.suptitle(_confusion_title(found)))
     return figure
 
 
-def _counts(found: Mapping[str, Any]) -> np.ndarray | None:
+def _confusion_counts(found: Mapping[str, Any]) -> np.ndarray | None:
     """float64 [size, size]; None: too large to be seen."""
     if "counts" in found:
         return np.array(found["counts"], np.float64)
@@ -798,7 +623,7 @@ def _counts(found: Mapping[str, Any]) -> np.ndarray | None:
     return counts
 
 
-def _limits(found: Mapping[str, Any]) -> str:
+def _confusion_title(found: Mapping[str, Any]) -> str:
     iou, confidence = found.get("iou"), found.get("confidence")
     if iou is None or confidence is None:
         return "confusion"
@@ -809,7 +634,7 @@ def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize
     """Fields below a half stay white, in others stands a number."""
     axes.imshow(np.ma.masked_less(value, 0.5), cmap=MAP, norm=norm, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
-    if len(names) > _MOST_NAMED_matrix + 1:
+    if len(names) > _MOST_NAMED_ROWS + 1:
         return
     letters = 10.0 if len(names) <= 12 else 7.5 if len(names) <= 40 else 6.5
     places = range(len(names))
@@ -833,15 +658,15 @@ def _short(value: float) -> str:
     return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
 
 
-_MOST_BARS = 100
+_MOST_SCORE_BARS = 100
 # What is drawn of a class: a bar, and where there is one a point.
 _DETECTED, _CLASSIFIED = ("AP", "AP50"), ("top1", "top5")
-_KINDS = {
+_ERROR_TYPES = {
     "correct": "correct",
     "localisation": "badly placed",
     "class": "another class",
     "duplicate": "found twice",
-    "background": "nothing there",
+    "background": "background",
     "missed": "missed",
 }
 
@@ -858,8 +683,8 @@ def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
         return None
     rows.sort(key=lambda named: -named[1][bar])
     score_C = np.array([row[bar] for _, row in rows])
-    if len(rows) > _MOST_BARS:
-        return _points(score_C, bar)
+    if len(rows) > _MOST_SCORE_BARS:
+        return _score_points(score_C, bar)
     figure = Figure(figsize=(8.5, 1.4 + 0.24 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places = np.arange(len(rows))
@@ -880,7 +705,7 @@ def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def _points(score_C: np.ndarray, name: str) -> Figure:
+def _score_points(score_C: np.ndarray, name: str) -> Figure:
     """Where there are too many classes for bars."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -907,7 +732,7 @@ def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
     above.bar(
         edges[:-1], precision_B, 0.96 * widths_B, align="edge", color=COLOURS[5], label="precision"
     )
-    above.plot([0, 1], [0, 1], "--", color="0.4", linewidth=1, label="as confident as right")
+    above.plot([0, 1], [0, 1], "--", color="0.4", linewidth=1, label="perfect calibration")
     above.plot(confidence_B, precision_B, "o-", color=COLOURS[0], markersize=4, linewidth=1)
     above.set(ylabel="share that is right", xlim=(0, 1), ylim=(0, 1))
     error = found.get("expected_error")
@@ -931,7 +756,7 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
     for axes, values, text in zip(
         figure.subplots(1, 2), (found["counts"], gains), ("{:.0f}", "+{:.3f}")
     ):
-        names = [_KINDS.get(kind, kind) for kind in values]
+        names = [_ERROR_TYPES.get(kind, kind) for kind in values]
         colours = [COLOURS[2] if kind == "correct" else COLOURS[3] for kind in values]
         bars = axes.barh(names, list(values.values()), 0.7, color=colours)
         axes.bar_label(bars, [text.format(value) for value in values.values()], padding=3)
@@ -944,7 +769,7 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-_MOST_BARS_statistics = 80
+_MOST_COUNT_BARS = 80
 _UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
 _MOST_TICKS = 8
 _MOST_WRITTEN = 12  # powers of two up to 4096 are written out
@@ -980,7 +805,7 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
     """Objects (with boxes) and images of each class, the most common above."""
     counts = {name: per_class(objects, len(class_names)) for name, objects in splits.items()}
     order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
-    shown = len(class_names) <= _MOST_BARS_statistics
+    shown = len(class_names) <= _MOST_COUNT_BARS
     titles = {0: "objects of each class", 1: "images that show it"}
     if not boxes:
         titles = {1: "images of each class"}
@@ -989,7 +814,7 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
     panels = figure.subplots(1, len(titles), sharey=shown, squeeze=False)[0]
     for axes, (what, title) in zip(panels, titles.items()):
         series = {name: count[what][order_C] for name, count in counts.items()}
-        (_bars if shown else _points_statistics)(axes, series)
+        (_count_bars if shown else _count_points)(axes, series)
         axes.set_title(title)
     if shown:
         with_number = [drawable(class_names[label], label) for label in order_C]
@@ -1001,7 +826,7 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
     return figure
 
 
-def _bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
+def _count_bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     thick = 0.8 / len(series)
     for position, (name, count_C) in enumerate(series.items()):
         offset = (position - (len(series) - 1) / 2) * thick
@@ -1009,18 +834,18 @@ def _bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
             np.arange(len(count_C)) + offset, count_C, thick, color=COLOURS[position], label=name
         )
         axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
-    _numbers_statistics(axes.xaxis, series)
+    _count_axis(axes.xaxis, series)
 
 
-def _points_statistics(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
+def _count_points(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     """A point for each class, where there are too many for bars."""
     for colour, (name, count_C) in zip(COLOURS, series.items()):
         axes.plot(count_C, ".", color=colour, label=name, markersize=3)
-    _numbers_statistics(axes.yaxis, series)
+    _count_axis(axes.yaxis, series)
     axes.set_xlabel("classes, the most common first")
 
 
-def _numbers_statistics(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
+def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
     """From 0, logarithmic where they lie far apart; an eighth stays free, for what is beside."""
     everything = np.concatenate(list(series.values()))
     most, name = max(1, everything.max()), axis.axis_name
@@ -1051,13 +876,13 @@ def _boxes(splits: Mapping[str, Objects]) -> Figure:
     for axis in (plane.xaxis, plane.yaxis):
         _powers_of_two(axis, bins)
     figure.colorbar(mesh, ax=plane, label="boxes")
-    _shares_statistics(
+    _size_histograms(
         sides,
         {name: np.sqrt(o.input_M2[alone[name]].prod(1)) for name, o in splits.items()},
         "side in the input, pixels",
         "side = square root of the area",
     )
-    _shares_statistics(
+    _size_histograms(
         shapes,
         {name: o.shapes_M[alone[name]] for name, o in splits.items()},
         "width / height in the original",
@@ -1067,9 +892,7 @@ def _boxes(splits: Mapping[str, Objects]) -> Figure:
     return figure
 
 
-def _shares_statistics(
-    axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, title: str
-) -> None:
+def _size_histograms(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, title: str) -> None:
     """Histograms on one logarithmic axis, each as shares of its own values."""
     positive = {name: np.maximum(values, 1e-3) for name, values in series.items()}
     everything = np.concatenate(list(positive.values()))
@@ -1132,7 +955,7 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
     objects_axes, sizes_axes = figure.subplots(1, 2)
     counts = {name: objects.per_image_N for name, objects in splits.items()}
     most = int(max(count_N.max(initial=1) for count_N in counts.values()))
-    step = -(-(most + 1) // _MOST_BARS_statistics)
+    step = -(-(most + 1) // _MOST_COUNT_BARS)
     bins = (np.arange(0, most + 1 + step, step) - 0.5).tolist()
     for colour, (name, count_N) in zip(COLOURS, counts.items()):
         weights = np.full(len(count_N), 100 / max(1, len(count_N)))
@@ -1160,8 +983,8 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
     return figure
 
 
-_MOST_NAMED_studies = 12  # settings; of more, as in a search, each is a thin line without a name
-_POINTS = 50
+_MOST_NAMED_SETTINGS = 12  # settings; of more, as in a search, each is a thin line without a name
+_STUDY_POINTS = 50
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -1178,7 +1001,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    named = len(settings) <= _MOST_NAMED_studies
+    named = len(settings) <= _MOST_NAMED_SETTINGS
     lengths = {round(curve[-1, 0], 3) for found in settings.values() for curve in found}
     in_shares = len(lengths) > 1 and named
     styles = cycle([(colour, dash) for dash in DASHES for colour in COLOURS])
@@ -1203,7 +1026,7 @@ def _over_run(found: Sequence[np.ndarray], in_shares: bool) -> tuple[np.ndarray,
     """Places, and the values of each curve there, between its first and its last evaluation."""
     placed = [curve[:, 0] / (curve[-1, 0] if in_shares else 1.0) for curve in found]
     first, last = max(each[0] for each in placed), min(each[-1] for each in placed)
-    x = np.linspace(min(first, last), last, _POINTS)
+    x = np.linspace(min(first, last), last, _STUDY_POINTS)
     return x, np.stack([np.interp(x, at, curve[:, 1]) for at, curve in zip(placed, found)])
 
 

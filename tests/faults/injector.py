@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import RESTART_VARIABLE, ConfigError
+from ppdist.common.errors import ConfigError
+from ppdist.common.process import RESTART_VARIABLE
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun
 from tests.faults import fault as faults

@@ -3,7 +3,7 @@
 import os
 
 from ppdist import cli
-from ppdist.common import errors
+from ppdist.common import process
 
 
 def main() -> int:
@@ -12,11 +12,11 @@ def main() -> int:
     from tests.faults.fault import VARIABLE, parse_faults
 
     planned = parse_faults(os.environ.get(VARIABLE, ""))
-    errors.hold_signals()  # Paddle, which the injector imports, has handlers of its own
+    process.hold_signals()  # Paddle, which the injector imports, has handlers of its own
     from tests.faults.injector import FaultInjector
 
     return cli.train(arguments, [FaultInjector(planned)])
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    process.run(main)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import printable
+from ppdist.common.process import printable
 from tests.test_architecture import REPOSITORY, sources, tree_of
 
 # Names that run what they read, or put files where their content says.

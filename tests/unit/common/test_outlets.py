@@ -69,8 +69,8 @@ def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(
         (small_disk / "junk").unlink()
         log.metrics({"step": 2})
     out, err = capsys.readouterr()
-    assert out.count("metrics.jsonl cannot be written, training goes on without it") == 1
-    assert out.count("VisualDL cannot be written, training goes on without it") == 1
+    assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
+    assert out.count("VisualDL cannot be written, continuing without it") == 1
     assert err.count("train.log cannot be written: [Errno 28]") == 1 and "Traceback" not in err
     records = read_metrics(run / "metrics.jsonl")
     assert len(records) == len((run / "metrics.jsonl").read_text().splitlines()), "no half line"
@@ -98,8 +98,8 @@ def test_an_output_dir_that_is_removed_costs_one_line_and_comes_back(tmp_path, c
     run = tmp_path / "run"
     a_run(run, between=lambda: shutil.rmtree(run))
     out, err = capsys.readouterr()
-    assert out.count("metrics.jsonl cannot be written, training goes on without it") == 1
-    assert out.count("VisualDL cannot be written, training goes on without it") == 1
+    assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
+    assert out.count("VisualDL cannot be written, continuing without it") == 1
     assert err.count("train.log cannot be written: [Errno 2]") == 1
     assert out.count("after step") == 4, "the console still says everything"
 
@@ -127,7 +127,7 @@ def test_visualdl_may_fail_in_any_call_and_in_any_way(
     monkeypatch.setattr(VisualDLWriter, method, fails(kind))
     a_run(tmp_path)
     said = capsys.readouterr().out
-    assert said.count(f"training goes on without it: {kind.__name__}: made to fail") == 1
+    assert said.count(f"continuing without it: {kind.__name__}: made to fail") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
@@ -171,7 +171,7 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
 
 A_TOOL = """
 import pathlib, sys
-from ppdist.common import errors
+from ppdist.common import process
 from ppdist.common.logging import RunLog
 from ppdist.common.logging import read_metrics
 def main():
@@ -185,7 +185,7 @@ def main():
             log.metrics({"step": step})
         print("left in the buffer of stdout", end="")
     return 0 if sys.argv[2] == "well" else 75
-errors.run(main)
+process.run(main)
 """
 
 

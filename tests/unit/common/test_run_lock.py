@@ -44,7 +44,7 @@ def holder(tmp_path):
 
 def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path, monkeypatch):
     process, child = holder
-    monkeypatch.setattr(files, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     told = rf"another training writes there \(process {process.pid} on host .+ since \d{{4}}-"
     with pytest.raises(ConfigError, match=told):
         hold(tmp_path / "run")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ppdist.common.logging import RunRecords, read_metrics, run_summary, step_of
+from ppdist.common.logging import MetricRecords, read_metrics, run_summary, step_of
 
 START = {"step": 0, "derived": {"steps": {"value": 200, "why": "so"}}}
 END = {"step": 200, "finished": "total"}
@@ -14,16 +14,16 @@ def evaluated(step: int, score: float) -> dict:
 
 
 def test_a_run_that_ended_and_was_started_again_has_not_ended():
-    assert RunRecords.of([START, END]).finished == "total"
+    assert MetricRecords.of([START, END]).finished == "total"
     again = {**START, "step": 200}
-    assert RunRecords.of([START, END, again, {"step": 240, "loss": 1.0}]).finished == ""
+    assert MetricRecords.of([START, END, again, {"step": 240, "loss": 1.0}]).finished == ""
     stopped = {"step": 300, "finished": "signal"}
-    assert RunRecords.of([START, END, again, stopped]).finished == "signal"
+    assert MetricRecords.of([START, END, again, stopped]).finished == "signal"
 
 
 def test_a_return_takes_back_what_lies_beyond_its_step():
     ranks = {"step": 240, "rank_step_seconds": [1.0]}
-    found = RunRecords.of(
+    found = MetricRecords.of(
         [
             {"step": 180, "loss": 1.0}, evaluated(180, 0.5), {"step": 240, "loss": 9.0}, ranks,
             evaluated(240, 0.9), {"step": 180, "returned_from_step": 260},
@@ -32,13 +32,13 @@ def test_a_return_takes_back_what_lies_beyond_its_step():
     )  # fmt: skip
     assert [each["step"] for each in found.steps] == [180, 200]
     assert [each["mAP"] for each in found.evaluations] == [0.5, 0.6]
-    assert found.ranks == [] and len(found.returns) == 1
+    assert found.ranks == [] and len(found.rollbacks) == 1
 
 
 def test_records_of_no_kind_and_without_a_step_are_left_out():
     odd = [{"loss": 1}, {"step": True, "loss": 1}, {"step": "3", "loss": 1}, {"step": 3}]
     odd += [{"step": 1e400, "loss": 1}, {"step": 10**400, "loss": 1}, {"step": 1, "derived": []}]
-    assert RunRecords.of(odd) == RunRecords()
+    assert MetricRecords.of(odd) == MetricRecords()
 
 
 def test_lines_that_are_no_json_cost_themselves_alone(tmp_path: Path):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.logging import RunLog
-from tests.unit.common.test_curves import ANALYSIS
+from tests.unit.common.test_writers import ANALYSIS
 
 pytestmark = pytest.mark.slow
 STEPS = range(10, 110, 10)
@@ -27,12 +27,12 @@ def address(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("output") / "tiny_run"
     for resume_step, steps in ((None, range(10, 80, 10)), (50, range(60, 110, 10))):
         with RunLog(folder, True, 100, 20, resume_step) as log:
-            log.curves.describe({"lr": 0.01, "total_batch": 16}, ["mAP"], {"train": "epochs=5"})
+            log.writers.describe({"lr": 0.01, "total_batch": 16}, ["mAP"], {"train": "epochs=5"})
             for step in steps:
                 log.metrics({"step": step, "loss": 100.0 / step, "lr": 0.01})
             log.metrics({"step": steps[-1], "mAP": 0.5, "AP/RBC": 0.4, "eval_seconds": 1.0})
-            log.curves.pr_curves(steps[-1], ANALYSIS)
-            log.curves.histograms(steps[-1], {"weights/head": np.arange(9.0)})
+            log.writers.pr_curves(steps[-1], ANALYSIS)
+            log.writers.histograms(steps[-1], {"weights/head": np.arange(9.0)})
             log.images("val", steps[-1], [np.full((64, 64, 3), 120, np.uint8)])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common import errors
+from ppdist.common import process
 from tests.unit.data.sets import write_images
 
 TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "data.py")
@@ -41,7 +41,7 @@ def run(*arguments: object) -> Ended:
         mock.patch.object(sys, "argv", [TOOL, *map(str, arguments)]),
         pytest.raises(SystemExit) as ended,
     ):
-        errors.run(tool.main)
+        process.run(tool.main)
     return Ended(ended.value.code, out.getvalue(), err.getvalue())
 
 

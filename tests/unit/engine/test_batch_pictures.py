@@ -104,7 +104,7 @@ def test_validation_images_that_cannot_be_written_cost_one_warning(tmp_path):
         for step in (1, 2):
             validation.show(step, step, {"mAP": 0.5})
     text = (tmp_path / "train.log").read_text()
-    assert text.count("plots/val_batch_*.jpg cannot be written, training goes on without it") == 1
+    assert text.count("plots/val_batch_*.jpg cannot be written, continuing without it") == 1
 
 
 @pytest.mark.parametrize(("count", "files"), [(0, 0), (1, 1), (4, 1), (5, 2)])

@@ -30,7 +30,7 @@ class Heard:
     def info(self, message):
         self.lines.append(message)
 
-    def time_left(self, step):
+    def eta(self, step):
         return f"  ETA {100 - step}s"
 
 
@@ -101,7 +101,7 @@ def run(tmp_path_factory):
         )
         with experiment.log:
             assert experiment.trainer.fit() == 0
-            experiment.log.closing()
+            experiment.log.run_summary()
     return folder / "run", screen.getvalue()
 
 

@@ -9,7 +9,8 @@ import paddle
 import pytest
 from safetensors.numpy import load_file
 
-from ppdist.common.errors import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE, ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, is_out_of_memory
+from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import recovery

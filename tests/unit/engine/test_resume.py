@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppdist.common.errors import JOB_DIR_VARIABLE, CheckpointError
+from ppdist.common.errors import CheckpointError
+from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import state as module

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import STOP_SIGNALS
+from ppdist.common.process import STOP_SIGNALS
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import trainer
@@ -113,7 +113,7 @@ def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
 )
 def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_nohup) -> None:
     code = (
-        "import os\nfrom ppdist.common import errors\nerrors.hold_signals()\n"
+        "import os\nfrom ppdist.common import process\nprocess.hold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
         "from ppdist.engine import trainer\n"  # with Paddle, and its handler
         "trainer.until_first_step()\nprint('went on')\n"
@@ -129,13 +129,13 @@ def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_n
 
 def test_what_a_rank_has_reported_is_its_exit_code_whatever_comes_while_it_ends(tmp_path) -> None:
     code = (
-        "import os, signal\nfrom ppdist import errors\n"
+        "import os, signal\nfrom ppdist.common import process\n"
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
         "class Late:\n"
         "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n"
         "late = Late()\n"  # goes when Python takes its modules, and its handlers, away
-        "errors.run(lambda: 75)\n"
+        "process.run(lambda: 75)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PPDIST_EXIT_DIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=600)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
-from ppdist.common.errors import ConfigError, DataError, UserError, WeightsError, printable
+from ppdist.common.errors import ConfigError, DataError, UserError, WeightsError
+from ppdist.common.process import printable
 from ppdist.config import load_config
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.data.datasets.synthetic import make_shapes

@@ -20,7 +20,8 @@ PATIENCE = 100.0  # seconds; a hang is a failed test
 PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
-from ppdist.common.errors import DataError, run
+from ppdist.common.errors import DataError
+from ppdist.common.process import run
 rank = int(os.environ["PADDLE_TRAINER_ID"])
 """
 ALL_REDUCE = """

@@ -277,7 +277,7 @@ def test_a_host_whose_ranks_all_wait_leaves_the_word_to_the_others_first(host) -
 
 
 def fail(ranks: Ranks, rank: int, code: str) -> None:
-    """As errors.run and worker.py leave it."""
+    """As process.run and worker.py leave it."""
     ranks.processes.pop(rank).kill()
     worker.end_report(ranks.folder, rank, rank, 1)
     failure = Failure("crash" if code == "crash" else "rank", code, "Traceback: boom")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ppdist.report.of_one import show, status_of
+from ppdist.report.evaluation import scores_of
+from ppdist.report.one_run import show, status_of
 from ppdist.report.run import read_run
-from ppdist.report.scores import scores_of
 from tests.unit.report.folders import make_run
 
 

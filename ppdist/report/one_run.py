@@ -8,8 +8,8 @@ from typing import Any
 
 from ppdist.common.logging import duration
 from ppdist.report.charts import Chart, Point, Series, chart
+from ppdist.report.evaluation import Scores, scores_of, share
 from ppdist.report.run import Numbers, Run
-from ppdist.report.scores import Scores, scores_of, share
 
 _PARTS_OF_EVALUATION = {  # key of a record -> name of the curve, colour of style.css
     "mAP": ("mAP 0.50:0.95", 0),
@@ -270,7 +270,7 @@ def slow_ranks(run: Run) -> str:
 def _happened(run: Run) -> Iterator[str]:
     for step, _ in run.starts[1:]:
         yield f"Started again, from step {step:.0f}."
-    for came, went, why in run.returns:
+    for came, went, why in run.rollbacks:
         yield f"Went back from step {came:.0f} to step {went:.0f}: {why}."
     if run.bad_images:
         yield f"{run.bad_images} images could not be used; others took their places."

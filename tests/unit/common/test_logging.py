@@ -74,7 +74,7 @@ def test_a_run_that_goes_back_drops_what_it_will_compute_again(tmp_path):
     with open_log(tmp_path) as log:
         for step in (10, 20, 30):
             log.metrics({"step": step, "loss": float(step)})
-        log.go_back(10)
+        log.rollback(10)
         log.metrics({"step": 20, "loss": 0.5})
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [(r["step"], r["loss"]) for r in records] == [(10, 10.0), (20, 0.5)]
@@ -159,7 +159,7 @@ def test_a_visualdl_folder_that_cannot_be_made_costs_one_warning(tmp_path, capsy
             log.metrics({"step": step, "loss": 1.0})
             log.images("val", step, [np.zeros((8, 8, 3), np.uint8)])
     out = capsys.readouterr().out
-    assert out.count("VisualDL cannot be written, training goes on without it") == 1
+    assert out.count("VisualDL cannot be written, continuing without it") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
@@ -174,7 +174,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_whole_records(tmp_path, monkey
 
     with open_log(tmp_path) as log:
         log.metrics({"step": 1, "loss": 1.0})
-        file = log.curves._files["VisualDL"]
+        file = log.writers._writers["VisualDL"]
         file._file.close()
         file._file = FullDisk(file._path, "ab")
         monkeypatch.setattr("ppdist.common.logging.io.FileIO", FullDisk)
@@ -297,7 +297,7 @@ def test_the_closing_table_names_best_and_last_and_where_everything_is(tmp_path,
             log.metrics({"step": step, "mAP": score, "eval_seconds": 1.0})
         with log.spending("evaluation", 20):
             pass
-        log.closing()
+        log.run_summary()
     out = " ".join(capsys.readouterr().out.split())
     for text in ("best │ mAP 0.5000", "last │ mAP 0.4000", "visualdl --logdir", "training 100%"):
         assert text in out, f"{text} in {out}"

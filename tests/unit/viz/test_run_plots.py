@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common.logging import RunRecords
+from ppdist.common.logging import MetricRecords
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.viz import plots
-from ppdist.viz.plots import draw_run, folders_of_images
+from ppdist.viz.run_plots import draw_run, folders_of_images
 
 OF_METRICS = ["results.png", "lr.png", "speed.png"]
 OF_EVALUATION = [
@@ -91,7 +91,7 @@ def write(folder: Path, records: list[dict] | None = None, evaluation: dict | No
 
 
 def history_of(records: list[dict], metric: str = "") -> plots.History:
-    return plots.History.of(RunRecords.of(records), metric)
+    return plots.History.of(MetricRecords.of(records), metric)
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -268,10 +268,9 @@ def test_metrics_that_cannot_be_read_cost_no_picture_of_the_evaluation(tmp_path,
 
 
 def test_without_matplotlib_there_is_one_warning(tmp_path, monkeypatch, caplog):
-    for name in [name for name in sys.modules if name.startswith("ppdist.viz.plots.")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "ppdist.viz.plots")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delattr("ppdist.viz.plots", raising=False)
+    monkeypatch.delattr("ppdist.viz.plots")
     assert draw_run(write(tmp_path, trained(40))) == []
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING and "could not draw" in warning.getMessage()

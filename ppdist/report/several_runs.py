@@ -16,10 +16,9 @@ from pathlib import Path
 
 from ppdist.common.logging import duration
 from ppdist.report.charts import Chart
-from ppdist.report.of_one import Drawn, seconds_of, speed_of, status_of, training_charts
-from ppdist.report.run import Run
-from ppdist.report.scores import Table
-from ppdist.report.settings import written
+from ppdist.report.evaluation import Table
+from ppdist.report.one_run import Drawn, seconds_of, speed_of, status_of, training_charts
+from ppdist.report.run import Run, written
 
 # Keys that make no other experiment: where files lie, what is said, and chance.
 _SAME_EXPERIMENT = ("seed", "output_dir", "log.")

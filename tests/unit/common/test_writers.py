@@ -25,12 +25,12 @@ PARAMETERS = {"lr": 0.01, "ranks": 2, "model": "yolov5 n"}
 
 def write(folder: Path, resume_step: int | None, steps: range, **config) -> None:
     with RunLog(folder, True, 100, 10, resume_step, **config) as log:
-        log.curves.describe(PARAMETERS, ["mAP", "eval_seconds"], {"run": f"seed={resume_step}"})
+        log.writers.describe(PARAMETERS, ["mAP", "eval_seconds"], {"run": f"seed={resume_step}"})
         for step in steps:
             log.metrics({"step": step, "mAP": step / 100, "eval_seconds": 1.0})
             log.images("validation", step, [np.full((8, 8, 3), 120, np.uint8)])
-            log.curves.pr_curves(step, ANALYSIS)
-            log.curves.histograms(step, {"weights/head": np.arange(100.0) - 50})
+            log.writers.pr_curves(step, ANALYSIS)
+            log.writers.histograms(step, {"weights/head": np.arange(100.0) - 50})
 
 
 def visualdl_records(folder: Path, kind: str, tag: str) -> list:
@@ -69,10 +69,10 @@ def test_visualdl_reads_curves_spreads_and_hyper_parameters(tmp_path):
 
 def test_after_going_back_visualdl_still_knows_what_run_it_is(tmp_path):
     with RunLog(tmp_path, True, 100, 10, None) as log:
-        log.curves.describe(PARAMETERS, ["mAP"], {"run": "a=1"})
+        log.writers.describe(PARAMETERS, ["mAP"], {"run": "a=1"})
         for step in (10, 20):
             log.metrics({"step": step, "loss": 1.0})
-        log.go_back(10)
+        log.rollback(10)
         log.metrics({"step": 20, "loss": 2.0})
     assert len(visualdl_records(tmp_path, "hyper_parameters", "hparam")) == 1
     points = visualdl_records(tmp_path, "scalar", "train/loss")
@@ -138,7 +138,7 @@ def test_a_full_disk_costs_tensorboard_one_warning_and_the_run_goes_on(tmp_path,
             raise OSError(28, "No space left on device")
 
     with RunLog(tmp_path, True, 100, 10, None, tensorboard=True) as log:
-        file = log.curves._files["TensorBoard"]
+        file = log.writers._writers["TensorBoard"]
         path = file._file.name
         file._file.close()
         file._file = FullDisk(path, "ab")
