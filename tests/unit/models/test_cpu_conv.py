@@ -190,7 +190,7 @@ def test_the_self_check_says_that_there_is_no_library(monkeypatch):
     def missing():
         raise OSError("no libdnnl.so in libs")
 
-    monkeypatch.setattr(convert.onednn, "library", missing)
+    monkeypatch.setattr(convert.ops, "library", missing)
     assert self_check(nn.Sequential(nn.Conv2D(3, 8, 3))) == "no libdnnl.so in libs"
 
 
