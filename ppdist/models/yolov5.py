@@ -169,6 +169,8 @@ class YOLOv5(Detector):
 
     Attributes:
         image_size: (height, width) in pixels the anchors are meant for.
+        given_anchors_LA2: `model.anchors`, which stay whatever a weight file has; None: not given.
+        fits_anchors: the trainer may fit other anchors to the training set.
     """
 
     needs_anchors = True
@@ -189,6 +191,8 @@ class YOLOv5(Detector):
         self.head = YOLOv5Head(channels, config.num_classes)
         start_uniform(self)
         self._start_predictors()
+        self.given_anchors_LA2 = np.array(config.anchors) if config.anchors else None
+        self.fits_anchors = config.auto_anchor and not config.anchors
         published = P6_ANCHORS if four_levels else P5_ANCHORS
         self.set_anchors(np.array(config.anchors or published))
 
