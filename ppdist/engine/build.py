@@ -20,7 +20,6 @@ from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml
 from ppdist.config.data import Resize
 from ppdist.config.loss import YOLOv5LossConfig
-from ppdist.config.model import YOLOv5Config
 from ppdist.config.validate import surprises
 from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
@@ -342,8 +341,10 @@ def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport 
         return None
     weights = Path(config.model.pretrained)
     report = comm.together(lambda: load_weights(model, weights))
-    if isinstance(config.model, YOLOv5Config) and config.model.anchors:
-        model.set_anchors(np.array(config.model.anchors))  # the file has anchors of its own
+    if model.needs_anchors:
+        assert isinstance(model, YOLOv5)  # the only one
+        if model.given_anchors_LA2 is not None:  # the file has anchors of its own
+            model.set_anchors(model.given_anchors_LA2)
     return report
 
 
@@ -419,10 +420,10 @@ def _settle_anchors(
     config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
 ) -> None:
     """Gives a YOLOv5 other anchors where its own do not reach the boxes; every rank calls it."""
-    if not isinstance(config.loss, YOLOv5LossConfig):
+    if not model.needs_anchors:
         return
-    assert isinstance(config.model, YOLOv5Config) and isinstance(model, YOLOv5)
-    if config.model.anchors or not config.model.auto_anchor:
+    assert isinstance(model, YOLOv5) and isinstance(config.loss, YOLOv5LossConfig)  # the only ones
+    if not model.fits_anchors:
         return
     better_LA2 = better_anchors(
         model.anchors_LA2,

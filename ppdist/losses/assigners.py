@@ -1,10 +1,11 @@
-"""Which prediction learns which object: ATSS (before the head knows anything) and TAL (after).
+"""Which prediction learns which object: ATSS and task-aligned (TAL) assignment.
 
-Both return an `Assignment`: not a plane over all predictions but a list of S slots per image, the
-candidates the objects themselves named, S = min(M * candidates per object, N).  What follows
-(boxes, distributions, soft labels) is computed on slots only, and nothing here has a shape that
-depends on values, so there is no host synchronisation.  Nothing has the size boxes x predictions x
-classes; TAL's planes of boxes x predictions are worked off a few boxes at a time.
+ATSS serves before the head knows anything, TAL after.  Both return an `Assignment`: not a plane
+over all predictions but a list of S slots per image, the candidates the objects themselves named,
+S = min(M * candidates per object, N).  What follows (boxes, distributions, soft labels) is computed
+on slots only, and nothing here has a shape that depends on values, so there is no host
+synchronisation.  Nothing has the size boxes x predictions x classes; TAL's planes of boxes x
+predictions are worked off a few boxes at a time.
 
 Letters: B images, M padded boxes, N predictions, K candidates per box, S slots, C classes.
 """

@@ -1,8 +1,6 @@
-"""Distribution focal loss (arXiv:2006.04388, equation 6).
+"""The PP-YOLOE loss: varifocal, GIoU and distribution focal loss.
 
-Varifocal loss (arXiv:2008.13367, equation 2).
-
-The PP-YOLOE loss: varifocal + GIoU + distribution focal, over ATSS and later TAL assignment.
+Targets are assigned by ATSS in the first epochs, later by TAL.
 """
 
 from typing import NamedTuple
@@ -37,6 +35,8 @@ def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
     """How far the side distributions are from their targets, mean over the four sides: [B, S].
 
         loss = -(r + 1 - y) * log p_r - (y - r) * log p_{r+1},   r = floor(y)
+
+    Source: Li et al. 2020, arXiv:2006.04388, equation 6.
 
     Args:
         logits_BS4R: logits over the integer lengths 0..R-1; the gradient flows here.
@@ -77,6 +77,7 @@ def varifocal_loss(
         taken_BS: 1 where the slot is positive, else 0.
 
     Returns: 0-D float32 sum.
+    Source: Zhang et al. 2020, arXiv:2008.13367, equation 2.
     """
     chosen = paddle.gather(logits_BCN.flatten(), positive_BS.flatten())
     score, taken = score_BS.flatten(), taken_BS.flatten()

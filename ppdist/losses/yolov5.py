@@ -1,11 +1,10 @@
-"""Which anchors of which cells learn which object: YOLOv5's matching, by position and shape alone.
+"""The YOLOv5 loss: CIoU, objectness and class, over anchors matched by shape.
 
-Every object of every image gets three slots a level, one for each cell it may fall to, whether it
-falls there or not; so nothing has a shape that depends on values, and nothing waits for the host.
+The matching looks at position and shape alone.  Every object of every image gets three slots a
+level, one for each cell it may fall to, whether it falls there or not; so nothing has a shape that
+depends on values, and nothing waits for the host.
 
 Letters: B images, M padded boxes, A anchors per level, S = 3 * M slots.
-
-The YOLOv5 loss: CIoU + objectness + class, over anchors matched by shape.
 """
 
 from typing import NamedTuple

@@ -1,14 +1,10 @@
-"""What kind of mistake each detection is, what each kind costs, and which class is taken for which.
+"""Error analysis of a detector: evaluation.json and its text.
+
+Error types of detections (TIDE), what each type costs, and which class is taken for which.  One
+operating point runs through it: IoU 0.5, and the confidence at which the mean F1 is largest.
+docs/evaluation.md describes the file.
 
 F detections, G objects, C classes.
-
-What evaluation.json says of which class was taken for which.
-
-What an evaluation says besides its headline: evaluation.json (described in docs/evaluation.md).
-
-One operating point runs through it: IoU 0.5, and the confidence at which the mean F1 is largest.
-
-An evaluation.json as text: the numbers by size and by class, and the kinds of mistakes.
 """
 
 from collections.abc import Sequence
@@ -116,7 +112,7 @@ def count_kinds(
 def gains(
     truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray, classes: int
 ) -> dict[str, float | None]:
-    """How much mAP50 would rise with one kind of mistake mended, all others left; of all
+    """How much mAP50 would rise with one error type mended, all others left; of all
     detections, however unsure.
 
     A wrong place or class is put right where no detection found the object, of several about one
@@ -160,7 +156,7 @@ def gains(
 
 def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
     """Of each object that no detection found, the surest that is about it with a wrong place or
-    class; int64 [K] positions in Found."""
+    class; int64 [K] positions in `Detections`."""
     found_G = np.zeros(len(truth.label_G), bool)
     found_G[about_F[kind_F == Kind.CORRECT]] = True
     wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))

@@ -1,11 +1,9 @@
-"""Which detection found which object: flat arrays over a whole set, and COCO's and VOC's rules.
+"""Which detection found which object, by COCO's and VOC's rules.
 
-G objects, F detections, P pairs of both, N images.
+From that: precision, recall and F1 by confidence, average precision by recall, and calibration, at
+one IoU.  Flat arrays over a whole set; a detection on a crowd counts nowhere.
 
-Precision, recall and F1 by confidence, average precision by recall, and calibration.
-
-All from who found what at one IoU (`ppdist.metrics.matching`).  C classes, T confidences,
-R recalls.  A detection on a crowd counts nowhere.
+G objects, F detections, P pairs of both, N images, C classes, T confidences, R recalls.
 """
 
 import warnings
@@ -42,7 +40,8 @@ class GroundTruth(NamedTuple):
 class Detections(NamedTuple):
     """Detections of a set, the surest first; of equally sure ones that of the earlier image.
 
-    image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as `Truth.box_G4`.
+    image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as
+    `GroundTruth.box_G4`.
     """
 
     image_F: np.ndarray
@@ -54,9 +53,9 @@ class Detections(NamedTuple):
 class Pairs(NamedTuple):
     """Detections and objects of one image that overlap by NEAR or more, of any classes.
 
-    found_P, object_P: int64 positions in Found and Truth, rising.  iou_P: float64 intersection over
-    union.  overlap_P: the same, but the part of the detection that lies on it where the object is a
-    crowd, as COCO has it.
+    found_P, object_P: int64 positions in `Detections` and `GroundTruth`, rising.  iou_P: float64
+    intersection over union.  overlap_P: the same, but the part of the detection that lies on it
+    where the object is a crowd, as COCO has it.
     """
 
     found_P: np.ndarray
@@ -381,7 +380,7 @@ def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> li
     """Of each class, whether each detection found an object, crowds left out; bool, surest first.
 
     Args:
-        label_F, match_F: of detections in the order of `Found`.
+        label_F, match_F: of detections in the order of `Detections`.
     """
     counted_F = match_F != CROWD
     label_F, match_F = label_F[counted_F], match_F[counted_F]

@@ -1,21 +1,50 @@
-"""CSPRepResNet, the backbone of PP-YOLOE (arXiv:2203.16250): images to features of strides 4 to 64.
+"""Backbones: normalised images to features of several levels.
 
-Attribute names are the official state-dict keys, so published weights load unchanged.
+A level is named by the power of two of its stride: level 3 (P3) has stride 8.
+
+A new backbone is one class and one row of `BACKBONES`.  Attribute names of layers are state-dict
+keys, so published weights load unchanged.
+Sources: CSPRepResNet arXiv:2203.16250, CSPDarknet (YOLOv5, release 6) arXiv:1911.11929.
 """
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.models.layers import ConvBNLayer, EffectiveSELayer, RepBlock
+from ppdist.common.errors import ConfigError
+from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
 
-# At width 1 and depth 1, by the last level (stride 2^level).  With 6 the original has nothing: the
-# widest stage moves up, as in other detectors of large images, and the neck keeps its 3/4 of it.
-STAGE_CHANNELS = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}  # stem, P2 ...
-STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6
+
+class Backbone(nn.Layer):
+    """Base of all backbones: the contract between a backbone, its model and the optimizer.
+
+    Attributes:
+        finest: the finest level that it has.
+        coarsest: the levels at which it can end.
+        strides: pixels per cell of each feature, fine to coarse.
+        channels: of each feature, in the same order.
+        stage_keys: one row for each stage, in the order in which an image passes them: the
+            beginnings of its state-dict keys, whole names between dots.  Every key begins with one
+            of them.  Freezing and layer-wise learning rates count these stages; the first
+            beginning names the stage.
+    """
+
+    finest: ClassVar[int]
+    coarsest: ClassVar[tuple[int, ...]]
+    strides: tuple[int, ...]
+    channels: tuple[int, ...]
+    stage_keys: tuple[tuple[str, ...], ...]
+
+    def forward(self, images_B3HW: Tensor) -> list[Tensor]:
+        """Features [B, channels, H / stride, W / stride], fine to coarse."""
+        raise NotImplementedError
 
 
 class Stem(nn.Layer):
-    """Three 3x3 ConvNorms, the first with stride 2."""
+    """Three 3x3 ConvBNLayers, the first with stride 2."""
 
     def __init__(self, out_channels: int) -> None:
         super().__init__()
@@ -47,26 +76,124 @@ class CSPResStage(nn.Layer):
         return self.conv3(self.attn(mixed))
 
 
-class CSPRepResNet(nn.Layer):
-    """CSPRepResNet: images to features of strides 2^first ... 2^last."""
+class CSPRepResNet(Backbone):
+    """The backbone of PP-YOLOE.
 
-    def __init__(self, depth: float, width: float, scaled: bool, first: int, last: int) -> None:
+    Args:
+        depth, width: blocks per stage and channels as multiples of size l.
+        first, last: levels of the finest and the coarsest feature.
+        scaled: a learned scale on the 1x1 branches (PP-YOLOE+).
+    """
+
+    finest, coarsest = 2, (5, 6)
+    # At width 1, by the last level: of the stem, P2 and up.  With 6 the original has nothing: the
+    # widest stage moves up, as in other detectors of large images; the neck keeps its 3/4 of it.
+    STAGE_CHANNELS: ClassVar = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}
+    STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6, at depth 1
+
+    def __init__(
+        self, depth: float, width: float, first: int, last: int, scaled: bool = False
+    ) -> None:
         super().__init__()
-        channels = [scaled_width(c, width) for c in STAGE_CHANNELS[last]]
-        counts = [max(round(n * depth), 1) for n in STAGE_BLOCKS]
+        channels = [scaled_width(c, width) for c in self.STAGE_CHANNELS[last]]
+        counts = [scaled_repeats(n, depth) for n in self.STAGE_BLOCKS]
         sizes = zip(channels, channels[1:], counts)
         self.stem = Stem(channels[0])
         self.stages = nn.LayerList([CSPResStage(*size, scaled) for size in sizes])
         self.first = first
-        self.out_channels = channels[first - 1 :]
+        self.strides = tuple(2**level for level in range(first, last + 1))
+        self.channels = tuple(channels[first - 1 :])
+        self.stage_keys = (("stem",), *((f"stages.{i}",) for i in range(len(self.stages))))
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        features = [self.stem(images)]
+    def forward(self, images_B3HW: Tensor) -> list[Tensor]:
+        features = [self.stem(images_B3HW)]
         for stage in self.stages:
             features.append(stage(features[-1]))
         return features[self.first - 1 :]  # the stem's is level 1
 
 
+class CSPDarknet(Backbone):
+    """The backbone of YOLOv5.
+
+    Args:
+        depth, width: blocks per stage and channels as multiples of size l.
+        first, last: levels of the finest and the coarsest feature.
+        pooling: the last feature passes SPPF (detectors).
+    """
+
+    finest, coarsest = 3, (5, 6)
+    # At width 1 and depth 1, by the last level: channels of levels 1 (the stem) and up, and
+    # bottlenecks in the stages of levels 2 and up.
+    STAGE_CHANNELS: ClassVar = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}
+    STAGE_BLOCKS: ClassVar = {5: (3, 6, 9, 3), 6: (3, 6, 9, 3, 3)}
+
+    def __init__(
+        self, depth: float, width: float, first: int, last: int, pooling: bool = True
+    ) -> None:
+        super().__init__()
+        channels = [math.ceil(c * width / 8) * 8 for c in self.STAGE_CHANNELS[last]]
+        blocks = [scaled_repeats(n, depth) for n in self.STAGE_BLOCKS[last]]
+        # Layers are registered in the order they run: data parallel training sends gradients in
+        # buckets of neighbours, which are ready together only then.
+        before = channels[0]
+        self.stem = yolov5_conv(3, before, 6, stride=2, padding=2)
+        self.levels = tuple(range(2, last + 1))
+        for level, out, count in zip(self.levels, channels[1:], blocks, strict=True):
+            self.add_sublayer(f"down{level}", yolov5_conv(before, out, 3, stride=2))
+            self.add_sublayer(f"stage{level}", C3(out, out, count, residual=True))
+            before = out
+        self.sppf = SPPF(before) if pooling else None
+        self.first = first
+        self.strides = tuple(2**level for level in range(first, last + 1))
+        self.channels = tuple(channels[first - 1 :])
+        rows = [(f"down{level}", f"stage{level}") for level in self.levels[:-1]]
+        coarsest = (f"down{last}", f"stage{last}", *(("sppf",) if pooling else ()))
+        self.stage_keys = (("stem",), *rows, coarsest)
+
+    def forward(self, images_B3HW: Tensor) -> list[Tensor]:
+        features = [self.stem(images_B3HW)]
+        for level in self.levels:
+            down, stage = getattr(self, f"down{level}"), getattr(self, f"stage{level}")
+            features.append(stage(down(features[-1])))
+        if self.sppf is not None:
+            features[-1] = self.sppf(features[-1])
+        return features[self.first - 1 :]
+
+
+# Every backbone there is, by the name that `model.body` gives it.
+BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": CSPDarknet}
+
+
+def build_backbone(
+    name: str, *, depth: float, width: float, first: int, last: int, **options: bool
+) -> Backbone:
+    """A backbone with fresh weights.
+
+    Args:
+        name: a row of `BACKBONES`.
+        depth, width: blocks per stage and channels as multiples of size l.
+        first, last: levels of the finest and the coarsest feature.
+        options: those of the class.
+    Raises: ConfigError: the backbone has no such levels.
+    """
+    row = BACKBONES[name]
+    if first < row.finest or last not in row.coarsest:
+        ends = " or ".join(f"P{level}" for level in row.coarsest)
+        raise ConfigError(
+            f"P{first}-P{last}: the backbone {name} begins at P{row.finest} and ends at {ends}",
+            code="backbone_without_level",
+            where="model.levels",
+            fix="choose levels that it has, or another backbone",
+        )
+    build: Callable[..., Backbone] = row
+    return build(depth, width, first, last, **options)
+
+
 def scaled_width(channels: int, width: float) -> int:
     """Channels at a width multiple; at least 2, because stages work on halves."""
     return max(round(channels * width), 2)
+
+
+def scaled_repeats(repeats: int, depth: float) -> int:
+    """Blocks of a stage at a depth multiple: rounded, at least 1."""
+    return max(round(repeats * depth), 1)

@@ -1,22 +1,20 @@
-"""What every model offers (normalise, forward, decode, fuse), and detectors besides.
-
-The stages of a model, from the image to the prediction: what freezing and layer decay count.
-
-Frozen parts of a model: weights and statistics that training leaves as they are.
-"""
+"""Base classes of all models and of detectors; freezing their parts."""
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
+from ppdist.models.backbones import Backbone
 from ppdist.models.layers import ConvBNLayer, RepConv
+
+NECK, HEAD = "neck", "head"  # stages behind those of the backbone
+_NECKS = ("neck.", "aux_neck.")
 
 
 class ImageModel(nn.Layer):
@@ -27,6 +25,10 @@ class ImageModel(nn.Layer):
         model.predict(images_B3HW)                        # inference: normalise, forward, decode
 
     Attributes:
+        task: what it predicts: "detect" boxes with classes, "classify" whole images.
+        needs_nms: predictions of one object overlap, so they need suppression.
+        needs_anchors: boxes are predicted as multiples of anchors, which fit a training set.
+        backbone: the layers that see the image first.
         num_classes: C.
         size_multiple: height and width of the input are multiples of this, pixels.
         pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
@@ -37,6 +39,10 @@ class ImageModel(nn.Layer):
             of where weights lack it.  Training goes on from that; nothing is predicted with it.
     """
 
+    task: ClassVar[Literal["detect", "classify"]]
+    needs_nms: bool = False
+    needs_anchors: ClassVar[bool] = False
+    backbone: Backbone
     class_layers: tuple[str, ...] = ()
     training_only: tuple[str, ...] = ()
     twins: tuple[tuple[str, str], ...] = ()
@@ -54,6 +60,27 @@ class ImageModel(nn.Layer):
         self.pixel_mean = list(pixel_mean)
         self.pixel_std = list(pixel_std)
         self._statistics: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def stages(self) -> dict[str, list[str]]:
+        """State-dict keys by stage, in the order in which an image passes the stages.
+
+            PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
+            YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
+
+        Those of the backbone are its `stage_keys`; an auxiliary neck or head belongs to the other.
+        """
+        rows = {f"backbone.{row[0]}": row for row in self.backbone.stage_keys}
+        begins = {f"backbone.{key}.": name for name, row in rows.items() for key in row}
+        stages: dict[str, list[str]] = {name: [] for name in (*rows, NECK, HEAD)}
+        for key in self.state_dict():
+            if key.startswith("backbone."):
+                found = [name for begin, name in begins.items() if key.startswith(begin)]
+                assert len(found) == 1, f"{key} is in {len(found)} stages of the backbone"
+                stages[found[0]].append(key)
+            else:
+                stages[NECK if key.startswith(_NECKS) else HEAD].append(key)
+        return {name: keys for name, keys in stages.items() if keys}
 
     def official_keys(self) -> dict[str, str]:
         """Our state-dict key -> the key under which the original implementation keeps the entry.
@@ -143,6 +170,9 @@ class Detector(ImageModel):
             its tuple becomes `outputs.features`; None: nobody compares them with a teacher's.
     """
 
+    task = "detect"
+    needs_nms = True
+
     def __init__(
         self,
         num_classes: int,
@@ -202,49 +232,16 @@ def _fixed_points(
     )
 
 
-# Where a stage of a backbone begins; what follows in the state dict belongs to it, up to the next:
-# `down3` begins what `stage3` goes on with, and pooling belongs to the last level.
-_BEGINS = re.compile(r"(backbone\.(?:stem|stages\.\d+|down\d+))\.")
-_NECKS = ("neck.", "aux_neck.")
-NECK, HEAD = "neck", "head"
-
-
-def stages_of(keys: Iterable[str]) -> dict[str, list[str]]:
-    """State-dict keys by stage, in the order in which an image passes the stages.
-
-        PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
-        YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
-
-    Args: keys: of a model's state dict, in its order.
-    """
-    backbone: dict[str, list[str]] = {}
-    neck: list[str] = []
-    head: list[str] = []
-    stage = "backbone"
-    for key in keys:
-        if key.startswith("backbone."):
-            begins = _BEGINS.match(key)
-            stage = begins[1] if begins else stage
-            backbone.setdefault(stage, []).append(key)
-        elif key.startswith(_NECKS):
-            neck.append(key)
-        else:
-            head.append(key)
-    stages = backbone | {NECK: neck, HEAD: head}
-    return {name: found for name, found in stages.items() if found}
-
-
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
 Freeze = int | Sequence[str] | None  # see `frozen_keys`
 
 
-def freeze(model: nn.Layer, what: Freeze) -> frozenset[str]:
-    """Stops the training of parts of a model, in place; every rank calls it alike, before an
-    optimizer is built.
+def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
+    """Stops the training of parts of a model, in place; before an optimizer is built.
 
-    Their weights get no gradient and so neither an update nor decay; their batch norms normalise
-    by the running statistics and leave them alone, also in training mode.  Nothing is computed
-    backwards for what comes before the first weight that trains.
+    Every rank does so alike.  Their weights get no gradient and so neither an update nor decay;
+    their batch norms normalise by the running statistics and leave them alone, also in training
+    mode.  Nothing is computed backwards for what comes before the first weight that trains.
 
     Args: what: see `frozen_keys`.
     Returns: state-dict keys of what does not change any more.
@@ -260,13 +257,13 @@ def freeze(model: nn.Layer, what: Freeze) -> frozenset[str]:
     return keys
 
 
-def frozen_keys(model: nn.Layer, what: Freeze) -> frozenset[str]:
+def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
     """The state-dict keys that `train.freeze` means.
 
     Args:
         what: so many stages of the backbone, counted from the image (the stem is the first; see
-            `stages_of`), or the beginnings of keys, whole names between dots, such as `backbone` or
-            `neck.fpn_stages.0`.  None: nothing.
+            `ImageModel.stages`), or the beginnings of keys, whole names between dots, such as
+            `backbone` or `neck.fpn_stages.0`.  None: nothing.
     Raises: ConfigError: the backbone has fewer stages, no weight has such a key, or nothing is left
         to train.
     """
@@ -274,8 +271,8 @@ def frozen_keys(model: nn.Layer, what: Freeze) -> frozenset[str]:
         return frozenset()
     keys = list(model.state_dict())
     if isinstance(what, int):
-        stages = stages_of(keys)
-        backbone = [name for name in stages if name.startswith("backbone")]
+        stages = model.stages
+        backbone = [name for name in stages if name not in (NECK, HEAD)]
         if what > len(backbone):
             raise ConfigError(
                 f"{what}: the backbone of this model has {len(backbone)} stages "
@@ -321,7 +318,7 @@ def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
     )
 
 
-def freezing(model: nn.Layer, what: Freeze) -> list[str]:
+def freezing(model: ImageModel, what: Freeze) -> list[str]:
     """A line for the log: what of the model is frozen; nothing where nothing is.
 
     Raises: ConfigError: see `frozen_keys`.
@@ -331,7 +328,7 @@ def freezing(model: nn.Layer, what: Freeze) -> list[str]:
         return []
     sizes = {key: math.prod(value.shape) for key, value in _weights(model).items()}
     frozen = sum(size for key, size in sizes.items() if key in keys)
-    whole = [name for name, inside in stages_of(model.state_dict()).items() if keys >= {*inside}]
+    whole = [name for name, inside in model.stages.items() if keys >= {*inside}]
     which = f" ({', '.join(whole)})" if whole else ""
     return [
         f"frozen: {frozen} of {sum(sizes.values())} weights{which}; they and their running "

@@ -1,10 +1,10 @@
-"""Building blocks of convolutional detectors.
+"""Building blocks of convolutional detectors, and batch norm over all ranks.
 
 Attribute names (`conv`, `bn`, `conv1`, `fc`, ...) are part of the contract: they are the keys under
 which the published weights are stored.
-
-Batch normalisation over the batches of all ranks, for gloo (Paddle has no CPU kernel for it).
 """
+
+import math
 
 import paddle
 import paddle.nn.functional as F
@@ -169,6 +169,75 @@ class SPP(nn.Layer):
         return self.conv(paddle.concat([x, *pooled], axis=1))
 
 
+def yolov5_conv(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int | None = None
+) -> ConvBNLayer:
+    """ConvBNLayer with the batch norm of YOLOv5."""
+    return ConvBNLayer(
+        in_channels, out_channels, kernel, stride, padding=padding, epsilon=1e-3, momentum=0.97
+    )
+
+
+class Bottleneck(nn.Layer):
+    """1x1, then 3x3; plus the input when `residual`."""
+
+    def __init__(self, channels: int, residual: bool) -> None:
+        super().__init__()
+        self.conv1 = yolov5_conv(channels, channels, 1)
+        self.conv2 = yolov5_conv(channels, channels, 3)
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.conv1(x))
+        return x + y if self.residual else y
+
+
+class C3(nn.Layer):
+    """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
+
+    def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
+        super().__init__()
+        half = out_channels // 2
+        self.conv1 = yolov5_conv(in_channels, half, 1)
+        self.conv2 = yolov5_conv(in_channels, half, 1)
+        self.conv3 = yolov5_conv(2 * half, out_channels, 1)
+        self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(paddle.concat([self.blocks(self.conv1(x)), self.conv2(x)], axis=1))
+
+
+class SPPF(nn.Layer):
+    """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = yolov5_conv(channels, channels // 2, 1)
+        self.conv2 = yolov5_conv(channels // 2 * 4, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.conv1(x)]
+        for _ in range(3):
+            maps.append(F.max_pool2d(maps[-1], 5, stride=1, padding=2))
+        return self.conv2(paddle.concat(maps, axis=1))
+
+
+@paddle.no_grad()
+def start_uniform(model: nn.Layer) -> None:
+    """Draws convolution and linear weights from U(-b, b), b = fan_in ** -0.5, torch's default.
+
+    Paddle's default is sqrt(6) times as large.  Behind a batch norm the length of a weight does not
+    matter to the output but divides its learning rate (arXiv:1706.05350), so the published recipe
+    needs this start.
+    """
+    for layer in model.sublayers():
+        if isinstance(layer, nn.Conv2D | nn.Linear):
+            shape = layer.weight.shape
+            fan_in = shape[0] if isinstance(layer, nn.Linear) else math.prod(shape[1:])
+            bound = fan_in**-0.5
+            layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
+
+
 class _Normalize(PyLayer):
     """y = gamma * (x - mean) / sqrt(var + eps) + beta with mean and var over all ranks.
 
@@ -221,8 +290,9 @@ def _combine(
 
 
 class GlooSyncBatchNorm2D(nn.BatchNorm2D):
-    """nn.BatchNorm2D whose training statistics are those of all ranks.
+    """nn.BatchNorm2D whose training statistics are those of all ranks, for gloo.
 
+    Paddle's own SyncBatchNorm has no CPU kernel.
     Every rank runs the same layers in the same order, so every rank reaches each collective.
     Parameters, statistics and state-dict keys are those of nn.BatchNorm2D.
     """

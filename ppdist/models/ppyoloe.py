@@ -1,19 +1,6 @@
-"""The auxiliary head of PP-YOLOE+ t: convolutions shared by all levels, in training only.
+"""PP-YOLOE (arXiv:2203.16250) and PP-YOLOE+: CSPRepResNet, CSP-PAN, ET-head.
 
-It reads the neck's features beside those of a second neck, so it sees more than the detector and
-learns faster; the assignment made from its predictions is what the detector learns from.
-Source: the assign guidance module of NanoDet-Plus; PP-YOLOE+ t has one such convolution.
-
-YOLOv5's backbone and neck as the body of a PP-YOLOE: all before the head.
-
-    images -> YOLOv5's Backbone -> strides 8, 16, 32 (, 64) -> its Neck -> coarse to fine -> ET-head
-
-Plain CSP stages instead of re-parameterised ones: nothing is merged for deployment, and the body is
-the published YOLOv5's, layer by layer; head, assignment and loss are PP-YOLOE's.
-
-PP-YOLOE (arXiv:2203.16250) and PP-YOLOE+: CSPRepResNet, CSP-PAN, ET-head.
-
-    images -> Backbone -> strides 8, 16, 32 -> Neck -> strides 32, 16, 8 -> Head -> PPYOLOEOutputs
+    images -> backbone -> strides 8, 16, 32 -> neck -> strides 32, 16, 8 -> head -> PPYOLOEOutputs
 
 `levels` adds stride 4 (P2) or 64 (P6); `auxiliary` a second neck and head for training; `body`
 YOLOv5's backbone and neck; `one_to_one` a head that needs no suppression (arXiv:2405.14458).
@@ -31,116 +18,18 @@ from paddle import ParamAttr, Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.models.backbones import CSPRepResNet, scaled_width
+from ppdist.models.backbones import build_backbone, scaled_repeats, scaled_width
 from ppdist.models.base import Detector, anchor_points
-from ppdist.models.layers import SPP, ConvBNLayer, RepBlock, RepConv, upsample2x
-from ppdist.models.yolov5 import (
-    NECK_REPEATS,
-    P5_CHANNELS,
-    P5_REPEATS,
-    P6_CHANNELS,
-    P6_REPEATS,
-    CSPDarknet,
-    YOLOv5Neck,
-    scaled_channels,
-    scaled_repeats,
+from ppdist.models.layers import (
+    SPP,
+    ConvBNLayer,
+    RepBlock,
+    RepConv,
     start_uniform,
+    upsample2x,
 )
-
-MAX_GROUPS = 32
-
-
-class ConvGroupNorm(nn.Layer):
-    """3x3 convolution without bias, group norm, leaky ReLU (slope 0.1)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2D(channels, channels, 3, padding=1, bias_attr=False)
-        # 32 groups as published; fewer where a custom width is not a multiple of 32
-        self.norm = nn.GroupNorm(math.gcd(MAX_GROUPS, channels), channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(self.norm(self.conv(x)), 0.1)
-
-
-class LevelScale(nn.Layer):
-    """A learned factor, 1 at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = self.create_parameter([1], default_initializer=Constant(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class AuxHead(nn.Layer):
-    """Class and side logits of every level from the same weights, but for one factor per level.
-
-    At first every class has probability 0.01 and every side a nearly uniform distribution.
-    Attribute names are the official state-dict keys.
-    """
-
-    def __init__(self, channels: int, levels: int, num_classes: int, side_logits: int) -> None:
-        """
-        Args:
-            channels: of every level's feature.
-            side_logits: outputs per cell for the four sides.
-        """
-        super().__init__()
-        self.cls_convs = nn.LayerList([ConvGroupNorm(channels)])
-        self.reg_convs = nn.LayerList([ConvGroupNorm(channels)])
-        self.gfl_cls = _predictor_ppyoloe_aux(channels, num_classes, -math.log((1 - 0.01) / 0.01))
-        self.gfl_reg = _predictor_ppyoloe_aux(channels, side_logits, 0.0)
-        self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
-
-    def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Features [B, channels, H, W] to class and side logits, one map per level each."""
-        class_logits, side_logits = [], []
-        for feature, scale in zip(features, self.scales):
-            class_logits.append(self.gfl_cls(self.cls_convs[0](feature)))
-            side_logits.append(scale(self.gfl_reg(self.reg_convs[0](feature))))
-        return tuple(class_logits), tuple(side_logits)
-
-
-def _predictor_ppyoloe_aux(channels: int, outputs: int, bias: float) -> nn.Conv2D:
-    weight, constant = (
-        ParamAttr(initializer=Normal(0.0, 0.01)),
-        ParamAttr(initializer=Constant(bias)),
-    )
-    return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)
-
-
-class CoarseFirstNeck(YOLOv5Neck):
-    """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).
-
-    Attributes:
-        out_channels: of the outputs, coarse to fine.
-    """
-
-    def __init__(self, channels: list[int], blocks: int) -> None:
-        super().__init__(channels, blocks)
-        self.out_channels = channels[::-1]
-
-    def forward(self, features: list[Tensor]) -> list[Tensor]:
-        return super().forward(features)[::-1]
-
-
-def yolov5_body(depth: float, width: float, last: int) -> tuple[CSPDarknet, CoarseFirstNeck]:
-    """Backbone and neck with fresh weights, drawn as YOLOv5's recipe needs them.
-
-    Args:
-        depth, width: blocks per stage and channels as multiples of size l.
-        last: the coarsest level, 5 or 6 (stride 2^last).
-    """
-    channels, repeats = (P6_CHANNELS, P6_REPEATS) if last == 6 else (P5_CHANNELS, P5_REPEATS)
-    scaled = scaled_channels(channels, width)
-    backbone = CSPDarknet(scaled, [scaled_repeats(n, depth) for n in repeats], pooling=True)
-    neck = CoarseFirstNeck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
-    start_uniform(backbone)
-    start_uniform(neck)
-    return backbone, neck
-
+from ppdist.models.yolov5 import NECK_REPEATS as YOLOV5_NECK_REPEATS
+from ppdist.models.yolov5 import YOLOv5Neck
 
 DEPTH_WIDTH = {
     "t": (0.33, 0.375),
@@ -149,8 +38,10 @@ DEPTH_WIDTH = {
     "l": (1.0, 1.0),
     "x": (1.33, 1.25),
 }
+MAX_GROUPS = 32  # of the auxiliary head's group norms
 # Coarse to fine, to P2, at width 1, by the last level (stride 2^level).
 NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}
+NECK_BLOCKS = 3  # of each stage, at depth 1
 EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them all
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
 
@@ -202,7 +93,7 @@ class CustomCSPPAN(nn.Layer):
     are applied from fine to coarse.
     """
 
-    def __init__(self, in_channels: list[int], out: list[int], blocks: int) -> None:
+    def __init__(self, in_channels: tuple[int, ...], out: list[int], blocks: int) -> None:
         """
         Args:
             in_channels: of the features, fine to coarse.
@@ -237,6 +128,23 @@ class CustomCSPPAN(nn.Layer):
             fine = self.pan_routes[i](outputs[i + 1])
             outputs[i] = self.pan_stages[i](paddle.concat([fine, outputs[i]], axis=1))
         return outputs
+
+
+class CoarseFirstNeck(YOLOv5Neck):
+    """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).
+
+    Plain CSP stages instead of re-parameterised ones: nothing is merged for deployment.
+
+    Attributes:
+        out_channels: of the outputs, coarse to fine.
+    """
+
+    def __init__(self, channels: tuple[int, ...], blocks: int) -> None:
+        super().__init__(channels, blocks)
+        self.out_channels = list(channels[::-1])
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        return super().forward(features)[::-1]
 
 
 class ESEAttn(nn.Layer):
@@ -283,6 +191,62 @@ class PPYOLOEHead(nn.Layer):
         return PPYOLOEOutputs(tuple(class_logits), tuple(side_logits))
 
 
+class ConvGroupNorm(nn.Layer):
+    """3x3 convolution without bias, group norm, leaky ReLU (slope 0.1)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2D(channels, channels, 3, padding=1, bias_attr=False)
+        # 32 groups as published; fewer where a custom width is not a multiple of 32
+        self.norm = nn.GroupNorm(math.gcd(MAX_GROUPS, channels), channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(self.norm(self.conv(x)), 0.1)
+
+
+class LevelScale(nn.Layer):
+    """A learned factor, 1 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([1], default_initializer=Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class AuxHead(nn.Layer):
+    """Class and side logits of every level from the same weights, but for one factor per level.
+
+    It reads the neck's features beside those of a second neck, so it sees more than the detector
+    and learns faster; the assignment made from its predictions is what the detector learns from.
+    At first every class has probability 0.01 and every side a nearly uniform distribution.
+    Source: the assign guidance module of NanoDet-Plus; PP-YOLOE+ t has one such convolution.
+    """
+
+    def __init__(self, channels: int, levels: int, num_classes: int, side_logits: int) -> None:
+        """
+        Args:
+            channels: of every level's feature.
+            side_logits: outputs per cell for the four sides.
+        """
+        super().__init__()
+        self.cls_convs = nn.LayerList([ConvGroupNorm(channels)])
+        self.reg_convs = nn.LayerList([ConvGroupNorm(channels)])
+        prior = -math.log((1 - 0.01) / 0.01)
+        self.gfl_cls = _predictor(channels, num_classes, prior, weight=_normal(0.01))
+        self.gfl_reg = _predictor(channels, side_logits, 0.0, weight=_normal(0.01))
+        self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
+
+    def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Features [B, channels, H, W] to class and side logits, one map per level each."""
+        class_logits, side_logits = [], []
+        for feature, scale in zip(features, self.scales):
+            class_logits.append(self.gfl_cls(self.cls_convs[0](feature)))
+            side_logits.append(scale(self.gfl_reg(self.reg_convs[0](feature))))
+        return tuple(class_logits), tuple(side_logits)
+
+
 class PPYOLOE(Detector):
     """The detector; see the module text and `Detector`.
 
@@ -309,18 +273,23 @@ class PPYOLOE(Detector):
             )
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
-        self.backbone: nn.Layer
-        self.neck: nn.Layer
+        options = {"scaled": config.variant == "plus"} if config.body == "csprepresnet" else {}
+        self.backbone = build_backbone(
+            config.body, depth=depth, width=width, first=first, last=last, **options
+        )
+        taken = self.backbone.channels
+        self.neck: CustomCSPPAN | CoarseFirstNeck
         if config.body == "yolov5":
-            self.backbone, self.neck = yolov5_body(depth, width, last)
+            self.neck = CoarseFirstNeck(taken, scaled_repeats(YOLOV5_NECK_REPEATS, depth))
+            start_uniform(self.backbone)
+            start_uniform(self.neck)
             out = self.neck.out_channels
         else:
-            self.backbone = CSPRepResNet(depth, width, config.variant == "plus", first, last)
             wide = NECK_CHANNELS[last][: len(strides)]
             if config.auxiliary:
                 wide = (EVEN_NECK_CHANNELS,) * len(strides)
-            taken, out = self.backbone.out_channels, [scaled_width(c, width) for c in wide]
-            blocks = max(round(3 * depth), 1)
+            out = [scaled_width(c, width) for c in wide]
+            blocks = scaled_repeats(NECK_BLOCKS, depth)
             self.neck = CustomCSPPAN(taken, out, blocks)
         self.yolo_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
         self.detach_auxiliary = False
@@ -330,6 +299,7 @@ class PPYOLOE(Detector):
             self.aux_neck = CustomCSPPAN(taken, out, blocks)
             self.aux_head = AuxHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
         self.one_to_one_head: PPYOLOEHead | None = None
+        self.needs_nms = not config.one_to_one
         if config.one_to_one:  # last: all else starts as it does without
             self.one_to_one_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
             first_state = self.yolo_head.state_dict()
@@ -362,6 +332,7 @@ class PPYOLOE(Detector):
         """A one-to-one head keeps quiet beside each best cell; the other one has more to say."""
         del self.one_to_one_head
         self.one_to_one_head = None
+        self.needs_nms = True
 
     def fuse(self) -> None:
         """As `ImageModel.fuse`; what only training needs is dropped: a one-to-one head takes the
@@ -400,15 +371,14 @@ def decode_boxes(sides_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Te
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 
-def _normal(deviation: float) -> paddle.ParamAttr:
-    return paddle.ParamAttr(initializer=nn.initializer.Normal(0.0, deviation))
+def _normal(deviation: float) -> ParamAttr:
+    return ParamAttr(initializer=Normal(0.0, deviation))
 
 
-def _constant(value: float) -> paddle.ParamAttr:
-    return paddle.ParamAttr(initializer=nn.initializer.Constant(value))
-
-
-def _predictor(channels: int, outputs: int, bias: float) -> nn.Conv2D:
-    return nn.Conv2D(
-        channels, outputs, 3, padding=1, weight_attr=_constant(0.0), bias_attr=_constant(bias)
-    )
+def _predictor(
+    channels: int, outputs: int, bias: float, weight: ParamAttr | None = None
+) -> nn.Conv2D:
+    """A 3x3 convolution whose weights start at 0, or as `weight` says, and biases at `bias`."""
+    weight = weight or ParamAttr(initializer=Constant(0.0))
+    constant = ParamAttr(initializer=Constant(bias))
+    return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)

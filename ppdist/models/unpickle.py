@@ -1,33 +1,23 @@
-"""Reads a pickle as data: nothing the file names is imported, called or given attributes.
+"""Reads and writes Paddle's and torch's pickled weights without running them.
 
 A pickle is a program for a small stack machine.  The usual reader runs it; this one only writes
-down what the program would make.  `np.zeros(3)` comes out as `Made(Name("numpy", "zeros"), (3,))`,
-and whoever knows what an array looks like there (paddle_file, torch_file) takes it apart.  So there
-is no list of forbidden names that could have a gap: no name leads anywhere.  A file that asks for
-a call no weight file needs is refused all the same, so that its owner hears of it.
+down what the program would make: nothing the file names is imported, called or given attributes.
+`np.zeros(3)` comes out as `Made(Name("numpy", "zeros"), (3,))`, and `read_pdparams` and
+`read_torch`, which know what an array looks like there, take it apart.  So there is no list of
+forbidden names that could have a gap: no name leads anywhere.  A file that asks for a call no
+weight file needs is refused all the same, so that its owner hears of it.
 
-Source of the opcodes: PEP 307, 3154, 574 and the documentation of Python's `pickletools`.
+torch.save (.pt, .pth): a pickle that describes tensors as `_rebuild_tensor_v2(storage, offset,
+size, stride)`, beside the numbers of the storages: both in a zip archive, before torch 1.6 one
+after the other.  The numbers are bounds-checked views of the storages.  Understood: a state dict;
+a pickled model; either of them in a dict under one of the usual names (`WRAPPERS`).  Of a model
+only the tensors are taken, walking from module to module as torch's `state_dict()` does.
 
-Where in a saved object the weights are; of Paddle's and torch's pickles alike.
+What `write_torch` writes, `torch.load` reads, also with `weights_only=True`.  Its pickle is put
+together by hand, since Python's own pickler wants to import what it names.
 
-Weights that `torch.save` wrote (.pt, .pth), read and written without torch.
-
-The file is a pickle that describes tensors as `_rebuild_tensor_v2(storage, offset, size, stride)`,
-beside the numbers of the storages: both in a zip archive, before torch 1.6 one after the other.
-The pickle is read as data (inert_pickle), so that neither torch nor the classes of the model have
-to be there and nothing in the file runs; the numbers are bounds-checked views of the storages.
-
-Understood: a state dict; a pickled model; either of them in a dict under one of the usual names
-(weight_search).  Of a model only the tensors are taken, walking from module to module as torch's
-`state_dict()` does.
-Source: the documentation of torch.save ("Serialization semantics") and files written by it.
-
-Paddle's .pdparams: a pickled dict of numpy arrays, read without running it.
-
-Writes state dicts that `torch.load` reads, also with `weights_only=True`, without torch.
-
-The pickle is put together by hand, since Python's own pickler wants to import what it names.
-Source of the layout: files written by torch.save; opcodes as in Python's `pickletools`.
+Sources: opcodes: PEP 307, 3154, 574 and the documentation of Python's `pickletools`; torch's
+layout: the documentation of torch.save ("Serialization semantics") and files written by it.
 """
 
 import math
@@ -133,7 +123,7 @@ def read_pickle(stream: BytesIO, path: Path, references: list[Reference] | None 
         references: gets every Reference the pickle makes.
     Raises:
         WeightsError: the file asks for a call that no weight file needs, or for far too much.
-        Exception: damaged; see weight_files.read_arrays.
+        Exception: damaged; see weights.read_arrays.
     """
     machine = _Machine(path)
     content = machine.run(stream)
@@ -471,7 +461,7 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
 
     Raises:
         WeightsError: nothing of what is understood, or refused.
-        Exception: damaged; see weight_files.read_arrays.
+        Exception: damaged; see weights.read_arrays.
     """
     with path.open("rb") as file:
         is_zip = file.read(len(_ZIP_START)) == _ZIP_START
@@ -740,11 +730,11 @@ _PROTOCOL = 4  # of Paddle's own; 5 needs numpy.core.numeric, which moved
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
     """The arrays of the dict by key; entries that are none (Paddle's table of names) are left out.
 
-    The dict may be in another one under the usual names (weight_search.WRAPPERS).
+    The dict may be in another one under the usual names (`WRAPPERS`).
 
     Raises:
         WeightsError: no dict of arrays in it, or refused.
-        Exception: damaged; see weight_files.read_arrays.
+        Exception: damaged; see weights.read_arrays.
     """
     content = read_pickle(BytesIO(path.read_bytes()), path)
     found = find_weights(content, _arrays_of)

@@ -1,4 +1,4 @@
-"""Files of weights: what their endings mean, reading and writing them.  No file runs code.
+"""Weights into a model and out of it, from files that run no code.
 
 .pdparams, .pdema   Paddle's pickled dict (paddle.load would execute whatever the file says)
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model
@@ -7,9 +7,7 @@
 a directory         one of our checkpoints: its averaged weights, else its raw ones (read only);
                     an output_dir: its best checkpoint, else its last
 
-Weights into a model and out of it, under our keys or the original implementation's.
-
-`weight_files` reads and writes the files; here entries find their place in a model.
+Entries have our keys or the original implementation's.
 """
 
 import hashlib

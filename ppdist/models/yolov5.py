@@ -1,19 +1,11 @@
-"""Which of our YOLOv5 modules is which row of the original, and so where its state-dict keys are.
+"""YOLOv5 (release 6), detector and classifier: CSP backbone, PAN neck, three anchors per cell.
 
-The original numbers its layers `model.0`, `model.1`, ...; a row without parameters (up-sampling,
-concatenation) is None here.
-
-YOLOv5 (release 6): CSP backbone, PAN neck, three anchors per cell.
-
-    images -> Backbone -> strides 8, 16, 32 (, 64) -> Neck -> the same strides -> Head -> logits
+    images -> CSPDarknet -> strides 8, 16, 32 (, 64) -> YOLOv5Neck -> the same -> YOLOv5Head
+    images -> CSPDarknet -> stride 32 -> ClassifierHead -> logits_BC
 
 A level is named by the power of two of its stride: level 3 has stride 8.  Module names are ours;
-`yolov5_keys` maps the state dict to that of the original.
+`original_keys` maps the state dict to that of the original.
 Sources: CSPNet arXiv:1911.11929, PANet arXiv:1803.01534; pooling: SPP arXiv:1406.4729, chained.
-
-YOLOv5's image classifier: the backbone up to stride 32, a 1x1 convolution, mean, linear.
-
-images -> Backbone -> stride 32 -> ClassifierHead -> logits_BC
 """
 
 import math
@@ -25,9 +17,12 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
+from ppdist.models.backbones import build_backbone, scaled_repeats
 from ppdist.models.base import Detector, ImageModel, anchor_points
-from ppdist.models.layers import ConvBNLayer, upsample2x
+from ppdist.models.layers import C3, ConvBNLayer, start_uniform, upsample2x, yolov5_conv
 
+# Which of our modules is which row of the original, whose layers are `model.0`, `model.1`, ...; a
+# row without parameters (up-sampling, concatenation) is None.
 P5_ROWS = (
     "backbone.stem",
     "backbone.down2", "backbone.stage2",
@@ -82,12 +77,8 @@ DEPTH_WIDTH = {
     "l": (1.0, 1.0),
     "x": (1.33, 1.25),
 }
-# Channels of levels 1 (the stem) and up at width 1; repeats of the stages of levels 2 and up.
-P5_CHANNELS, P5_REPEATS = (64, 128, 256, 512, 1024), (3, 6, 9, 3)
-P6_CHANNELS, P6_REPEATS = (64, 128, 256, 512, 768, 1024), (3, 6, 9, 3, 3)
 NECK_REPEATS = 3
 ANCHORS_PER_CELL = 3  # A
-NORM_EPSILON, NORM_MOMENTUM = 1e-3, 0.97
 # [w, h] in pixels, per level; they fit the boxes of COCO at 640 (P5) and 1280 (P6) pixels.
 P5_ANCHORS = (
     ((10, 13), (16, 30), (33, 23)),
@@ -114,107 +105,13 @@ class YOLOv5Outputs(NamedTuple):
     features: tuple[Tensor, ...] = ()
 
 
-def scaled_channels(channels: tuple[int, ...], width: float) -> list[int]:
-    """Each times `width`, rounded up to a multiple of 8."""
-    return [math.ceil(c * width / 8) * 8 for c in channels]
-
-
-def scaled_repeats(repeats: int, depth: float) -> int:
-    """Blocks of a stage at a depth multiple: rounded, at least 1."""
-    return max(round(repeats * depth), 1)
-
-
-def _conv(
-    in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int | None = None
-) -> ConvBNLayer:
-    return ConvBNLayer(
-        in_channels, out_channels, kernel, stride,
-        padding=padding, epsilon=NORM_EPSILON, momentum=NORM_MOMENTUM,
-    )  # fmt: skip
-
-
-class Bottleneck(nn.Layer):
-    """1x1, then 3x3; plus the input when `residual`."""
-
-    def __init__(self, channels: int, residual: bool) -> None:
-        super().__init__()
-        self.conv1 = _conv(channels, channels, 1)
-        self.conv2 = _conv(channels, channels, 3)
-        self.residual = residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.conv1(x))
-        return x + y if self.residual else y
-
-
-class C3(nn.Layer):
-    """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
-
-    def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
-        super().__init__()
-        half = out_channels // 2
-        self.conv1 = _conv(in_channels, half, 1)
-        self.conv2 = _conv(in_channels, half, 1)
-        self.conv3 = _conv(2 * half, out_channels, 1)
-        self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(paddle.concat([self.blocks(self.conv1(x)), self.conv2(x)], axis=1))
-
-
-class SPPF(nn.Layer):
-    """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = _conv(channels, channels // 2, 1)
-        self.conv2 = _conv(channels // 2 * 4, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        maps = [self.conv1(x)]
-        for _ in range(3):
-            maps.append(F.max_pool2d(maps[-1], 5, stride=1, padding=2))
-        return self.conv2(paddle.concat(maps, axis=1))
-
-
-class CSPDarknet(nn.Layer):
-    """Images to features of levels 3 and up, the last after SPPF if `pooling`.
-
-    Args:
-        channels: of levels 1 and up, scaled.
-        blocks: bottlenecks in the stage of each level from 2, scaled.
-    """
-
-    def __init__(self, channels: list[int], blocks: list[int], pooling: bool) -> None:
-        super().__init__()
-        # Layers are registered in the order they run: data parallel training sends gradients in
-        # buckets of neighbours, which are ready together only then.
-        before = channels[0]
-        self.stem = _conv(3, before, 6, stride=2, padding=2)
-        self.levels = tuple(range(2, 1 + len(channels)))
-        for level, width, count in zip(self.levels, channels[1:], blocks, strict=True):
-            self.add_sublayer(f"down{level}", _conv(before, width, 3, stride=2))
-            self.add_sublayer(f"stage{level}", C3(width, width, count, residual=True))
-            before = width
-        self.sppf = SPPF(before) if pooling else None
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        features = [self.stem(images)]
-        for level in self.levels:
-            down, stage = getattr(self, f"down{level}"), getattr(self, f"stage{level}")
-            features.append(stage(down(features[-1])))
-        if self.sppf is not None:
-            features[-1] = self.sppf(features[-1])
-        return features[2:]
-
-
 class YOLOv5Neck(nn.Layer):
     """PAN: what coarse levels know goes down to the fine ones, then back up.
 
     Features of levels 3 and up, with the channels they came with, in the same order.
     """
 
-    def __init__(self, channels: list[int], blocks: int) -> None:
+    def __init__(self, channels: tuple[int, ...], blocks: int) -> None:
         super().__init__()
         self.levels = tuple(range(3, 3 + len(channels)))
         width = dict(zip(self.levels, channels, strict=True))
@@ -223,12 +120,12 @@ class YOLOv5Neck(nn.Layer):
             return C3(in_channels, out_channels, blocks, residual=False)
 
         for level in reversed(self.levels[1:]):
-            self.add_sublayer(f"reduce{level}", _conv(width[level], width[level - 1], 1))
+            self.add_sublayer(f"reduce{level}", yolov5_conv(width[level], width[level - 1], 1))
             fused = stage(2 * width[level - 1], width[level - 1])
             self.add_sublayer(f"topdown{level - 1}", fused)
         for level in self.levels[1:]:
             below = width[level - 1]
-            self.add_sublayer(f"down{level}", _conv(below, below, 3, stride=2))
+            self.add_sublayer(f"down{level}", yolov5_conv(below, below, 3, stride=2))
             self.add_sublayer(f"bottomup{level}", stage(2 * below, width[level]))
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
@@ -253,7 +150,7 @@ class YOLOv5Head(nn.Layer):
     anchors: [L, A, 2] width and height in cells of their level, float32, part of the state dict.
     """
 
-    def __init__(self, channels: list[int], num_classes: int) -> None:
+    def __init__(self, channels: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
         self.levels = tuple(range(3, 3 + len(channels)))
         self.register_buffer("anchors", paddle.ones([len(channels), ANCHORS_PER_CELL, 2]))
@@ -272,27 +169,30 @@ class YOLOv5(Detector):
 
     Attributes:
         image_size: (height, width) in pixels the anchors are meant for.
+        given_anchors_LA2: `model.anchors`, which stay whatever a weight file has; None: not given.
+        fits_anchors: the trainer may fit other anchors to the training set.
     """
 
+    needs_anchors = True
     class_layers = ("head.predict",)
 
     def __init__(self, config: YOLOv5Config) -> None:
         four_levels = config.size.endswith("6")
-        channels = P6_CHANNELS if four_levels else P5_CHANNELS
-        repeats = P6_REPEATS if four_levels else P5_REPEATS
-        strides = tuple(2**level for level in range(3, 1 + len(channels)))
+        last = 6 if four_levels else 5
+        strides = tuple(2**level for level in range(3, last + 1))
         super().__init__(config.num_classes, strides, (0.0, 0.0, 0.0), (255.0, 255.0, 255.0))
         depth, width = DEPTH_WIDTH[config.size[0]]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
         self.image_size = config.image_size
         self._rows = P6_ROWS if four_levels else P5_ROWS
-        scaled = scaled_channels(channels, width)
-        blocks = [scaled_repeats(n, depth) for n in repeats]
-        self.backbone = CSPDarknet(scaled, blocks, pooling=True)
-        self.neck = YOLOv5Neck(scaled[2:], scaled_repeats(NECK_REPEATS, depth))
-        self.head = YOLOv5Head(scaled[2:], config.num_classes)
+        self.backbone = build_backbone("yolov5", depth=depth, width=width, first=3, last=last)
+        channels = self.backbone.channels
+        self.neck = YOLOv5Neck(channels, scaled_repeats(NECK_REPEATS, depth))
+        self.head = YOLOv5Head(channels, config.num_classes)
         start_uniform(self)
         self._start_predictors()
+        self.given_anchors_LA2 = np.array(config.anchors) if config.anchors else None
+        self.fits_anchors = config.auto_anchor and not config.anchors
         published = P6_ANCHORS if four_levels else P5_ANCHORS
         self.set_anchors(np.array(config.anchors or published))
 
@@ -352,22 +252,6 @@ class YOLOv5(Detector):
         return scores_BCN.transpose([0, 2, 1]), paddle.concat(boxes, axis=1)
 
 
-@paddle.no_grad()
-def start_uniform(model: nn.Layer) -> None:
-    """Draws convolution and linear weights from U(-b, b), b = fan_in ** -0.5, torch's default.
-
-    Paddle's default is sqrt(6) times as large.  Behind a batch norm the length of a weight does not
-    matter to the output but divides its learning rate (arXiv:1706.05350), so the published recipe
-    needs this start.
-    """
-    for layer in model.sublayers():
-        if isinstance(layer, nn.Conv2D | nn.Linear):
-            shape = layer.weight.shape
-            fan_in = shape[0] if isinstance(layer, nn.Linear) else math.prod(shape[1:])
-            bound = fan_in**-0.5
-            layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
-
-
 HEAD_CHANNELS = 1280  # of every size
 STRIDE = 32
 
@@ -390,6 +274,7 @@ class ClassifierHead(nn.Layer):
 class YOLOv5Classifier(ImageModel):
     """The classifier; see the module text and `ImageModel`.  Pixels: ImageNet mean, deviation."""
 
+    task = "classify"
     class_layers = ("head.linear.",)
 
     def __init__(self, config: YOLOv5ClsConfig) -> None:
@@ -398,10 +283,10 @@ class YOLOv5Classifier(ImageModel):
         )
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
-        channels = scaled_channels(P5_CHANNELS, width)
-        blocks = [scaled_repeats(n, depth) for n in P5_REPEATS]
-        self.backbone = CSPDarknet(channels, blocks, pooling=False)
-        self.head = ClassifierHead(channels[-1], config.num_classes, config.dropout)
+        self.backbone = build_backbone(
+            "yolov5", depth=depth, width=width, first=5, last=5, pooling=False
+        )
+        self.head = ClassifierHead(self.backbone.channels[0], config.num_classes, config.dropout)
         start_uniform(self)
 
     def official_keys(self) -> dict[str, str]:
@@ -409,7 +294,7 @@ class YOLOv5Classifier(ImageModel):
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """logits_BC of normalised images; H and W are multiples of `size_multiple`."""
-        return self.head(self.backbone(images_B3HW)[-1])
+        return self.head(*self.backbone(images_B3HW))
 
     def decode(self, outputs: Tensor) -> Tensor:
         """probabilities_BC: softmax of the logits, float32."""

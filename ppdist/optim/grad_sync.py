@@ -1,21 +1,19 @@
-"""How the gradients of all ranks become one: what a step calls between backward and update.
+"""Gradient exchange: how the gradients of all ranks become one.
 
-The step hands over gradients of sums and the factor that makes them the gradient of the mean loss
-(see engine/train_step.py).  Whatever happens to them here, every rank ends with the same ones, or
-says by `synchronised` that it does not.
+A step calls it between backward and update.  It hands over gradients of sums and the factor that
+makes them the gradient of the mean loss (see engine/train_step.py).  Whatever happens to them here,
+every rank ends with the same ones, or says by `synchronised` that it does not.
 
-Optimizer state in shares: each rank keeps that of the parameters which it updates.
+    AllReduceSync, DuringBackward   the mean, exact
+    Sharding                        each rank keeps optimizer state of the parameters it updates
+    LowPrecision                    fewer bytes on the wire: bfloat16 or float16
+    PowerSGD, TopKSparsify          fewer still: lower rank, or only the largest entries
+    LocalSGD                        ranks step by themselves between exchanges, for slow links
 
-Gradients with fewer bytes on the wire: lower precision, lower rank, or only the largest entries.
-
-What the last two do not send, each rank keeps and adds to its next gradient (error feedback), so
-nothing is lost but delayed.  Biases and everything of normalisation layers (one axis) is averaged
-in float32 by all of them: it is little and what it says is precise.
-Not run on a GPU.
-
-Local SGD: ranks step by themselves and meet only now and then, for slow links.
-
-How the ranks of a configuration become one: what is averaged, and who updates what.
+What PowerSGD and TopKSparsify do not send, each rank keeps and adds to its next gradient (error
+feedback), so nothing is lost but delayed.  Biases and everything of normalisation layers (one axis)
+is averaged in float32: it is little and what it says is precise.  LowPrecision, PowerSGD
+and TopKSparsify were not run on a GPU.
 """
 
 import contextlib

@@ -1,13 +1,10 @@
-"""Learning rate as a function of the optimizer step: warm-up and decay.
+"""Learning rate by optimizer step, and its scaling with the batch.
 
-Everything here is plain arithmetic in O(1) per step, so resuming needs only the step number.
-
-What a total batch other than the reference changes: rate, decay, moments, warm-up, length.
+Plain arithmetic in O(1) per step, so resuming needs only the step number.  A total batch other than
+the reference, the one all values of a configuration were tuned for, changes rate, decay, moments,
+warm-up and length:
 
     kappa = total batch / reference batch
-
-The reference batch is the one all values of a configuration were tuned for.  How the rate moves
-over the steps of a run is in schedule.py, the average of the weights in ema.py.
 """
 
 import math

@@ -1,19 +1,6 @@
-"""Learning rates that fall from the prediction towards the image, for fine-tuning.
-
-What a network has learnt of images in general sits in its first layers, and is forgotten when few
-images move all layers alike:
-
-    rate of stage l = rate * decay^(L - l),  l = 0 (the stem) ... L (the head)
-
-Sources: Howard and Ruder 2018, arXiv:1801.06146, section 3.2 (discriminative fine-tuning);
-Bao et al. 2021 (BEiT), arXiv:2106.08254, whose layers are blocks of a transformer where ours are
-the stages of `models/base.py`.
-
-Optimizers, and their state keyed by the model's own parameter names.
-"""
+"""Optimizers, layer-wise learning rates, and state by the model's parameter names."""
 
 import re
-from collections.abc import Iterable
 
 import numpy as np
 import paddle
@@ -21,20 +8,25 @@ from paddle import nn
 
 from ppdist.common.errors import CheckpointError
 from ppdist.config.optimizer import OptimizerConfig
-from ppdist.models.base import stages_of
+from ppdist.models.base import ImageModel
 from ppdist.optim.lr_scheduler import LearningRates
 
 
-def layerwise_lr_factors(keys: Iterable[str], decay: float | None) -> dict[str, float]:
-    """What to multiply the rate of each entry by: state-dict key -> (0, 1]; empty without a decay.
+def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str, float]:
+    """What to multiply the rate of each entry by: state-dict key -> (0, 1].
+
+    What a network has learnt of images in general sits in its first layers, and is forgotten when
+    few images move all layers alike:
+
+        rate of stage l = rate * decay^(L - l),  l = 0 (the stem) ... L (the head)
 
     Args:
-        keys: of a model's state dict, in its order.
-        decay: from a stage to the one before it; None: all alike.
+        stages: see `ImageModel.stages`.
+        decay: from a stage to the one before it.
+    Sources: Howard and Ruder 2018, arXiv:1801.06146, section 3.2 (discriminative fine-tuning);
+    Bao et al. 2021 (BEiT), arXiv:2106.08254, whose layers are blocks of a transformer where ours
+    are the stages of a model.
     """
-    if decay is None:
-        return {}
-    stages = stages_of(keys)
     last = len(stages) - 1
     return {
         key: decay ** (last - depth)
@@ -43,12 +35,12 @@ def layerwise_lr_factors(keys: Iterable[str], decay: float | None) -> dict[str, 
     }
 
 
-def layerwise_lr_decay(model: nn.Layer, decay: float | None) -> list[str]:
+def layerwise_lr_decay(model: ImageModel, decay: float | None) -> list[str]:
     """A line for the log: which stage learns at which multiple of the rate; nothing without."""
-    factors = layerwise_lr_factors(model.state_dict(), decay)
-    if not factors:
+    if decay is None:
         return []
-    stages = stages_of(factors)
+    stages = model.stages
+    factors = layerwise_lr_factors(stages, decay)
     of_stages = (f"{name} x {factors[inside[0]]:.3g}" for name, inside in stages.items())
     return [f"learning rates by stage: {', '.join(of_stages)}"]
 
@@ -90,7 +82,8 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     optimizer = _optimizer_of(groups, config, lr, master_weights)
     # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
-    factors = layerwise_lr_factors(model.state_dict(), config.layer_decay)
+    decay = config.layer_decay
+    factors = layerwise_lr_factors(model.stages, decay) if decay is not None else {}
     for key, parameter in model.named_parameters():
         factor = factors.get(key, 1.0)
         parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}

@@ -7,7 +7,7 @@ from paddle import nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
-from ppdist.models.base import freeze, freezing, frozen_keys, stages_of
+from ppdist.models.base import freeze, freezing, frozen_keys
 from ppdist.models.layers import GlooSyncBatchNorm2D, take_gloo_batch_norm
 from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
@@ -50,8 +50,8 @@ def classifier() -> YOLOv5Classifier:
 def test_every_entry_of_a_model_is_in_one_stage_and_stages_come_as_the_image_does(
     build, backbone, after
 ):
-    keys = list(build().state_dict())
-    stages = stages_of(keys)
+    model = build()
+    keys, stages = list(model.state_dict()), model.stages
     assert [*stages] == [f"backbone.{name}" for name in backbone] + after
     assert sorted(key for inside in stages.values() for key in inside) == sorted(keys)
     last = stages[f"backbone.{backbone[-1]}"]
@@ -64,7 +64,7 @@ def test_every_entry_of_a_model_is_in_one_stage_and_stages_come_as_the_image_doe
 
 
 def test_the_head_of_a_model_with_an_auxiliary_one_has_both_and_the_neck_too():
-    stages = stages_of(ppyoloe(auxiliary=True).state_dict())
+    stages = ppyoloe(auxiliary=True).stages
     assert {key.split(".")[0] for key in stages["neck"]} == {"neck", "aux_neck"}
     assert {key.split(".")[0] for key in stages["head"]} == {"yolo_head", "aux_head"}
 

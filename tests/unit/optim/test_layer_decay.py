@@ -31,6 +31,11 @@ class Net(nn.Layer):
         self.neck = nn.Linear(3, 3)
         self.yolo_head = nn.Linear(3, 1)
 
+    @property
+    def stages(self):
+        names = ("backbone.stem", "backbone.stages.0", "backbone.stages.1", "neck", "yolo_head")
+        return {name.replace("yolo_", ""): [f"{name}.weight", f"{name}.bias"] for name in names}
+
     def forward(self, x):
         for stage in (self.backbone.stem, *self.backbone.stages, self.neck):
             x = nn.functional.sigmoid(stage(x))
@@ -47,14 +52,13 @@ def factor(key):
 
 def test_factors_are_powers_by_the_distance_from_the_head():
     keys = list(Net().state_dict())
-    assert layerwise_lr_factors(keys, DECAY) == {key: factor(key) for key in keys}
-    assert layerwise_lr_factors(keys, None) == {}
+    assert layerwise_lr_factors(Net().stages, DECAY) == {key: factor(key) for key in keys}
 
 
 def test_a_classifier_has_no_neck_to_count():
     config = YOLOv5ClsConfig(size="n", width_multiple=0.0625, num_classes=2)
     model = YOLOv5Classifier(config)
-    factors = layerwise_lr_factors(model.state_dict(), 0.9)
+    factors = layerwise_lr_factors(model.stages, 0.9)
     assert set(factors) == set(model.state_dict())
     assert factors["head.linear.weight"] == 1.0
     assert factors["backbone.stage5.conv1.conv.weight"] == pytest.approx(0.9)
