@@ -119,7 +119,7 @@ def check(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.data.datasets.build import read_split
     from ppdist.data.resources import available_cores
-    from ppdist.data.validate import audit
+    from ppdist.data.validate import validate
 
     config = load(arguments)
     if arguments.json:
@@ -140,9 +140,9 @@ def check(arguments: argparse.Namespace) -> int:
                 fix="choose a new folder",
             )
     workers = arguments.workers or max(1, int(available_cores()))
-    report = audit(config.data, decode=not arguments.fast, workers=workers)
-    for split, audited in report.splits.items():
-        print(f"{split}: {audited.raw.source}: {len(audited.raw.images)} images")
+    report = validate(config.data, decode=not arguments.fast, workers=workers)
+    for split, validated in report.splits.items():
+        print(f"{split}: {validated.raw.source}: {len(validated.raw.images)} images")
     rows = []
     for row in report.rows():
         counts = [str(row.counts[split]) for split in report.splits]

@@ -1,24 +1,18 @@
-"""One process that prepares batches: as its rank sees it, and what runs in it.
+"""Data loader: batches prepared in worker processes, or in this one.
 
-Processes that prepare batches, and go on preparing them when one of them dies or hangs.
+    sampler -> keys -> Samples (in a worker) -> images in a slot of shared memory -> Batch
+                                             -> boxes and the like through a socket ->
 
-    plan -> keys -> a worker -> images, in a slot of shared memory -> taken out -> in plan order
-                             -> boxes and the like, through a socket ->
+Keys travel through the sampler, so workers need no signal when an epoch begins, and a batch is the
+same whatever the number of workers, and after a restart.  Results come in the order of the plan,
+whoever is done first.  Images cross processes as uint8.
 
-Results come in the order of the plan, whoever is done first.  A worker that ends, or is busy with
-one image for too long, is killed and replaced, and its batches are made again: since a batch is a
-function of its keys, none is lost, doubled or different.  A record that twice in a row was being
-read at that moment is to blame and not opened again.
+A worker that dies, or is busy with one image for too long, is killed and replaced, and its
+unfinished batches are rebuilt: a batch is a function of its keys, so none is lost, doubled or
+different.  A record that two workers in a row were reading when they died goes to the blocklist.
 
 The memory of the slots is anonymous and inherited: /dev/shm, which is small in containers, is not
 used.  A worker ends with its rank, however that one ends.
-
-Batches from disk: decode, augment, resize, pad; in worker processes or in this one.
-
-    sampler -> keys of a micro-batch -> Samples (in a worker) -> arrays in shared memory -> Batch
-
-Keys travel through the sampler, so workers need no signal when an epoch begins, and a batch is the
-same whatever the number of workers, and after a restart.  Images cross processes as uint8.
 """
 
 import ctypes
@@ -68,6 +62,9 @@ from ppdist.data.types import (
 )
 from ppdist.distributed import heartbeat
 
+_LOGGER = logging.getLogger("ppdist.data")
+T = TypeVar("T")
+
 SLOTS = 2  # of a worker: one is filled while the rank takes out the other
 LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
 _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
@@ -75,6 +72,8 @@ _LENGTH = struct.Struct("<I")
 # Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
 _PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Of one batch: deaths at one record until it is blocked, and in a row until the run fails.
+_CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
 
 
 @dataclass
@@ -240,11 +239,6 @@ def _send(link: socket.socket, content: bytes, rank: int) -> None:
             left = left[link.send(left) :]
 
 
-_CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
-
-T = TypeVar("T")
-
-
 class WorkerPool:
     """Workers that make batches of one Samples, for one run of a plan after the other."""
 
@@ -263,13 +257,13 @@ class WorkerPool:
         self._numbers = itertools.count()
         self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
         self._done: dict[int, tuple[Made, Worker, int]] = {}
-        # All workers see at once what one of them is not to open any more.
-        samples.quarantine_N = _shared(len(samples), np.uint8)
-        self._crew: list[Worker] = []
-        self._end = weakref.finalize(self, _end, self._crew, os.getpid())  # also at exit
+        # Shared: all workers see at once what none of them may open any more.
+        samples.blocklist_N = _shared(len(samples), np.uint8)
+        self._workers: list[Worker] = []
+        self._end = weakref.finalize(self, _end, self._workers, os.getpid())  # also at exit
         try:
             for _ in range(workers):
-                self._crew.append(self._hire())
+                self._workers.append(self._start_worker())
         except OSError as error:
             self.close()
             raise DataError(
@@ -286,7 +280,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        return [worker.process for worker in self._crew if worker.process]
+        return [worker.process for worker in self._workers if worker.process]
 
     def run(
         self, plan: Iterable[list[SampleKey]], take: Callable[[Made], T]
@@ -323,7 +317,7 @@ class WorkerPool:
 
         Returns: whether there may be more.
         """
-        while free := [worker for worker in self._crew if worker.free]:
+        while free := [worker for worker in self._workers if worker.free]:
             keys = next(remaining, None)
             if keys is None:
                 return False
@@ -335,7 +329,7 @@ class WorkerPool:
     def _listen(self) -> None:
         """Takes in what workers have sent, and replaces those that have died or hang."""
         heartbeat.alive()  # who hangs here is a worker, and replaced below
-        by_link = {worker.link.fileno(): worker for worker in self._crew}
+        by_link = {worker.link.fileno(): worker for worker in self._workers}
         for link in wait([*by_link], min(LOOK_SECONDS, self._timeout)):
             assert isinstance(link, int)
             worker = by_link[link]
@@ -344,7 +338,7 @@ class WorkerPool:
                 self._note(worker, result)
             if not alive:
                 self._replace(worker, hung=False)
-        for worker in list(self._crew):
+        for worker in list(self._workers):
             if worker.busy_seconds() > self._timeout:
                 self._replace(worker, hung=True)
 
@@ -369,16 +363,16 @@ class WorkerPool:
         )
         index = int(worker.reading[0])
         where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
-        place = self._crew.index(worker)
+        place = self._workers.index(worker)
         lost = [task for task, _ in worker.tasks.values() if task.number in self._wanted]
         if lost:
             self._blame(lost[0], index, HUNG if hung else code, how)
         _LOGGER.warning(
-            f"worker {place + 1} of {len(self._crew)}, which prepares images, {how}{where}; "
-            f"another takes its place, and the batches it had not finished are made again"
+            f"worker {place + 1} of {len(self._workers)}, which prepares images, {how}{where}; "
+            f"restarted; unfinished batches are rebuilt"
         )
         try:
-            self._crew[place] = replacement = self._hire()
+            self._workers[place] = replacement = self._start_worker()
         except OSError as error:
             raise RuntimeError(
                 f"a worker that prepares images {how}, and no other can be started "
@@ -388,13 +382,13 @@ class WorkerPool:
             replacement.give(task)
 
     def _blame(self, task: Task, index: int, code: int, how: str) -> None:
-        """Puts the record at `index` in quarantine if it stopped this batch before.
+        """Adds the record at `index` to the blocklist if it stopped this batch before.
 
         Raises: RuntimeError: the batch was stopped too often, and no record is to blame.
         """
         task.stopped_at.append(index)
         if index != NOTHING and task.stopped_at.count(index) >= _CULPRIT_FAILURES:
-            self._samples.quarantine_N[index] = code
+            self._samples.blocklist_N[index] = code
             task.stopped_at.clear()
         elif len(task.stopped_at) >= _MOST_FAILURES:
             first = next((key.index for key in task.keys if key.index >= 0), NOTHING)
@@ -405,7 +399,7 @@ class WorkerPool:
                 f"raise data.worker_timeout_seconds"
             )
 
-    def _hire(self) -> Worker:
+    def _start_worker(self) -> Worker:
         """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
         ours, theirs = socket.socketpair()
         slots = [_shared(self._bytes, np.uint8) for _ in range(SLOTS)]
@@ -442,16 +436,13 @@ def _name(code: int) -> str:
     return "an exit" if code == EXITED else signal.Signals(code).name
 
 
-def _end(crew: list[Worker], rank: int) -> None:
+def _end(workers: list[Worker], rank: int) -> None:
     if os.getpid() == rank:  # and not a copy of it
-        for worker in crew:
+        for worker in workers:
             worker.kill()
-        for worker in crew:
+        for worker in workers:
             worker.end()
-        crew.clear()
-
-
-_LOGGER = logging.getLogger("ppdist.data")
+        workers.clear()
 
 
 class _Plan(Protocol):

@@ -333,8 +333,8 @@ class RawSet:
 
 
 NOTHING = -1  # no record is being read
-HUNG = 255  # quarantine: not a signal, but none at all for too long
-EXITED = 254  # quarantine: not a signal either, but an exit
+HUNG = 255  # blocklist: not a signal, but none at all for too long
+EXITED = 254  # blocklist: not a signal either, but an exit
 
 
 class Arrays(NamedTuple):

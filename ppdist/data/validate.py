@@ -1,15 +1,10 @@
-"""One image file, looked at: can it be used, and what is unusual about it.
+"""Dataset check: annotations and images, before training or on request.
 
-Images that are there more than once: within a split, or in training and validation.
+`validate` collects every issue of both splits, `clean_copy` writes them again without these, and
+`check_before_training` checks the images alone, once for as long as no file changes.
 
-Looks at many image files, in child processes: a decoder that dies or hangs takes none of ours
-with it, and the file is named.
-
-Everything that is wrong with both splits, found before training finds it.
-
-A copy of both splits without what an audit found, or with it put right.
-
-The look at every image before training, once for as long as no file changes.
+Images are checked in child processes: a decoder that crashes or hangs takes none of ours with it,
+and its file is named.
 """
 
 import hashlib
@@ -53,7 +48,48 @@ from ppdist.data.image import Damage, damage, is_image_name, read_image
 from ppdist.data.types import DetectionSet, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed import comm
 
-_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a look at the header reads of a large file
+_LOGGER = logging.getLogger("ppdist.data")
+_SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
+_VERSION = 3  # of the kept result: raise it when a check of an image finds more
+_EXAMPLES = 3
+_LEAVES_OUT = (  # the image
+    "annotation_unreadable",
+    "image_missing",
+    "image_empty",
+    "image_unreadable",
+    "image_truncated",
+    "image_crashes_decoder",
+    "image_hangs_decoder",
+    "size_mismatch",
+)
+_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
+    "annotation_missing",
+    "annotation_line",
+    "encoding",
+    "line_ends",
+    "class_unknown",
+    "outline_malformed",
+    "area_invalid",
+    "label_without_image",
+    "label_shared",
+    "image_unknown",
+    "image_id_duplicate",
+    "annotation_id_duplicate",
+    "size_invalid",
+    "path_outside",
+    "image_unlisted",
+)
+_AT_ONCE = 32  # files that a child is given at a time
+_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
+_FATAL = (
+    signal.SIGTERM,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+)
+_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
 _SUFFIXES = {
     "JPEG": (".jpg", ".jpeg"),
     "MPO": (".jpg", ".jpeg"),  # a JPEG with more pictures behind it, of some cameras
@@ -69,10 +105,17 @@ _INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progressio
 _BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
 
-class Look(NamedTuple):
+class ImageFile(NamedTuple):
+    """path, and (width, height) in pixels as annotated, None where that is not known."""
+
+    path: str
+    size: tuple[int, int] | None
+
+
+class ImageCheck(NamedTuple):
     """What one file is.
 
-    problem: a kind of findings.KINDS and the sentence for the user, of an image that cannot be
+    problem: a kind of annotations.KINDS and the sentence for the user, of an image that cannot be
         used; ("", "") else.
     notes: kinds of what is unusual.
     digest: equal for two files of the same content (decoded: surely; else: head, tail and length).
@@ -86,10 +129,698 @@ class Look(NamedTuple):
     passing: bool = False
 
 
-def look(path: str, size: tuple[int, int] | None, *, decode: bool) -> Look:
-    """Looks at one image file; never raises because of it.
+CheckedImages = Sequence[tuple[str, ImageCheck]]  # the path of each listed image, and what it is
 
-    A decoder may crash on it or not come back: `scan` calls this in a child process.
+
+@dataclass(frozen=True)
+class ValidatedSplit:
+    """One split: its annotations, a check of each image, and the issues."""
+
+    raw: RawSet
+    checks: list[ImageCheck]
+    issues: list[Issue]
+
+    @property
+    def images(self) -> list[tuple[str, ImageCheck]]:
+        """The path of each listed image, and what it is."""
+        return [*zip((str(image.path) for image in self.raw.images), self.checks)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind that was found: how often in each split, and the sentences of the first."""
+
+    name: str
+    kind: Kind
+    counts: Mapping[str, int]
+    examples: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """Issues of both splits.
+
+    splits: "train" and "val".  decoded: whether all pixels of all images were decoded.
+    """
+
+    splits: Mapping[str, ValidatedSplit]
+    decoded: bool
+
+    @property
+    def errors(self) -> int:
+        """How many issues stop training or lose it images."""
+        return sum(row.count for row in self.rows() if row.kind.severity == "error")
+
+    def rows(self, examples: int = 3) -> list[Row]:
+        """A row for each kind that was found, errors first."""
+        found: defaultdict[str, list[tuple[str, Issue]]] = defaultdict(list)
+        for split, validated in self.splits.items():
+            for issue in validated.issues:
+                found[issue.code].append((split, issue))
+        rows = [
+            Row(
+                name,
+                kind,
+                Counter(split for split, _ in found[name]),
+                tuple(issue.text for _, issue in found[name][:examples]),
+            )
+            for name, kind in KINDS.items()
+            if name in found
+        ]
+        order = ("error", "warning", "note")
+        return sorted(rows, key=lambda row: order.index(row.kind.severity))
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for `json.dumps`."""
+        return {
+            "decoded": self.decoded,
+            "splits": {
+                split: {
+                    "source": validated.raw.source,
+                    "images": len(validated.raw.images),
+                    "objects": sum(len(image.objects) for image in validated.raw.images),
+                    "classes": list(validated.raw.class_names),
+                }
+                for split, validated in self.splits.items()
+            },
+            "kinds": [
+                {"kind": row.name, "count": row.count, "counts": dict(row.counts)}
+                | row.kind._asdict()
+                | {"examples": list(row.examples)}
+                for row in self.rows()
+            ],
+            "findings": [
+                {"split": split, "kind": issue.code, "text": issue.text, "image": issue.image}
+                for split, validated in self.splits.items()
+                for issue in validated.issues
+            ],
+        }
+
+
+def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
+    """Reads both splits, checks at all their images, and collects what is wrong.
+
+    Args:
+        decode: all pixels of each image (some 3 ms of a core at 640 x 480), else its header.
+        workers: child processes that check images.
+    Raises: DataError: a split as a whole cannot be read.
+    """
+    splits: dict[str, ValidatedSplit] = {}
+    for split in _SPLITS:
+        issues: list[Issue] = []
+        raw = read_raw(config, split, issues.append)
+        files = [image_file(image) for image in raw.images]
+        checks = check_images(files, decode=decode, workers=workers)
+        issues += _of_images(raw, checks)
+        if not config.classifies:
+            issues += _of_boxes(raw)
+        splits[split] = ValidatedSplit(raw, checks, issues)
+        for path, first in duplicates(splits[split].images).items():
+            what = f"the same content as {first}"
+            issues.append(Issue("image_duplicate", what, path, path))
+    train, val = splits["train"], splits["val"]
+    train.issues.extend(_classes(train.raw, val.raw))
+    train.issues.extend(_leakage(train, val))
+    train.issues.extend(_unused(train.raw))
+    for name, unlisted in _unlisted(config, splits).items():
+        splits[name].issues.extend(unlisted)
+    return Report(splits, decode)
+
+
+def image_file(image: RawImage) -> ImageFile:
+    """The file, and the size that training expects (None for classification)."""
+    return ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
+
+
+def _of_images(raw: RawSet, checks: list[ImageCheck]) -> Iterator[Issue]:
+    for image, found in zip(raw.images, checks):
+        path = str(image.path)
+        if found.problem[0]:
+            yield Issue(*found.problem, path)
+        for kind in found.notes:
+            yield Issue(kind, KINDS[kind].meaning, path, path)
+        if not image.objects:
+            yield Issue("image_no_boxes", f"{path} shows no object", path, image.where)
+
+
+def _of_boxes(raw: RawSet) -> Iterator[Issue]:
+    for image in raw.images:
+        path = str(image.path)
+        before: dict[tuple[object, ...], str] = {}
+        for entry in image.objects:
+            x1, y1, x2, y2 = entry.box
+            shown = f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
+            problem = box_problem(entry.box, image.width, image.height)
+            if problem in ("box_outside", "box_sticking_out") and not image.size_known:
+                problem = None  # YOLO's fractions, of an image whose size nobody knows
+            if problem is not None:
+                inside = f" of {path} ({image.width}x{image.height})"
+                meaning = KINDS[problem].meaning
+                yield Issue(problem, f"{shown}{inside}: {meaning}", path, entry.where)
+            first = before.setdefault((entry.label, entry.crowd, *entry.box), entry.where)
+            if first != entry.where:
+                name = raw.class_names[entry.label]
+                what = f"{shown}, {name!r}, of {path} is there already ({first})"
+                yield Issue("box_duplicate", what, path, entry.where)
+
+
+def _leakage(train: ValidatedSplit, val: ValidatedSplit) -> Iterator[Issue]:
+    """Training images that are, or duplicate, an image of the validation split."""
+    if same_list(train.images, val.images):
+        return
+    for path, held in leaks(train.images, val.images).items():
+        what = (
+            "in the training and the validation split"
+            if path == held
+            else f"the same content as {held} of the validation split"
+        )
+        yield Issue("leakage", what, path, path)
+
+
+def _classes(train: RawSet, val: RawSet) -> Iterator[Issue]:
+    try:
+        check_same_classes(train, val)
+    except DataError as error:
+        yield Issue("classes_differ", str(error))
+
+
+def _unused(raw: RawSet) -> Iterator[Issue]:
+    used = {entry.label for image in raw.images for entry in image.objects if not entry.crowd}
+    for label, name in enumerate(raw.class_names):
+        if label not in used:
+            yield Issue("class_unused", f"no object of class {name!r}", where=raw.source)
+
+
+def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[str, list[Issue]]:
+    """Images in the folders of the splits that neither lists."""
+    real = cache(os.path.realpath)  # of a folder, which links may give several names
+
+    def place(path: str) -> str:
+        folder, name = os.path.split(os.path.abspath(path))
+        return os.path.join(real(folder), name)
+
+    listed = {place(path) for validated in splits.values() for path, _ in validated.images}
+    folders = {"train": config.train.images, "val": config.val.images}
+    found: dict[str, list[Issue]] = {"train": [], "val": []}
+    for split, name in folders.items():
+        for path in files_below(Path(config.root) / name):
+            if is_image_name(os.path.basename(path)) and place(path) not in listed:
+                listed.add(place(path))
+                what = f"not listed by {splits[split].raw.source}"
+                found[split].append(Issue("image_unlisted", what, path, path))
+    return found
+
+
+class Checked(NamedTuple):
+    """train, val: with `unreadable` filled; val is None where none was given.
+    lines: what to warn of, one for each kind and split; the same on every rank."""
+
+    train: DetectionSet
+    val: DetectionSet | None
+    lines: tuple[str, ...]
+
+
+def check_before_training(
+    config: DataConfig, train: DetectionSet, val: DetectionSet | None, workers: int
+) -> Checked:
+    """Checks the images of both splits as `data.check_images` says.  Collective.
+
+    Rank 0 checks and all ranks get its result, so all leave out the same images.  The result is
+    kept in $XDG_CACHE_HOME or ~/.cache: the next start compares only the files' times and sizes.
+
+    Args:
+        workers: child processes that check images.
+    Raises: DataError: a bad image where data.bad_images is `error`; no good one in a split.
+    """
+    if config.check_images == "none":
+        return Checked(train, val, ())
+    sets = {"train": train} if val is None else {"train": train, "val": val}
+    decode = config.check_images == "decode"
+    found = comm.run_on_main(lambda: _remembered(sets, decode=decode, workers=workers))
+    checked = {name: _without(dataset, found["bad"][name]) for name, dataset in sets.items()}
+    for name, dataset in checked.items():
+        if found["bad"][name] and config.bad_images == "error":
+            at, why, code = found["bad"][name][0]
+            fix = "remove it, or set data.bad_images: skip"
+            raise DataError(why, code=code, where=dataset.records[at].path, fix=fix)
+        if len(dataset.unreadable) == len(dataset.records):
+            at, why = next(iter(dataset.unreadable.items()))
+            raise DataError(
+                f"not one image can be used, first {dataset.records[at].path}: {why}",
+                code="no_good_image",
+                where=dataset.source,
+            )
+    return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
+
+
+def _without(dataset: DetectionSet, bad: list[tuple[int, str, str]]) -> DetectionSet:
+    found = {position: why for position, why, _ in bad}
+    return replace(dataset, unreadable={**dataset.unreadable, **found})
+
+
+def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
+    """{"bad": split -> [position, why, kind] each, "lines": for the log}; kept from the last time
+    where no file changed since."""
+    started = time.monotonic()
+    fingerprint = _fingerprint(sets, decode)
+    kept = _kept_in(sets)
+    known = _load(kept, fingerprint, [*sets])
+    count = sum(len(dataset.records) for dataset in sets.values())
+    again = " (unchanged since the last check)" if known else ""
+    if known is None:
+        checked = {
+            split: _check_split(dataset, decode=decode, workers=workers)
+            for split, dataset in sets.items()
+        }
+        known = _outcome(sets, checked)
+        if not any(found.passing for images in checked.values() for _, found in images):
+            _keep(kept, known | {"fingerprint": fingerprint})
+    seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
+    _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
+    return known
+
+
+def _check_split(
+    dataset: DetectionSet, *, decode: bool, workers: int
+) -> list[tuple[str, ImageCheck]]:
+    files = [
+        ImageFile(record.path, (record.width, record.height) if record.height > 0 else None)
+        for record in dataset.records
+    ]
+    checks = check_images(files, decode=decode, workers=workers)
+    return [(file.path, found) for file, found in zip(files, checks)]
+
+
+def _outcome(
+    sets: Mapping[str, DetectionSet], checked: Mapping[str, CheckedImages]
+) -> dict[str, Any]:
+    bad, lines = {}, []
+    for split, images in checked.items():
+        problems = [found.problem for _, found in images]
+        bad[split] = [
+            (position, found.problem[1].removeprefix(f"{path}: "), found.problem[0])
+            for position, (path, found) in enumerate(images)
+            if found.problem[0]
+        ]
+        for kind, count in Counter(kind for kind, _ in problems if kind).items():
+            first = [text for of, text in problems if of == kind][:_EXAMPLES]
+            lines.append(
+                f"{sets[split].source}: {kind}: {count} of {len(images)} images: "
+                f"{KINDS[kind].meaning}; training: {KINDS[kind].training}; "
+                f"first: {'; '.join(first)}"
+            )
+    if "val" in checked and not same_list(checked["train"], checked["val"]):
+        leaking = [*leaks(checked["train"], checked["val"])]
+        if leaking:
+            lines.append(
+                f"leakage: {len(leaking)} of {len(checked['train'])} training images are in the "
+                f"validation split too, by content: scores will be too good; "
+                f"first: {', '.join(leaking[:_EXAMPLES])}"
+            )
+    return {"bad": bad, "lines": lines}
+
+
+def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
+    """Of everything that the outcome depends on: annotated sizes, and each file's size and
+    times (that of its inode tells of new permissions)."""
+    summary = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=16)
+    for split, dataset in sets.items():
+        summary.update(f"\n{split}".encode())
+        for record in dataset.records:
+            try:
+                state = os.stat(record.path)
+                seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
+            except OSError:
+                seen = "absent"
+            summary.update(os.fsencode(f"\n{record.path}\0{record.width} {record.height} {seen}"))
+    return summary.hexdigest()
+
+
+def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
+    """The file that holds the last outcome for these annotation files; None: there is no home."""
+    folder = user_cache()
+    if folder is None:
+        return None
+    names = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
+    name = hashlib.blake2b(os.fsencode(names), digest_size=8).hexdigest()
+    return folder / f"check-{name}.json"
+
+
+def _load(file: Path | None, fingerprint: str, splits: Sequence[str]) -> dict[str, Any] | None:
+    """What was kept, if it is of the same files; else, or if it cannot be read, None."""
+    try:
+        known = json.loads(file.read_bytes()) if file else {}
+        if known.get("fingerprint") != fingerprint:
+            return None
+        return {
+            "bad": {
+                split: [(int(at), str(why), str(kind)) for at, why, kind in known["bad"][split]]
+                for split in splits
+            },
+            "lines": [str(line) for line in known["lines"]],
+        }
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # or of another form
+        return None
+
+
+def _keep(file: Path | None, outcome: dict[str, Any]) -> None:
+    """Writes it where that is possible; a home that cannot be written to does not matter."""
+    if file is None:
+        return
+    draft = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(outcome), encoding="ascii")
+        draft.replace(file)
+    except OSError as error:
+        _LOGGER.info("data check: not kept for the next time: %s", error)
+
+
+class Cleaned(NamedTuple):
+    """lines: what was done, one for each kind and split.  raws: split -> what was written of it."""
+
+    lines: list[str]
+    raws: dict[str, RawSet]
+
+
+def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
+    """Writes both splits to a new folder, fixed as annotations.KINDS says.
+
+    `validate` finds only notes in the result.  The folder gets all of it, or nothing.
+
+    Args:
+        form: format to write, that of the data or another.
+        out: a folder that is empty or not there yet.
+        images: see `convert`.
+    Raises: DataError: no good image is left in a split, the classes of the splits differ, the
+        format cannot hold them.  UserError: something cannot be written.
+    """
+    check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
+    lines, raws = [], {}
+    for split, left_out in _left_out(report).items():
+        validated = report.splits[split]
+        done = Counter(left_out.values())
+        raws[split] = _clean(validated.raw, left_out, done)
+        if not raws[split].images:
+            raise DataError(
+                "not one image is good; nothing was written",
+                code="no_good_image",
+                where=validated.raw.source,
+            )
+        done.update(f.code for f in validated.issues if f.code in _BY_WRITING)
+        done.update(  # where the reader left the image out
+            issue.code
+            for issue in validated.issues
+            if issue.code == "annotation_unreadable" and issue.image not in left_out
+        )
+        lines += [
+            f"{split}: {count} {kind}: {KINDS[kind].fix}"
+            for kind, count in sorted(done.items(), key=lambda entry: [*KINDS].index(entry[0]))
+        ]
+    return Cleaned(lines + _write(raws, form, out, images), raws)
+
+
+def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
+    """Under another name first: whatever fails, no half of it stays there."""
+    make_folder(out)
+    if any(out.iterdir()):
+        raise DataError(
+            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
+        )
+    with writing(out):
+        draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
+    lines = []
+    try:
+        for split, raw in raws.items():
+            done = convert(raw, form, draft, images=images, split=split)
+            lines += [f"{split}: {line}" for line in done]
+        with writing(out):
+            for entry in sorted(draft.iterdir()):
+                entry.rename(out / entry.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return lines
+
+
+def _left_out(report: Report) -> dict[str, dict[str, str]]:
+    """Split -> path -> kind of each image that does not go into the copy.
+
+    First what cannot be used; of what stays, images of training that validation has; of what stays
+    then, all but the first of equal ones: so one of them always stays.
+    """
+    train, val = report.splits["train"], report.splits["val"]
+    result = {split: _bad(validated) for split, validated in report.splits.items()}
+
+    def stays(split: str) -> list[tuple[str, ImageCheck]]:
+        return [entry for entry in report.splits[split].images if entry[0] not in result[split]]
+
+    if not same_list(train.images, val.images):
+        result["train"] |= dict.fromkeys(leaks(stays("train"), stays("val")), "leakage")
+    for split in result:
+        result[split] |= dict.fromkeys(duplicates(stays(split)), "image_duplicate")
+    return result
+
+
+def _bad(validated: ValidatedSplit) -> dict[str, str]:
+    listed = {path for path, _ in validated.images}
+    return {
+        issue.image: issue.code
+        for issue in reversed(validated.issues)  # so that the first kind of each image counts
+        if issue.code in _LEAVES_OUT and issue.image in listed
+    }
+
+
+def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawSet:
+    kept: dict[str, RawImage] = {}
+    for image in raw.images:
+        path = str(image.path)
+        if path in left_out:
+            continue
+        if path in kept:
+            done["image_listed_twice"] += 1
+            kept[path] = replace(kept[path], objects=kept[path].objects + image.objects)
+        else:
+            kept[path] = image
+    images = [replace(image, objects=_good(image, done)) for image in kept.values()]
+    return replace(raw, images=images)
+
+
+def _good(image: RawImage, done: Counter[str]) -> list[RawObject]:
+    result: dict[tuple[object, ...], RawObject] = {}
+    for thing in image.objects:
+        box, size = thing.box, (image.width, image.height)
+        if box_problem(box, *size) == "box_swapped":
+            done["box_swapped"] += 1
+            box = box_in_order(box)
+        problem = box_problem(box, *size)
+        if problem is not None:
+            done[problem] += 1
+        if problem == "box_sticking_out":
+            x1, y1, x2, y2 = cut_box(box, *size)
+            box = (float(x1), float(y1), float(x2), float(y2))  # corners at a border are whole
+        elif problem is not None:
+            continue
+        key = (thing.label, thing.crowd, *box)
+        if key in result:
+            done["box_duplicate"] += 1
+            continue
+        result[key] = thing if box == thing.box else replace(thing, box=box)
+    return [*result.values()]
+
+
+def duplicates(images: CheckedImages) -> dict[str, str]:
+    """Path -> an earlier path with the same content."""
+    result = {}
+    for group in _same_content(images):
+        first, *others = dict.fromkeys(images[position][0] for position in group)
+        result.update(dict.fromkeys(others, first))
+    return result
+
+
+def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
+    """Path of a training image -> path of its file or duplicate in the validation split."""
+    held = {path for path, _ in val}
+    result = {path: path for path, _ in train if path in held}
+    both = [*train, *val]
+    for group in _same_content(both):
+        held_there = [both[position][0] for position in group if position >= len(train)]
+        if held_there:
+            for position in group:
+                if position < len(train):
+                    result.setdefault(both[position][0], held_there[0])
+    return result
+
+
+def same_list(train: CheckedImages, val: CheckedImages) -> bool:
+    """Whether both splits are one list, of the same files or duplicates: to over-fit on purpose, so
+    nothing leaks."""
+    return len(train) == len(val) and all(
+        path == other or (found.digest != "" and found.digest == duplicate.digest)
+        for (path, found), (other, duplicate) in zip(train, val)
+    )
+
+
+def _same_content(images: CheckedImages) -> list[list[int]]:
+    """Groups of positions whose files have equal content; each group has two paths or more."""
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for position, (_, found) in enumerate(images):
+        if found.digest and found.problem[0] != "image_empty":
+            alike[found.digest].append(position)
+    groups: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
+    for digest, positions in alike.items():
+        if len({images[position][0] for position in positions}) > 1:
+            for position in positions:
+                groups[digest, _hash(images[position][0])].append(position)
+    return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
+
+
+def _hash(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            summary = hashlib.blake2b(digest_size=16)
+            while block := file.read(1 << 20):
+                summary.update(block)
+            return summary.digest()
+    except OSError:  # gone since it was checked
+        return os.fsencode(path)
+
+
+def check_images(
+    files: Sequence[ImageFile], *, decode: bool, workers: int, timeout: float = 60.0
+) -> list[ImageCheck]:
+    """A ImageCheck at each file, in their order, however many children crash or hang over it.
+
+    Args:
+        decode: see `check_image`.
+        workers: child processes, at least 1.
+        timeout: seconds after which a child that is at one file counts as hung.
+    """
+    checks: list[ImageCheck | None] = [None] * len(files)
+    waiting = deque(range(len(files)))
+    crashes: Counter[int] = Counter()
+    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
+    try:
+        while any(child.busy for child in children) or waiting:
+            for child in children:
+                child.give(waiting)
+            _collect(children, checks, timeout)
+            for number, child in enumerate(children):
+                if child.ended is None:
+                    continue
+                position, *rest = child.busy
+                waiting.extendleft(reversed(rest))
+                crashes[position] += 1
+                if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
+                    text = f"{files[position].path}: {child.ended.text}"
+                    checks[position] = ImageCheck((child.ended.code, text), passing=True)
+                else:
+                    waiting.appendleft(position)
+                child.stop()
+                children[number] = _Child(files, decode)
+    finally:
+        for child in children:
+            child.stop()
+    return [found for found in checks if found is not None]
+
+
+class _End(NamedTuple):
+    code: str
+    text: str
+
+
+class _Child:
+    """A process that checks at the files whose positions it is given, one answer each."""
+
+    def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.busy: deque[int] = deque()
+        self.since = time.monotonic()
+        self.ended: _End | None = None
+        self._process = context.Process(
+            target=_serve, args=(theirs, files, decode, os.getpid()), daemon=True
+        )
+        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
+            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
+            self._process.start()
+        theirs.close()
+
+    def give(self, waiting: deque[int]) -> None:
+        """Hands it work from the front when it has none."""
+        if self.busy or self.ended or not waiting:
+            return
+        self.busy.extend(waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting))))
+        self.since = time.monotonic()
+        try:
+            self.pipe.send(list(self.busy))
+        except OSError:  # it ended while it waited; take() will find out
+            return
+
+    def take(self) -> tuple[int, ImageCheck] | None:
+        """An answer; None, and `ended`, when the process is no more."""
+        try:
+            position, found = self.pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            self.ended = _End("image_crashes_decoder", _how(self._process.exitcode))
+            return None
+        self.busy.popleft()
+        self.since = time.monotonic()
+        return position, found
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join(1)  # one that waits for its disk for ever is left alone
+        self.pipe.close()
+
+
+def _collect(children: list[_Child], checks: list[ImageCheck | None], timeout: float) -> None:
+    """Takes what the children have to say, or notes that one has been silent for too long."""
+    ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
+    for child in children:
+        if child.pipe in ready:
+            answer = child.take()
+            if answer is not None:
+                checks[answer[0]] = answer[1]
+        elif child.busy and time.monotonic() - child.since > timeout:
+            child.ended = _End("image_hangs_decoder", f"not decoded after {timeout:g} s")
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"decoding it ends the process with code {exitcode}"
+    return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
+
+
+def _serve(
+    pipe: "Connection[Any, Any]", files: Sequence[ImageFile], decode: bool, parent: int
+) -> None:
+    """What a child does, until its parent is gone."""
+    for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
+        signal.signal(fatal, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders print of damaged files
+    warnings.simplefilter("ignore")
+    cv2.setNumThreads(0)
+    Image.MAX_IMAGE_PIXELS = None
+    while os.getppid() == parent:
+        if not pipe.poll(1.0):
+            continue
+        for position in pipe.recv():
+            pipe.send(
+                (position, check_image(files[position].path, files[position].size, decode=decode))
+            )
+
+
+def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
+    """Checks one image file; never raises because of it.
+
+    A decoder may crash or hang on it: `check_images` calls this in a child process.
 
     Args:
         size: (width, height) that the annotation says; None: not known.
@@ -98,17 +829,19 @@ def look(path: str, size: tuple[int, int] | None, *, decode: bool) -> Look:
     """
     try:
         with open(path, "rb") as file:
-            return _look(file, path, size, decode)
+            return _check_content(file, path, size, decode)
     except FileNotFoundError:
-        return Look(("image_missing", f"{path}: does not exist"), passing=True)
+        return ImageCheck(("image_missing", f"{path}: does not exist"), passing=True)
     except OSError as error:
-        return Look(("image_unreadable", f"{path}: {error.strerror or error}"), passing=True)
+        return ImageCheck(("image_unreadable", f"{path}: {error.strerror or error}"), passing=True)
     except MemoryError:
         text = f"{path}: not enough memory to decode it"
-        return Look(("image_unreadable", text), passing=True)
+        return ImageCheck(("image_unreadable", text), passing=True)
 
 
-def _look(file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool) -> Look:
+def _check_content(
+    file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
+) -> ImageCheck:
     length = os.fstat(file.fileno()).st_size
     whole = decode or length <= _HEAD + _TAIL
     head = file.read() if whole else file.read(_HEAD)
@@ -122,12 +855,12 @@ def _look(file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool)
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
     found = damage(head, length) if whole or head[:2] not in _ENDS else None
     if found is not None:
-        return Look((found.code, f"{path}: {found.text}"), (), digest.hexdigest())
+        return ImageCheck((found.code, f"{path}: {found.text}"), (), digest.hexdigest())
     header = _header(file, path, length)
     doubtful = header is None or header.cut_short or (size and size not in header.sizes)
     found = _decoded(path, size) if decode or doubtful else None
     problem = ("", "") if found is None else (found.code, found.text)
-    return Look(problem, header.notes if header else (), digest.hexdigest())
+    return ImageCheck(problem, header.notes if header else (), digest.hexdigest())
 
 
 class _Header(NamedTuple):
@@ -208,742 +941,3 @@ def _stderr() -> Iterator[BinaryIO]:
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-
-
-Looked = Sequence[tuple[str, Look]]  # the path of each listed image, and what it is
-
-
-def duplicates(images: Looked) -> dict[str, str]:
-    """Path -> an earlier path with the same content."""
-    result = {}
-    for group in _same_content(images):
-        first, *others = dict.fromkeys(images[position][0] for position in group)
-        result.update(dict.fromkeys(others, first))
-    return result
-
-
-def leaks(train: Looked, val: Looked) -> dict[str, str]:
-    """Path of a training image -> path of the same file, or a copy, in the validation split."""
-    held = {path for path, _ in val}
-    result = {path: path for path, _ in train if path in held}
-    both = [*train, *val]
-    for group in _same_content(both):
-        copies = [both[position][0] for position in group if position >= len(train)]
-        if copies:
-            for position in group:
-                if position < len(train):
-                    result.setdefault(both[position][0], copies[0])
-    return result
-
-
-def same_list(train: Looked, val: Looked) -> bool:
-    """Whether both splits are one list, of the same files or of copies: to over-fit on purpose, so
-    nothing leaks."""
-    return len(train) == len(val) and all(
-        path == other or (found.digest != "" and found.digest == copy.digest)
-        for (path, found), (other, copy) in zip(train, val)
-    )
-
-
-def _same_content(images: Looked) -> list[list[int]]:
-    """Groups of positions whose files have equal content; each group has two paths or more."""
-    alike: defaultdict[str, list[int]] = defaultdict(list)
-    for position, (_, found) in enumerate(images):
-        if found.digest and found.problem[0] != "image_empty":
-            alike[found.digest].append(position)
-    groups: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
-    for digest, positions in alike.items():
-        if len({images[position][0] for position in positions}) > 1:
-            for position in positions:
-                groups[digest, _hash(images[position][0])].append(position)
-    return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
-
-
-def _hash(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            summary = hashlib.blake2b(digest_size=16)
-            while block := file.read(1 << 20):
-                summary.update(block)
-            return summary.digest()
-    except OSError:  # gone since it was looked at
-        return os.fsencode(path)
-
-
-_AT_ONCE = 32  # files that a child is given at a time
-_FATAL = (
-    signal.SIGTERM,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGABRT,
-)
-_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
-
-
-class ImageFile(NamedTuple):
-    """path, and (width, height) in pixels as annotated, None where that is not known."""
-
-    path: str
-    size: tuple[int, int] | None
-
-
-def scan(
-    files: Sequence[ImageFile], *, decode: bool, workers: int, timeout: float = 60.0
-) -> list[Look]:
-    """A Look at each file, in their order, however many children crash or hang over it.
-
-    Args:
-        decode: see `look`.
-        workers: child processes, at least 1.
-        timeout: seconds after which a child that is at one file counts as hung.
-    """
-    looks: list[Look | None] = [None] * len(files)
-    waiting = deque(range(len(files)))
-    crashes: Counter[int] = Counter()
-    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
-    try:
-        while any(child.busy for child in children) or waiting:
-            for child in children:
-                child.give(waiting)
-            _collect(children, looks, timeout)
-            for number, child in enumerate(children):
-                if child.ended is None:
-                    continue
-                position, *rest = child.busy
-                waiting.extendleft(reversed(rest))
-                crashes[position] += 1
-                if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
-                    text = f"{files[position].path}: {child.ended.text}"
-                    looks[position] = Look((child.ended.code, text), passing=True)
-                else:
-                    waiting.appendleft(position)
-                child.stop()
-                children[number] = _Child(files, decode)
-    finally:
-        for child in children:
-            child.stop()
-    return [found for found in looks if found is not None]
-
-
-class _End(NamedTuple):
-    code: str
-    text: str
-
-
-class _Child:
-    """A process that looks at the files whose positions it is given, one answer each."""
-
-    def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.busy: deque[int] = deque()
-        self.since = time.monotonic()
-        self.ended: _End | None = None
-        self._process = context.Process(
-            target=_serve, args=(theirs, files, decode, os.getpid()), daemon=True
-        )
-        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
-            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
-            self._process.start()
-        theirs.close()
-
-    def give(self, waiting: deque[int]) -> None:
-        """Hands it work from the front when it has none."""
-        if self.busy or self.ended or not waiting:
-            return
-        self.busy.extend(waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting))))
-        self.since = time.monotonic()
-        try:
-            self.pipe.send(list(self.busy))
-        except OSError:  # it ended while it waited; take() will find out
-            return
-
-    def take(self) -> tuple[int, Look] | None:
-        """An answer; None, and `ended`, when the process is no more."""
-        try:
-            position, found = self.pipe.recv()
-        except (EOFError, OSError):
-            self._process.join()
-            self.ended = _End("image_crashes_decoder", _how(self._process.exitcode))
-            return None
-        self.busy.popleft()
-        self.since = time.monotonic()
-        return position, found
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join(1)  # one that waits for its disk for ever is left alone
-        self.pipe.close()
-
-
-def _collect(children: list[_Child], looks: list[Look | None], timeout: float) -> None:
-    """Takes what the children have to say, or notes that one has been silent for too long."""
-    ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
-    for child in children:
-        if child.pipe in ready:
-            answer = child.take()
-            if answer is not None:
-                looks[answer[0]] = answer[1]
-        elif child.busy and time.monotonic() - child.since > timeout:
-            child.ended = _End("image_hangs_decoder", f"not decoded after {timeout:g} s")
-
-
-def _how(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"decoding it ends the process with code {exitcode}"
-    return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
-
-
-def _serve(
-    pipe: "Connection[Any, Any]", files: Sequence[ImageFile], decode: bool, parent: int
-) -> None:
-    """What a child does, until its parent is gone."""
-    for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
-        signal.signal(fatal, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders print of damaged files
-    warnings.simplefilter("ignore")
-    cv2.setNumThreads(0)
-    Image.MAX_IMAGE_PIXELS = None
-    while os.getppid() == parent:
-        if not pipe.poll(1.0):
-            continue
-        for position in pipe.recv():
-            pipe.send((position, look(files[position].path, files[position].size, decode=decode)))
-
-
-_SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
-
-
-@dataclass(frozen=True)
-class Audited:
-    """One split: what its files say, a look at each of its images, and what was found."""
-
-    raw: RawSet
-    looks: list[Look]
-    findings: list[Issue]
-
-    @property
-    def looked(self) -> list[tuple[str, Look]]:
-        """The path of each listed image, and what it is."""
-        return [*zip((str(image.path) for image in self.raw.images), self.looks)]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kind that was found: how often in each split, and the sentences of the first."""
-
-    name: str
-    kind: Kind
-    counts: Mapping[str, int]
-    examples: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts.values())
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an audit found.
-
-    splits: "train" and "val".  decoded: whether all pixels of all images were looked at.
-    """
-
-    splits: Mapping[str, Audited]
-    decoded: bool
-
-    @property
-    def errors(self) -> int:
-        """How many findings stop training or lose it images."""
-        return sum(row.count for row in self.rows() if row.kind.severity == "error")
-
-    def rows(self, examples: int = 3) -> list[Row]:
-        """A row for each kind that was found, errors first."""
-        found: defaultdict[str, list[tuple[str, Issue]]] = defaultdict(list)
-        for split, audited in self.splits.items():
-            for finding in audited.findings:
-                found[finding.code].append((split, finding))
-        rows = [
-            Row(
-                name,
-                kind,
-                Counter(split for split, _ in found[name]),
-                tuple(finding.text for _, finding in found[name][:examples]),
-            )
-            for name, kind in KINDS.items()
-            if name in found
-        ]
-        order = ("error", "warning", "note")
-        return sorted(rows, key=lambda row: order.index(row.kind.severity))
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
-        return {
-            "decoded": self.decoded,
-            "splits": {
-                split: {
-                    "source": audited.raw.source,
-                    "images": len(audited.raw.images),
-                    "objects": sum(len(image.objects) for image in audited.raw.images),
-                    "classes": list(audited.raw.class_names),
-                }
-                for split, audited in self.splits.items()
-            },
-            "kinds": [
-                {"kind": row.name, "count": row.count, "counts": dict(row.counts)}
-                | row.kind._asdict()
-                | {"examples": list(row.examples)}
-                for row in self.rows()
-            ],
-            "findings": [
-                {"split": split, "kind": finding.code, "text": finding.text, "image": finding.image}
-                for split, audited in self.splits.items()
-                for finding in audited.findings
-            ],
-        }
-
-
-def audit(config: DataConfig, *, decode: bool, workers: int) -> Report:
-    """Reads both splits, looks at all their images, and collects what is wrong.
-
-    Args:
-        decode: all pixels of each image (some 3 ms of a core at 640 x 480), else its header.
-        workers: child processes that look at images.
-    Raises: DataError: a split as a whole cannot be read.
-    """
-    splits: dict[str, Audited] = {}
-    for split in _SPLITS:
-        findings: list[Issue] = []
-        raw = read_raw(config, split, findings.append)
-        files = [image_file(image) for image in raw.images]
-        looks = scan(files, decode=decode, workers=workers)
-        findings += _of_images(raw, looks)
-        if not config.classifies:
-            findings += _of_boxes(raw)
-        splits[split] = Audited(raw, looks, findings)
-        for path, first in duplicates(splits[split].looked).items():
-            what = f"the same content as {first}"
-            findings.append(Issue("image_duplicate", what, path, path))
-    train, val = splits["train"], splits["val"]
-    train.findings.extend(_classes(train.raw, val.raw))
-    train.findings.extend(_leakage(train, val))
-    train.findings.extend(_unused(train.raw))
-    for name, unlisted in _unlisted(config, splits).items():
-        splits[name].findings.extend(unlisted)
-    return Report(splits, decode)
-
-
-def image_file(image: RawImage) -> ImageFile:
-    """What to look at, and the size that training will expect (none of classified images)."""
-    return ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
-
-
-def _of_images(raw: RawSet, looks: list[Look]) -> Iterator[Issue]:
-    for image, found in zip(raw.images, looks):
-        path = str(image.path)
-        if found.problem[0]:
-            yield Issue(*found.problem, path)
-        for kind in found.notes:
-            yield Issue(kind, KINDS[kind].meaning, path, path)
-        if not image.objects:
-            yield Issue("image_no_boxes", f"{path} shows no object", path, image.where)
-
-
-def _of_boxes(raw: RawSet) -> Iterator[Issue]:
-    for image in raw.images:
-        path = str(image.path)
-        before: dict[tuple[object, ...], str] = {}
-        for entry in image.objects:
-            x1, y1, x2, y2 = entry.box
-            shown = f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
-            problem = box_problem(entry.box, image.width, image.height)
-            if problem in ("box_outside", "box_sticking_out") and not image.size_known:
-                problem = None  # YOLO's fractions, of an image whose size nobody knows
-            if problem is not None:
-                inside = f" of {path} ({image.width}x{image.height})"
-                meaning = KINDS[problem].meaning
-                yield Issue(problem, f"{shown}{inside}: {meaning}", path, entry.where)
-            first = before.setdefault((entry.label, entry.crowd, *entry.box), entry.where)
-            if first != entry.where:
-                name = raw.class_names[entry.label]
-                what = f"{shown}, {name!r}, of {path} is there already ({first})"
-                yield Issue("box_duplicate", what, path, entry.where)
-
-
-def _leakage(train: Audited, val: Audited) -> Iterator[Issue]:
-    """Of training images: the file itself is also in the validation split, or a copy of it."""
-    if same_list(train.looked, val.looked):
-        return
-    for path, held in leaks(train.looked, val.looked).items():
-        what = (
-            "in the training and the validation split"
-            if path == held
-            else f"the same content as {held} of the validation split"
-        )
-        yield Issue("leakage", what, path, path)
-
-
-def _classes(train: RawSet, val: RawSet) -> Iterator[Issue]:
-    try:
-        check_same_classes(train, val)
-    except DataError as error:
-        yield Issue("classes_differ", str(error))
-
-
-def _unused(raw: RawSet) -> Iterator[Issue]:
-    used = {entry.label for image in raw.images for entry in image.objects if not entry.crowd}
-    for label, name in enumerate(raw.class_names):
-        if label not in used:
-            yield Issue("class_unused", f"no object of class {name!r}", where=raw.source)
-
-
-def _unlisted(config: DataConfig, splits: Mapping[str, Audited]) -> dict[str, list[Issue]]:
-    """Images in the folders of the splits that neither lists."""
-    real = cache(os.path.realpath)  # of a folder, which links may give several names
-
-    def place(path: str) -> str:
-        folder, name = os.path.split(os.path.abspath(path))
-        return os.path.join(real(folder), name)
-
-    listed = {place(path) for audited in splits.values() for path, _ in audited.looked}
-    folders = {"train": config.train.images, "val": config.val.images}
-    found: dict[str, list[Issue]] = {"train": [], "val": []}
-    for split, name in folders.items():
-        for path in files_below(Path(config.root) / name):
-            if is_image_name(os.path.basename(path)) and place(path) not in listed:
-                listed.add(place(path))
-                what = f"not listed by {splits[split].raw.source}"
-                found[split].append(Issue("image_unlisted", what, path, path))
-    return found
-
-
-_LEAVES_OUT = (  # the image
-    "annotation_unreadable",
-    "image_missing",
-    "image_empty",
-    "image_unreadable",
-    "image_truncated",
-    "image_crashes_decoder",
-    "image_hangs_decoder",
-    "size_mismatch",
-)
-_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
-    "annotation_missing",
-    "annotation_line",
-    "encoding",
-    "line_ends",
-    "class_unknown",
-    "outline_malformed",
-    "area_invalid",
-    "label_without_image",
-    "label_shared",
-    "image_unknown",
-    "image_id_duplicate",
-    "annotation_id_duplicate",
-    "size_invalid",
-    "path_outside",
-    "image_unlisted",
-)
-
-
-class Cleaned(NamedTuple):
-    """lines: what was done, one for each kind and split.  raws: split -> what was written of it."""
-
-    lines: list[str]
-    raws: dict[str, RawSet]
-
-
-def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
-    """Writes both splits to a new folder as findings.KINDS says; an audit of it finds only notes.
-
-    The folder gets all of it, or nothing.
-
-    Args:
-        form: format to write, that of the data or another.
-        out: a folder that is empty or not there yet.
-        images: see `convert`.
-    Raises: DataError: no good image is left in a split, the classes of the splits differ, the
-        format cannot hold them.  UserError: something cannot be written.
-    """
-    check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
-    lines, raws = [], {}
-    for split, left_out in _left_out(report).items():
-        audited = report.splits[split]
-        done = Counter(left_out.values())
-        raws[split] = _clean(audited.raw, left_out, done)
-        if not raws[split].images:
-            raise DataError(
-                "not one image is good; nothing was written",
-                code="no_good_image",
-                where=audited.raw.source,
-            )
-        done.update(f.code for f in audited.findings if f.code in _BY_WRITING)
-        done.update(  # where the reader left the image out
-            finding.code
-            for finding in audited.findings
-            if finding.code == "annotation_unreadable" and finding.image not in left_out
-        )
-        lines += [
-            f"{split}: {count} {kind}: {KINDS[kind].fix}"
-            for kind, count in sorted(done.items(), key=lambda entry: [*KINDS].index(entry[0]))
-        ]
-    return Cleaned(lines + _write(raws, form, out, images), raws)
-
-
-def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Under another name first: whatever fails, no half of it stays there."""
-    make_folder(out)
-    if any(out.iterdir()):
-        raise DataError(
-            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
-        )
-    with writing(out):
-        draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
-    lines = []
-    try:
-        for split, raw in raws.items():
-            done = convert(raw, form, draft, images=images, split=split)
-            lines += [f"{split}: {line}" for line in done]
-        with writing(out):
-            for entry in sorted(draft.iterdir()):
-                entry.rename(out / entry.name)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return lines
-
-
-def _left_out(report: Report) -> dict[str, dict[str, str]]:
-    """Split -> path -> kind of each image that does not go into the copy.
-
-    First what cannot be used; of what stays, images of training that validation has; of what stays
-    then, all but the first of equal ones: so one of them always stays.
-    """
-    train, val = report.splits["train"], report.splits["val"]
-    result = {split: _bad(audited) for split, audited in report.splits.items()}
-
-    def stays(split: str) -> list[tuple[str, Look]]:
-        return [entry for entry in report.splits[split].looked if entry[0] not in result[split]]
-
-    if not same_list(train.looked, val.looked):
-        result["train"] |= dict.fromkeys(leaks(stays("train"), stays("val")), "leakage")
-    for split in result:
-        result[split] |= dict.fromkeys(duplicates(stays(split)), "image_duplicate")
-    return result
-
-
-def _bad(audited: Audited) -> dict[str, str]:
-    listed = {path for path, _ in audited.looked}
-    return {
-        finding.image: finding.code
-        for finding in reversed(audited.findings)  # so that the first kind of each image counts
-        if finding.code in _LEAVES_OUT and finding.image in listed
-    }
-
-
-def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawSet:
-    kept: dict[str, RawImage] = {}
-    for image in raw.images:
-        path = str(image.path)
-        if path in left_out:
-            continue
-        if path in kept:
-            done["image_listed_twice"] += 1
-            kept[path] = replace(kept[path], objects=kept[path].objects + image.objects)
-        else:
-            kept[path] = image
-    images = [replace(image, objects=_good(image, done)) for image in kept.values()]
-    return replace(raw, images=images)
-
-
-def _good(image: RawImage, done: Counter[str]) -> list[RawObject]:
-    result: dict[tuple[object, ...], RawObject] = {}
-    for thing in image.objects:
-        box, size = thing.box, (image.width, image.height)
-        if box_problem(box, *size) == "box_swapped":
-            done["box_swapped"] += 1
-            box = box_in_order(box)
-        problem = box_problem(box, *size)
-        if problem is not None:
-            done[problem] += 1
-        if problem == "box_sticking_out":
-            x1, y1, x2, y2 = cut_box(box, *size)
-            box = (float(x1), float(y1), float(x2), float(y2))  # corners at a border are whole
-        elif problem is not None:
-            continue
-        key = (thing.label, thing.crowd, *box)
-        if key in result:
-            done["box_duplicate"] += 1
-            continue
-        result[key] = thing if box == thing.box else replace(thing, box=box)
-    return [*result.values()]
-
-
-_LOGGER = logging.getLogger("ppdist.data")
-_VERSION = 3  # of what is kept: raise it when a look at an image sees more
-_EXAMPLES = 3
-
-
-class Checked(NamedTuple):
-    """train, val: with `unreadable` filled; val is None where none was given.
-    lines: what to warn of, one for each kind and split; the same on every rank."""
-
-    train: DetectionSet
-    val: DetectionSet | None
-    lines: tuple[str, ...]
-
-
-def check_before_training(
-    config: DataConfig, train: DetectionSet, val: DetectionSet | None, workers: int
-) -> Checked:
-    """Looks at both splits as `data.check_images` says; every rank calls it.
-
-    Rank 0 looks, the others take its word, so all leave out the same images.  What was found also
-    goes to a file in $XDG_CACHE_HOME or ~/.cache: the next start compares the files' times and
-    sizes alone.
-
-    Args:
-        workers: child processes that look.
-    Raises: DataError: a bad image where data.bad_images is `error`; no good one in a split.
-    """
-    if config.check_images == "none":
-        return Checked(train, val, ())
-    sets = {"train": train} if val is None else {"train": train, "val": val}
-    decode = config.check_images == "decode"
-    found = comm.run_on_main(lambda: _remembered(sets, decode=decode, workers=workers))
-    checked = {name: _without(dataset, found["bad"][name]) for name, dataset in sets.items()}
-    for name, dataset in checked.items():
-        if found["bad"][name] and config.bad_images == "error":
-            at, why, code = found["bad"][name][0]
-            fix = "remove it, or set data.bad_images: skip"
-            raise DataError(why, code=code, where=dataset.records[at].path, fix=fix)
-        if len(dataset.unreadable) == len(dataset.records):
-            at, why = next(iter(dataset.unreadable.items()))
-            raise DataError(
-                f"not one image can be used, first {dataset.records[at].path}: {why}",
-                code="no_good_image",
-                where=dataset.source,
-            )
-    return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
-
-
-def _without(dataset: DetectionSet, bad: list[tuple[int, str, str]]) -> DetectionSet:
-    found = {position: why for position, why, _ in bad}
-    return replace(dataset, unreadable={**dataset.unreadable, **found})
-
-
-def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
-    """{"bad": split -> [position, why, kind] each, "lines": for the log}; kept from the last time
-    where no file changed since."""
-    started = time.monotonic()
-    fingerprint = _fingerprint(sets, decode)
-    kept = _kept_in(sets)
-    known = _load(kept, fingerprint, [*sets])
-    count = sum(len(dataset.records) for dataset in sets.values())
-    again = " (unchanged since the last check)" if known else ""
-    if known is None:
-        looked = {
-            split: _look_preflight(dataset, decode=decode, workers=workers)
-            for split, dataset in sets.items()
-        }
-        known = _outcome(sets, looked)
-        if not any(found.passing for images in looked.values() for _, found in images):
-            _keep(kept, known | {"fingerprint": fingerprint})
-    seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
-    _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
-    return known
-
-
-def _look_preflight(dataset: DetectionSet, *, decode: bool, workers: int) -> list[tuple[str, Look]]:
-    files = [
-        ImageFile(record.path, (record.width, record.height) if record.height > 0 else None)
-        for record in dataset.records
-    ]
-    looks = scan(files, decode=decode, workers=workers)
-    return [(file.path, found) for file, found in zip(files, looks)]
-
-
-def _outcome(sets: Mapping[str, DetectionSet], looked: Mapping[str, Looked]) -> dict[str, Any]:
-    bad, lines = {}, []
-    for split, images in looked.items():
-        problems = [found.problem for _, found in images]
-        bad[split] = [
-            (position, found.problem[1].removeprefix(f"{path}: "), found.problem[0])
-            for position, (path, found) in enumerate(images)
-            if found.problem[0]
-        ]
-        for kind, count in Counter(kind for kind, _ in problems if kind).items():
-            first = [text for of, text in problems if of == kind][:_EXAMPLES]
-            lines.append(
-                f"{sets[split].source}: {kind}: {count} of {len(images)} images: "
-                f"{KINDS[kind].meaning}; training: {KINDS[kind].training}; "
-                f"first: {'; '.join(first)}"
-            )
-    if "val" in looked and not same_list(looked["train"], looked["val"]):
-        leaking = [*leaks(looked["train"], looked["val"])]
-        if leaking:
-            lines.append(
-                f"leakage: {len(leaking)} of {len(looked['train'])} training images are in the "
-                f"validation split too, by content: scores will be too good; "
-                f"first: {', '.join(leaking[:_EXAMPLES])}"
-            )
-    return {"bad": bad, "lines": lines}
-
-
-def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
-    """Of everything that the outcome depends on: annotated sizes, and each file's size and
-    times (that of its inode tells of new permissions)."""
-    summary = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=16)
-    for split, dataset in sets.items():
-        summary.update(f"\n{split}".encode())
-        for record in dataset.records:
-            try:
-                state = os.stat(record.path)
-                seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
-            except OSError:
-                seen = "absent"
-            summary.update(os.fsencode(f"\n{record.path}\0{record.width} {record.height} {seen}"))
-    return summary.hexdigest()
-
-
-def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
-    """The file that holds the last outcome for these annotation files; None: there is no home."""
-    folder = user_cache()
-    if folder is None:
-        return None
-    names = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
-    name = hashlib.blake2b(os.fsencode(names), digest_size=8).hexdigest()
-    return folder / f"check-{name}.json"
-
-
-def _load(file: Path | None, fingerprint: str, splits: Sequence[str]) -> dict[str, Any] | None:
-    """What was kept, if it is of the same files; else, or if it cannot be read, None."""
-    try:
-        known = json.loads(file.read_bytes()) if file else {}
-        if known.get("fingerprint") != fingerprint:
-            return None
-        return {
-            "bad": {
-                split: [(int(at), str(why), str(kind)) for at, why, kind in known["bad"][split]]
-                for split in splits
-            },
-            "lines": [str(line) for line in known["lines"]],
-        }
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # or of another form
-        return None
-
-
-def _keep(file: Path | None, outcome: dict[str, Any]) -> None:
-    """Writes it where that is possible; a home that cannot be written to does not matter."""
-    if file is None:
-        return
-    draft = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(outcome), encoding="ascii")
-        draft.replace(file)
-    except OSError as error:
-        _LOGGER.info("data check: not kept for the next time: %s", error)

@@ -78,7 +78,7 @@ class Samples:
     """Makes whole micro-batches of keys.
 
     reading: int64 [1], position of the record that is being read, or NOTHING; beat: float64 [1],
-    when reading one last began (time.monotonic); quarantine_N: uint8, what twice came of reading a
+    when reading one last began (time.monotonic); blocklist_N: uint8, what twice came of reading a
     record: 0, a signal, HUNG or EXITED.  A worker has all in memory that it shares with its rank,
     which thus knows what a worker died of, or that it hangs.
     """
@@ -99,7 +99,7 @@ class Samples:
         """
         self.reading = np.full(1, NOTHING, np.int64)
         self.beat = np.zeros(1)
-        self.quarantine_N = np.zeros(len(dataset.records), np.uint8)
+        self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
         self._dataset = dataset
         self._bad_images = bad_images
         count = len(dataset.records)
@@ -148,7 +148,7 @@ class Samples:
         path = self.path(index)
         code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
         if not why:
-            code, why = _quarantined(self.quarantine_N[index])
+            code, why = _blocked(self.blocklist_N[index])
         if not why:
             self.reading[0], self.beat[0] = index, time.monotonic()
             try:
@@ -209,7 +209,7 @@ class EvalSamples(Samples):
         return boxes_M4[learnt_M], record.labels_M[learnt_M]
 
 
-def _quarantined(ended: int) -> tuple[str, str]:
+def _blocked(ended: int) -> tuple[str, str]:
     """Code and text of why a record is never opened again; "", "" if it may be."""
     if not ended:
         return "", ""

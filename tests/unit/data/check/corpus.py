@@ -1,4 +1,4 @@
-"""Small sets on disk that have every defect of findings.KINDS, each in a place that is known."""
+"""Small sets on disk that have every defect of annotations.KINDS, each in a place that is known."""
 
 import json
 import struct

@@ -11,10 +11,10 @@ import yaml
 
 from ppdist.common.errors import DataError, UserError
 from ppdist.config.data import DataConfig
-from ppdist.data import validate
+from ppdist.data import validate as validation
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.convert import Format, Images, snippet
-from ppdist.data.validate import audit, clean_copy
+from ppdist.data.validate import clean_copy, validate
 from tests.unit.data.check.corpus import (
     config,
     write_clean_coco,
@@ -27,7 +27,7 @@ from tests.unit.data.check.corpus import (
 
 def _cleaned(settings: DataConfig, out: Path, form: Format = "coco", images: Images = "copy"):
     """What `clean_copy` gave, and the settings that read it."""
-    cleaned = clean_copy(audit(settings, decode=True, workers=1), form, out, images=images)
+    cleaned = clean_copy(validate(settings, decode=True, workers=1), form, out, images=images)
     text = snippet(cleaned.raws, form, out, images=images)
     return cleaned, DataConfig(**yaml.safe_load(text)["data"])
 
@@ -50,10 +50,10 @@ def _names(settings: DataConfig, split: str) -> list[str]:
 def test_a_clean_copy_has_nothing_but_notes(tmp_path, write, form):
     (tmp_path / "dirty").mkdir()
     config = write(tmp_path / "dirty")
-    report = audit(config, decode=True, workers=2)
+    report = validate(config, decode=True, workers=2)
     lines, raws = clean_copy(report, form, tmp_path / "clean", images="copy")
     text = snippet(raws, form, tmp_path / "clean", images="copy")
-    again = audit(DataConfig(**yaml.safe_load(text)["data"]), decode=True, workers=2)
+    again = validate(DataConfig(**yaml.safe_load(text)["data"]), decode=True, workers=2)
     assert {row.kind.severity for row in again.rows()} <= {"note"}, again.rows()
     for row in report.rows():
         if row.kind.severity != "note":
@@ -63,7 +63,7 @@ def test_a_clean_copy_has_nothing_but_notes(tmp_path, write, form):
 def test_a_clean_copy_of_clean_data_changes_nothing(tmp_path):
     (tmp_path / "a").mkdir()
     config = write_clean_coco(tmp_path / "a")
-    report = audit(config, decode=True, workers=1)
+    report = validate(config, decode=True, workers=1)
     lines, raws = clean_copy(report, "coco", tmp_path / "b", images="link")
     assert lines == []
     text = snippet(raws, "coco", tmp_path / "b", images="link")
@@ -110,7 +110,7 @@ def test_of_equal_images_one_good_one_always_stays(tmp_path):
         "train: 1 leakage: left out of training",
         "val: 1 size_mismatch: left out",
     ]
-    assert audit(again, decode=True, workers=1).errors == 0
+    assert validate(again, decode=True, workers=1).errors == 0
 
 
 def test_one_list_for_both_splits_stays_in_both_however_often_it_is_cleaned(tmp_path):
@@ -147,7 +147,7 @@ def test_other_classes_in_validation_leave_nothing_written(tmp_path):
     settings = write_clean_coco(tmp_path)
     file = tmp_path / "val.json"
     file.write_text(file.read_text().replace('"cat"', '"dog"'))
-    report = audit(settings, decode=False, workers=1)
+    report = validate(settings, decode=False, workers=1)
     with pytest.raises(DataError) as caught:
         clean_copy(report, "yolo", tmp_path / "out", images="copy")
     assert caught.value.code == "classes_differ"
@@ -156,8 +156,8 @@ def test_other_classes_in_validation_leave_nothing_written(tmp_path):
 
 def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     settings = write_clean_coco(tmp_path)
-    report, out = audit(settings, decode=False, workers=1), tmp_path / "out"
-    original = validate.convert
+    report, out = validate(settings, decode=False, workers=1), tmp_path / "out"
+    original = validation.convert
 
     def full(raw, form, folder, *, images, split):
         lines = original(raw, form, folder, images=images, split=split)
@@ -167,7 +167,7 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
             )
         return lines
 
-    monkeypatch.setattr(validate, "convert", full)
+    monkeypatch.setattr(validation, "convert", full)
     with pytest.raises(UserError, match="No space left"):
         clean_copy(report, "voc", out, images="copy")
     assert [*out.iterdir()] == []

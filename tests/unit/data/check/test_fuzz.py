@@ -11,7 +11,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import settle
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.validate import ImageFile, audit, scan
+from ppdist.data.validate import ImageFile, check_images, validate
 from tests.unit.data.check.corpus import config, write_clean_coco, write_picture
 
 _MUTATIONS = 400  # of each of five kinds of file
@@ -68,9 +68,9 @@ def test_damaged_images_are_found_or_read_but_never_kill_or_hang_a_decoder(tmp_p
         file = tmp_path / f"{seed}.{suffix}"
         file.write_bytes(mutated(originals[seed % len(originals)], rng))
         files.append(ImageFile(str(file), None))
-    looks = scan(files, decode=True, workers=2, timeout=10.0)
-    kinds_found = {found.problem[0] for found in looks}
-    assert len(looks) == _MUTATIONS
+    checks = check_images(files, decode=True, workers=2, timeout=10.0)
+    kinds_found = {found.problem[0] for found in checks}
+    assert len(checks) == _MUTATIONS
     assert kinds_found <= {"", "image_truncated", "image_unreadable", "image_empty"}
     assert "image_truncated" in kinds_found and "image_unreadable" in kinds_found
 
@@ -147,6 +147,6 @@ def test_an_audit_of_damaged_annotations_ends_with_a_report_or_one_message(tmp_p
     for seed in range(12):
         file.write_bytes(mutated(original, np.random.RandomState(seed), _TOKENS[suffix]))
         try:
-            json.dumps(audit(settings, decode=False, workers=1).as_json())
+            json.dumps(validate(settings, decode=False, workers=1).as_json())
         except DataError as error:
             assert str(tmp_path) in str(error)

@@ -11,7 +11,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
-from ppdist.data.validate import Look, check_before_training
+from ppdist.data.validate import ImageCheck, check_before_training
 from tests.unit.data.check.corpus import config, write_clean_coco
 
 
@@ -52,18 +52,20 @@ def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
 
 def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatch, caplog):
     first = _check(broken)
-    scans = []
-    original = validate.scan
-    monkeypatch.setattr(validate, "scan", lambda *a, **k: scans.append(1) or original(*a, **k))
+    checks = []
+    original = validate.check_images
+    monkeypatch.setattr(
+        validate, "check_images", lambda *a, **k: checks.append(1) or original(*a, **k)
+    )
     caplog.set_level(logging.INFO, "ppdist.data")
     again = _check(broken)
     assert again.train.unreadable == first.train.unreadable and again.lines == first.lines
-    assert not scans and "unchanged since the last check" in caplog.text
+    assert not checks and "unchanged since the last check" in caplog.text
     assert "image_truncated" in again.lines[0]  # it is said every time
     file = os.path.join(broken.root, "images", "1.jpg")
     with open(file, "ab") as end:
         end.write(b"\xff\xd9")
-    assert _check(broken)[0].unreadable == {} and len(scans) == 2
+    assert _check(broken)[0].unreadable == {} and len(checks) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": 1}', b"\xff\xfe"])
@@ -125,10 +127,10 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
 
     def denied(files, **options):
         text = f"{files[-1].path}: Permission denied"
-        good = [Look(digest=file.path) for file in files[:-1]]
-        return [*good, Look(("image_unreadable", text), passing=True)]
+        good = [ImageCheck(digest=file.path) for file in files[:-1]]
+        return [*good, ImageCheck(("image_unreadable", text), passing=True)]
 
-    monkeypatch.setattr(validate, "scan", denied)
+    monkeypatch.setattr(validate, "check_images", denied)
     with pytest.raises(DataError) as caught:  # the one image of validation
         _check(broken)
     assert caught.value.code == "no_good_image"

@@ -1,4 +1,4 @@
-"""Looks at image files, in children that may die."""
+"""Image files checked in child processes that may die."""
 
 import os
 import signal
@@ -11,10 +11,9 @@ from PIL import Image
 from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
-from ppdist.data import validate as looking
-from ppdist.data import validate as scanning
+from ppdist.data import validate as validation
 from ppdist.data.image import damage, read_image
-from ppdist.data.validate import ImageFile, Look, look, scan
+from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
 from tests.unit.data.check.corpus import (
     SIZE,
     exif,
@@ -42,14 +41,14 @@ def test_each_defect_of_a_file_is_found_and_nothing_else(folder, kinds, decode):
     for name in kinds:
         size = (50, 50) if name == "other_size.jpg" else SIZE
         files.append(ImageFile(str(folder / name), size))
-    looks = dict(zip(kinds, scan(files, decode=decode, workers=2)))
-    assert looks["copy.jpg"].digest == looks["good0.jpg"].digest != looks["good1.jpg"].digest
+    checks = dict(zip(kinds, check_images(files, decode=decode, workers=2)))
+    assert checks["copy.jpg"].digest == checks["good0.jpg"].digest != checks["good1.jpg"].digest
     for name, kind in kinds.items():
-        found = [looks[name].problem[0], *looks[name].notes]
+        found = [checks[name].problem[0], *checks[name].notes]
         expected = "" if kind == "image_duplicate" else kind
         assert [one for one in found if one] == [expected] * bool(expected), name
-        if looks[name].problem[0]:
-            assert looks[name].problem[1].startswith(str(folder / name))
+        if checks[name].problem[0]:
+            assert checks[name].problem[1].startswith(str(folder / name))
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
@@ -57,7 +56,7 @@ def test_each_defect_of_a_file_is_found_and_nothing_else(folder, kinds, decode):
 @pytest.mark.parametrize("size", [SIZE, SIZE[::-1], (50, 50)])
 def test_header_decoding_and_training_agree_on_the_size(tmp_path, suffix, orientation, size):
     file = write_picture(tmp_path / f"a.{suffix}", 0, exif=exif(orientation))
-    seen = [look(str(file), size, decode=decode) for decode in (False, True)]
+    seen = [check_image(str(file), size, decode=decode) for decode in (False, True)]
     assert seen[0] == seen[1]
     assert seen[0].notes == (("exif_orientation",) if orientation > 1 else ())
     try:
@@ -74,8 +73,11 @@ def test_damage_amid_a_jpeg_is_found_by_decoding_alone(tmp_path):
     file = tmp_path / "a.jpg"
     Image.fromarray(picture(0, (320, 240))).save(file, quality=90)
     file.write_bytes(hollow_jpeg(file.read_bytes()))
-    assert scan([ImageFile(str(file), None)], decode=False, workers=1)[0].problem == ("", "")
-    (found,) = scan([ImageFile(str(file), None)], decode=True, workers=1)
+    assert check_images([ImageFile(str(file), None)], decode=False, workers=1)[0].problem == (
+        "",
+        "",
+    )
+    (found,) = check_images([ImageFile(str(file), None)], decode=True, workers=1)
     assert found.problem[0] == "image_unreadable" and "made up" in found.problem[1]
 
 
@@ -86,12 +88,12 @@ def test_a_large_file_is_judged_by_its_head_and_end(tmp_path):
         Image.fromarray(noise).save(file, **({"quality": 95} if suffix == "jpg" else {}))
         whole = file.read_bytes()
         assert len(whole) > 80_000
-        first = look(str(file), (400, 300), decode=False)
+        first = check_image(str(file), (400, 300), decode=False)
         assert first.problem == ("", "")
         file.write_bytes(whole + bytes(20_000))  # padding is not damage
-        assert look(str(file), (400, 300), decode=False).problem == ("", "")
+        assert check_image(str(file), (400, 300), decode=False).problem == ("", "")
         file.write_bytes(whole[:-9000])
-        cut = look(str(file), (400, 300), decode=False)
+        cut = check_image(str(file), (400, 300), decode=False)
         assert cut.problem[0] == "image_truncated" and cut.digest != first.digest
 
 
@@ -101,11 +103,11 @@ def test_a_large_file_of_any_format_is_found_to_be_cut_short(tmp_path, suffix):
     file = tmp_path / f"a.{suffix}"
     Image.fromarray(noise).save(file, **({"quality": 98} if suffix == "webp" else {}))
     whole = file.read_bytes()
-    assert look(str(file), (400, 300), decode=False).problem == ("", "")
+    assert check_image(str(file), (400, 300), decode=False).problem == ("", "")
     for length in (len(whole) - 2, 80_000):
         assert length > 74_000
         file.write_bytes(whole[:length])
-        kind, text = look(str(file), (400, 300), decode=False).problem
+        kind, text = check_image(str(file), (400, 300), decode=False).problem
         assert kind == ("image_unreadable" if suffix == "tif" else "image_truncated"), length
         assert text.startswith(f"{file}: ")
 
@@ -118,24 +120,24 @@ def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
         write_picture(tmp_path / f"a.{end}", 0) for end in ("jpg", "png", "bmp", "webp", "tif")
     ]
     monkeypatch.setattr(PillowFile.ImageFile, "load", decoded)
-    monkeypatch.setattr(looking, "read_image", decoded)
+    monkeypatch.setattr(validation, "read_image", decoded)
     for file in files:
-        assert look(str(file), SIZE, decode=False).problem == ("", ""), file
+        assert check_image(str(file), SIZE, decode=False).problem == ("", ""), file
 
 
 def test_a_problem_that_may_pass_is_told_from_one_of_the_file(tmp_path, monkeypatch):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"no image")
-    assert not look(str(bad), None, decode=False).passing
-    assert look(str(tmp_path / "absent.jpg"), None, decode=False).passing
-    found = look(str(tmp_path), None, decode=False)
+    assert not check_image(str(bad), None, decode=False).passing
+    assert check_image(str(tmp_path / "absent.jpg"), None, decode=False).passing
+    found = check_image(str(tmp_path), None, decode=False)
     assert found.passing and found.problem == ("image_unreadable", f"{tmp_path}: Is a directory")
     good = write_picture(tmp_path / "good.png", 0)
     full = cv2.error("Insufficient memory")
     full.code, full.err = cv2.Error.StsNoMem, "Insufficient memory"
     for error in (full, MemoryError(), OSError(5, "Input/output error")):
         monkeypatch.setattr(cv2, "imdecode", _raising(error))
-        found = look(str(good), SIZE, decode=True)
+        found = check_image(str(good), SIZE, decode=True)
         assert found.passing and found.problem[0] == "image_unreadable", error
         assert ("Input/output error" if isinstance(error, OSError) else "not enough memory") in (
             found.problem[1]
@@ -149,7 +151,7 @@ def _raising(error: BaseException):
     return fail
 
 
-def _deadly(path: str, size: object, *, decode: bool) -> Look:
+def _deadly(path: str, size: object, *, decode: bool) -> ImageCheck:
     name = os.path.basename(path)
     if "segv" in name:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -158,19 +160,19 @@ def _deadly(path: str, size: object, *, decode: bool) -> Look:
     if "once" in name and not os.path.exists(path):
         with open(path, "x"):
             os.kill(os.getpid(), signal.SIGKILL)
-    return Look(digest=path)
+    return ImageCheck(digest=path)
 
 
 def test_a_file_that_kills_or_hangs_its_child_is_named_and_the_others_are_seen(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(scanning, "look", _deadly)
+    monkeypatch.setattr(validation, "check_image", _deadly)
     names = [f"{number}" for number in range(100)]
     names[7], names[40], names[41], names[99] = "segv1", "segv2", "hang", "once"
     files = [ImageFile(str(tmp_path / name), None) for name in names]
-    looks = scan(files, decode=True, workers=3, timeout=1.0)
-    assert len(looks) == 100
-    for name, file, found in zip(names, files, looks):
+    checks = check_images(files, decode=True, workers=3, timeout=1.0)
+    assert len(checks) == 100
+    for name, file, found in zip(names, files, checks):
         if "segv" in name:
             assert found.problem[0] == "image_crashes_decoder"
             expected = f"{file.path}: decoding it kills the process (SIGSEGV)"
@@ -179,7 +181,7 @@ def test_a_file_that_kills_or_hangs_its_child_is_named_and_the_others_are_seen(
             assert found.problem == ("image_hangs_decoder", f"{file.path}: not decoded after 1 s")
             assert found.passing
         else:  # also the one that was killed once, by the system as it seems
-            assert found == Look(digest=file.path)
+            assert found == ImageCheck(digest=file.path)
 
 
 def test_a_scan_leaves_no_process_behind(folder, kinds):
@@ -188,12 +190,12 @@ def test_a_scan_leaves_no_process_behind(folder, kinds):
             return set(file.read().split())
 
     before = children()
-    scan([ImageFile(str(folder / name), None) for name in kinds], decode=True, workers=3)
+    check_images([ImageFile(str(folder / name), None) for name in kinds], decode=True, workers=3)
     assert children() <= before
 
 
 def test_no_file_gives_no_look():
-    assert scan([], decode=True, workers=2) == []
+    assert check_images([], decode=True, workers=2) == []
 
 
 def test_a_whole_file_is_not_damaged_however_it_was_written(tmp_path):
