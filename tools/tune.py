@@ -4,7 +4,7 @@ python tools/tune.py run -c configs/studies/x.yml --out DIR [--workers 2] [-o ke
     makes the trials that are left; stopped or killed, the same command goes on.  The same command
     in another terminal, or on another machine that shares DIR, takes its part
 python tools/tune.py show DIR                     what came out so far, the best first
-python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --document docs/recipes.md
+python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
                                                   puts it between the markers there
 """
 

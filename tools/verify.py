@@ -22,7 +22,8 @@ where it is installed, those of pycocotools.
 
 export writes models in every form tools/export.py knows, opens each file as its user would, and
 compares scores and boxes on 20 images, of trained weights (DIR: the output_dir of a run) mAP on its
-validation set, too.  --document replaces the table in a Markdown file (docs/deploy.md has one).
+validation set, too.  --document replaces the table in a Markdown file
+(docs/dev/export_matrix.md has one).
 
 Exit code 1 when anything is further off than its tolerance or nothing could tell whether it is, 2
 when a file or a configuration cannot be understood.

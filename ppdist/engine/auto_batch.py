@@ -23,7 +23,7 @@ What a training step will take of memory, estimated before the first one is made
 
 What forward keeps is counted, not guessed: Paddle says which tensors it saves.  A small image is
 enough, because all of it grows with the number of pixels.  The rest are constants that were fitted
-to measured steps; docs/batch.md says how far off it was on others.
+to measured steps; docs/dev/memory_estimate.md says how far off it was on others.
 """
 
 import json

@@ -5,6 +5,6 @@ IOU = {"wbf": 0.55, "nms": 0.7, "soft-nms-linear": 0.3}  # of the papers; nms: n
 SIGMA = 0.5
 # Suppression within a view is stricter than a cluster of wbf is wide, by this: boxes that one view
 # has around an object join its cluster and make it less sure.  Measured on one under-trained model:
-# see the table in docs/ensembling.md.
+# see the table in docs/dev/ensembling.md.
 VIEW_MARGIN = 0.1
 IMAGES = 2048

@@ -14,7 +14,7 @@ An ONNX model in 8-bit integers: ONNX Runtime's static quantisation after traini
 Convolutions run on integers: weights int8 with a scale for each output channel, their inputs and
 outputs uint8 with one for each tensor.  The last convolution of each branch stays float32, and so
 does what follows: one tensor holds logits of box and class, whose ranges 256 steps would not serve,
-and boxes reach over hundreds of pixels.  docs/deploy.md has what was tried.
+and boxes reach over hundreds of pixels.  docs/dev/export_matrix.md has what was tried.
 """
 
 import logging

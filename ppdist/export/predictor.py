@@ -4,7 +4,7 @@
     graph = OnnxGraph(file, RuntimeOptions(backend="onnx", threads=2))
     outputs = graph(images_B3HW)
 
-docs/performance.md says what each option brought.
+docs/dev/performance.md says what each option brought.
 
 Finding objects in one image after another: what comes in, what runs, what goes out.
 

@@ -1,7 +1,7 @@
 """Mean average precision as COCO defines it.
 
 The numbers are those of pycocotools (the tests hold both together); hotcoco computes them from the
-same rules in Rust (docs/performance.md has the figures).
+same rules in Rust (docs/dev/performance.md has the figures).
 """
 
 from pathlib import Path

@@ -121,7 +121,7 @@ def test_the_estimate_leaves_model_and_random_numbers_as_they_were(family, tmp_p
     assert all(p.grad is None for p in model.parameters())
 
 
-# Config, batch, overrides: what docs/batch.md shows.
+# Config, batch, overrides: what docs/dev/memory_estimate.md shows.
 MEASURED = {
     "PP-YOLOE+ s, 320": ("ppyoloe/ppyoloe_plus_s_80e_coco", 4, (320, 320)),
     "PP-YOLOE+ m, 320": ("ppyoloe/ppyoloe_plus_m_80e_coco", 2, (320, 320)),
