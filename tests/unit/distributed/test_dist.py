@@ -123,9 +123,9 @@ def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():
 
 def test_a_rank_that_is_ended_because_of_another_prints_nothing():
     waiting = (
-        "import time; from ppdist import dist; "
+        "import time; from ppdist.distributed import comm; "
         "from ppdist.config.distributed import DistributedConfig; "
-        "dist.init('cpu', DistributedConfig()); "
+        "comm.init('cpu', DistributedConfig()); "
         "print('here', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(

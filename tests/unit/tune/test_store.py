@@ -90,8 +90,8 @@ def test_a_training_that_has_not_ended_yet_is_waited_for(tmp_path: Path) -> None
     store = Store(tmp_path, study_of(tmp_path, GRID + "trials: 1"))
     number = taken(store).number
     store.leave(number)
-    hold = "import sys; from pathlib import Path; from ppdist import run_lock; "
-    hold += "run_lock.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.readline()"
+    hold = "import sys; from pathlib import Path; from ppdist.common import files; "
+    hold += "files.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.readline()"
     run = subprocess.Popen(
         [sys.executable, "-c", hold, str(store.trial_folder(number))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
