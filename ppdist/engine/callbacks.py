@@ -1,4 +1,4 @@
-"""Moments of a training at which others may look on."""
+"""Callbacks: the moments of a training at which others look on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,12 +66,16 @@ class Callback:
             lr: the learning rate that the step used.
         """
 
-    def on_evaluate_end(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_rollback(self, step: int) -> None:
+        """Called when the run is back at the weights after this step; what came since is undone."""
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
         """Called after an evaluation that did not fail.
 
         Args:
             step: the step after which it was made.
             metrics: the same on every rank.
+            is_best: no evaluation of this run scored more; its snapshot is taken.
         """
 
     def on_save(self, step: int) -> None:

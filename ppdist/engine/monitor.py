@@ -1,173 +1,180 @@
-"""What the steps since the last record come to, for the log: means, speeds, seconds per rank.
+"""Built-in callbacks: metrics, epoch lines, evaluations, heartbeat, stragglers."""
 
-One line about each epoch: means over its steps, what an evaluation at its end found, speed.
-
-Which ranks keep the others waiting: how long each takes for its own part of a step.
-"""
-
+import logging
 import resource
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
+from paddle import nn
 
+from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog, duration
 from ppdist.distributed import comm, heartbeat
+from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.train_step import StepResult
+from ppdist.engine.visualize import write_validation
 
+_LOGGER = logging.getLogger("ppdist.engine")
+_GIB = 1 << 30
 _RECENT = 20  # steps of the speed that the console shows
+_WINDOW = 15  # steps of one comparison of ranks
+_SLOW = 1.43  # times what others take: a score of 0.7
 
 
 class Stopwatch:
-    """Runs from when it is made until `stop`.
-
-    Attributes, in seconds:
-        wall: between the two.
-        own: all of it but what this rank waits for the others in collectives.
-    """
+    """Runs from when it is made until `stop`."""
 
     def __init__(self) -> None:
         self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()
-        self.wall = self.own = 0.0
 
-    def stop(self) -> None:
-        self.wall = time.perf_counter() - self._began
-        self.own = self.wall - (heartbeat.waited_seconds() - self._waited)
-
-
-@dataclass
-class _Step:
-    result: StepResult
-    data_seconds: float  # waiting for images
-    wall_seconds: float
-    own_seconds: float
+    def stop(self, data_seconds: float) -> StepSeconds:
+        """Args: data_seconds: of the time, waiting for images."""
+        wall = time.perf_counter() - self._began
+        return StepSeconds(wall, wall - (heartbeat.waited_seconds() - self._waited), data_seconds)
 
 
-@dataclass
-class Records:
-    """Gathers what each step came to; every rank has one and calls each method like the others.
+class HeartbeatCallback(Callback):
+    """Tells fleetrun in which step this rank is, and what its steps come to."""
 
-    Args: log: rank 0's writes, those of the others do nothing.
-    """
+    def on_train_begin(self, run: TrainingRun) -> None:
+        heartbeat.plan(run.total_steps)
 
-    log: RunLog
-    steps_per_epoch: int
-    _steps: list[_Step] = field(default_factory=list)  # since the last record
+    def on_step_begin(self, step: int) -> None:
+        heartbeat.beat("step", step - 1)
 
-    def add(self, result: StepResult, data_seconds: float, watch: Stopwatch) -> None:
-        """A step that was made."""
-        self._steps.append(_Step(result, data_seconds, watch.wall, watch.own))
-
-    def forget(self) -> None:
-        """The steps since the last record, because they are made again."""
-        self._steps.clear()
-
-    def images_per_second(self) -> float:
-        """Of all ranks, over the last steps; the caller has added one."""
-        recent = self._steps[-_RECENT:]
-        return sum(each.result.images for each in recent) / sum(
-            each.wall_seconds for each in recent
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        heartbeat.made(
+            loss=result.losses["loss"],
+            images=result.images,
+            bad=not result.applied and not result.searching,
+            step_seconds=seconds.wall,
+            own_seconds=seconds.compute,
+            data_seconds=seconds.data,
         )
 
-    def write(self, step: int, lr: float) -> dict[str, float]:
-        """Writes what the steps since the last record come to; every rank calls it.
 
-        Args:
-            step: optimizer steps done.
-            lr: what the last of them used.
-        Returns: the means of the losses, the same on every rank; nothing, where no step was made.
-        """
+class _Step(NamedTuple):
+    result: StepResult
+    seconds: StepSeconds
+
+
+class MetricsLogger(Callback):
+    """Moves the progress line each step and writes metrics.jsonl every few: means, speed, seconds.
+
+    Every rank has one, because the record names the seconds of each; rank 0's log writes it.
+    """
+
+    def __init__(self, log: RunLog, every: int, steps_per_epoch: int) -> None:
+        """Args: every: steps between two records; the last step of a run has one, too."""
+        self._log = log
+        self._every = every
+        self._steps_per_epoch = steps_per_epoch
+        self._steps: list[_Step] = []  # since the last record
+        self._recent: deque[_Step] = deque(maxlen=_RECENT)
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._total_steps = run.total_steps
+
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self._steps.append(_Step(result, seconds))
+        self._recent.append(_Step(result, seconds))
+        speed = _images_per_second(self._recent)
+        loss = f"{result.losses['loss']:.3f}"
+        fields = {"loss": loss, "lr": f"{lr:.2e}", "img/s": f"{speed:.1f}"}
+        self._log.progress(step, fields, seconds.data)
+        if step % self._every == 0 or step == self._total_steps:
+            self._write(step, lr)
+
+    def on_rollback(self, step: int) -> None:
+        self._steps.clear()
+        self._recent.clear()
+
+    def _write(self, step: int, lr: float) -> None:
         steps, self._steps = self._steps, []
-        if not steps:
-            return {}
-        count = len(steps)
-        seconds = sum(each.wall_seconds for each in steps)
-        losses = {
-            name: sum(each.result.losses[name] for each in steps) / count
-            for name in steps[0].result.losses
-        }
-        record: dict[str, Any] = {"step": step, "epoch": step / self.steps_per_epoch, **losses}
+        record: dict[str, Any] = {"step": step, "epoch": step / self._steps_per_epoch}
+        for name in steps[0].result.losses:
+            record[name] = _mean([each.result.losses[name] for each in steps])
         record |= {
             "lr": lr,
-            "gradient_norm": sum(each.result.gradient_norm for each in steps) / count,
-            "images_per_second": sum(each.result.images for each in steps) / seconds,
-            "data_seconds": sum(each.data_seconds for each in steps) / count,
-            "step_seconds": seconds / count,
+            "gradient_norm": _mean([each.result.gradient_norm for each in steps]),
+            "images_per_second": _images_per_second(steps),
+            "data_seconds": _mean([each.seconds.data for each in steps]),
+            "step_seconds": _mean([each.seconds.wall for each in steps]),
         }
-        self.log.metrics(record)
-        self.log.metrics({"step": step, **_per_rank(steps)})
-        return losses
+        self._log.metrics(record)
+        self._log.metrics({"step": step, **_per_rank([each.seconds for each in steps])})
 
 
-def _per_rank(steps: list[_Step]) -> dict[str, list[float]]:
-    """Means of each rank over some steps, in seconds; every rank calls it."""
-    count = len(steps)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _images_per_second(steps: Sequence[_Step]) -> float:
+    """Of all ranks; at least one step."""
+    return sum(each.result.images for each in steps) / sum(each.seconds.wall for each in steps)
+
+
+def _per_rank(steps: Sequence[StepSeconds]) -> dict[str, list[float]]:
+    """Mean seconds of each rank over some steps.  Collective."""
     own_3 = [
-        sum(each.wall_seconds for each in steps) / count,
-        sum(each.own_seconds for each in steps) / count,
-        sum(each.data_seconds for each in steps) / count,
+        _mean([each.wall for each in steps]),
+        _mean([each.compute for each in steps]),
+        _mean([each.data for each in steps]),
     ]
-    told_W3 = comm.all_gather(paddle.to_tensor(own_3, dtype="float32")).numpy()
+    all_W3 = comm.all_gather(paddle.to_tensor(own_3, dtype="float32")).numpy()
     names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
     # Digits beyond the float32 in which they travelled say nothing.
     return {
-        name: [round(float(value), 6) for value in told_W3[:, column]]
+        name: [round(float(value), 6) for value in all_W3[:, column]]
         for column, name in enumerate(names)
     }
 
 
-_GIB = 1 << 30
+class EpochLogger(Callback):
+    """One line about each epoch: means over its steps, what its evaluation found, speed.
 
+    The line of an epoch follows once the next step, or the end of the run, begins: only then is
+    an evaluation known to be over.
+    """
 
-class Epochs:
-    """Gathers what the steps of an epoch came to; every rank has one, rank 0's log writes."""
-
-    def __init__(self, log: RunLog, steps_per_epoch: int, total_steps: int) -> None:
+    def __init__(self, log: RunLog, steps_per_epoch: int, shown: Sequence[str] = ()) -> None:
+        """Args: shown: metrics of an evaluation that the line names, beside the validation loss."""
         self._log = log
         self._steps_per_epoch = steps_per_epoch
-        self._total_steps = total_steps
+        self._shown = ("val_loss", *shown)
+        self._metrics: Mapping[str, float] = {}  # of an evaluation that no line has named
         self._begin()
 
-    def add(self, result: StepResult, data_seconds: float, watch: Stopwatch, lr: float) -> None:
-        """A step that was made.
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._total_steps = run.total_steps
 
-        Args:
-            data_seconds: of it, waiting for images.
-            lr: what it used.
-        """
+    def on_step_begin(self, step: int) -> None:
+        self._tell(step - 1)
+
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
         self._images += result.images
-        self._data_seconds += data_seconds
-        self._wall_seconds += watch.wall
+        self._data_seconds += seconds.data
+        self._wall_seconds += seconds.wall
         self._lr = lr
         if not result.applied:  # its losses need not be finite
             return
-        self._count += 1
+        self._applied += 1
         for name, value in result.losses.items():
             self._losses[name] = self._losses.get(name, 0.0) + value
 
-    def evaluated(self, metrics: Mapping[str, float], names: Sequence[str]) -> None:
-        """What an evaluation found; the line shows these names and the validation loss."""
-        names = [*(["val_loss"] if "val_loss" in metrics else []), *names]
-        self._scores = "".join(f"  {name} {metrics[name]:.4f}" for name in names)
-
-    def tell(self, step: int) -> None:
-        """Writes the line where an epoch, or the run, ends after this step; elsewhere only what an
-        evaluation found, which may have come later than it was due."""
-        ends = step % self._steps_per_epoch == 0 or step == self._total_steps
-        if ends and self._count:
-            self._log.info(self._line(step) + self._log.eta(step))
-        elif self._scores:
-            self._log.info(f"after step {step}:{self._scores}")
-            self._scores = ""
-        if ends:
-            self._begin()
-
-    def forget(self) -> None:
-        """The steps since the last line, because they are made again."""
+    def on_rollback(self, step: int) -> None:
         self._begin()
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        self._metrics = metrics
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        self._tell(step)
 
     def _begin(self) -> None:
         self._images = 0
@@ -175,13 +182,29 @@ class Epochs:
         self._wall_seconds = 0.0
         self._lr = 0.0
         self._losses: dict[str, float] = {}  # sums over this many steps:
-        self._count = 0
-        self._scores = ""
+        self._applied = 0
+        self._metrics = {}
         self._began = time.monotonic()
+
+    def _tell(self, step: int) -> None:
+        """The line, where an epoch or the run ends after this step; elsewhere only what an
+        evaluation found, which comes later than it was due where ranks' weights differed."""
+        ends = step % self._steps_per_epoch == 0 or step == self._total_steps
+        if ends and self._applied:
+            self._log.info(self._line(step) + self._log.eta(step))
+        elif self._metrics:
+            self._log.info(f"after step {step}:{self._scores()}")
+            self._metrics = {}
+        if ends:
+            self._begin()
+
+    def _scores(self) -> str:
+        shown = [name for name in self._shown if name in self._metrics]
+        return "".join(f"  {name} {self._metrics[name]:.4f}" for name in shown)
 
     def _line(self, step: int) -> str:
         epochs = -(-self._total_steps // self._steps_per_epoch)
-        means = {name: value / self._count for name, value in self._losses.items()}
+        means = {name: value / self._applied for name, value in self._losses.items()}
         parts = ", ".join(
             f"{name.removeprefix('loss_')} {value:.3g}"
             for name, value in means.items()
@@ -191,7 +214,7 @@ class Epochs:
         return (
             f"epoch {-(-step // self._steps_per_epoch)}/{epochs} done in "
             f"{duration(time.monotonic() - self._began)}  loss {means['loss']:.4g}"
-            f"{f' ({parts})' if parts else ''}{self._scores}  lr {self._lr:.2e}  "
+            f"{f' ({parts})' if parts else ''}{self._scores()}  lr {self._lr:.2e}  "
             f"img/s {self._images / max(self._wall_seconds, 1e-9):.1f}  "
             f"waiting for images {waited:.0%}  {_memory()}"
         )
@@ -205,43 +228,79 @@ def _memory() -> str:
     return f"memory {kibibytes * 1024 / _GIB:.1f} GiB"
 
 
-_WINDOW = 15  # steps of one comparison
-_SLOW = 1.43  # times what others take: a score of 0.7
+class EvaluationLogger(Callback):
+    """Shows each evaluation: metrics.jsonl, curves, pictures, evaluation.json of the best.
+
+    No picture and no account of the numbers is worth a run: what fails here is warned of once.
+    """
+
+    def __init__(
+        self, log: RunLog, evaluator: Evaluator | ClassificationEvaluator, steps_per_epoch: int
+    ) -> None:
+        """Args: evaluator: that of the run, which keeps what its last evaluation found."""
+        self._log = log
+        self._evaluator = evaluator
+        self._steps_per_epoch = steps_per_epoch
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._model = run.train_step.model
+        self._output_dir = run.output_dir
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        self._log.metrics({"step": step, "epoch": step / self._steps_per_epoch, **metrics})
+        self._log.images("validation", step, self._evaluator.pictures)
+        if self._log.histograms_wanted:
+            self._log.writers.histograms(step, _values(self._model))
+        try:
+            write_validation(self._output_dir / "plots", self._evaluator.pictures)
+        except Exception as error:
+            self._log.warn_once("plots/val_batch_*.jpg", error)
+        if is_best:
+            comm.run_on_main(lambda: self._analyse(step))
+
+    def _analyse(self, step: int) -> None:
+        try:
+            analysis = self._evaluator.analyse_last(step)
+            self._log.writers.pr_curves(step, analysis)
+            write_json(self._output_dir / "evaluation.json", analysis)
+        except Exception as error:
+            _LOGGER.debug("evaluation.json", exc_info=True)
+            self._log.warn_once("evaluation.json", error)
 
 
-class StragglerMonitor:
+def _values(model: nn.Layer) -> dict[str, Any]:
+    """Weights and gradients by tag; these of the last step, averaged over the ranks and clipped."""
+    found = {}
+    for key, parameter in model.named_parameters():
+        found[f"weights/{key}"] = parameter.astype("float32").numpy()
+        if parameter.grad is not None:
+            found[f"gradients/{key}"] = parameter.grad.astype("float32").numpy()
+    return found
+
+
+class StragglerMonitor(Callback):
     """Compares the ranks every 15 steps and names those that are slow in two comparisons in a row.
 
     A rank's own part of a step is all of it but the time that it waits in collectives.  On a GPU it
     is that of the host alone (images, launching kernels): a slow card is not seen.
     """
 
-    def __init__(self) -> None:
-        self._own: list[float] = []  # seconds of each step since the last comparison
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._compute: list[float] = []  # seconds of each step since the last comparison
         self._slow, self._named = set[int](), set[int]()
 
-    def add(self, result: StepResult, data_seconds: float, watch: Stopwatch) -> str:
-        """A step that was made; every rank calls it.  Tells fleetrun, too, what it came to.
-
-        Args: data_seconds: of the step, waiting for images.
-        Returns: a warning, the same on every rank, each rank once; most times nothing.
-        """
-        heartbeat.made(
-            loss=result.losses["loss"],
-            images=result.images,
-            bad=not result.applied and not result.searching,
-            step_seconds=watch.wall,
-            own_seconds=watch.own,
-            data_seconds=data_seconds,
-        )
-        self._own.append(watch.own)
-        if len(self._own) < _WINDOW or comm.world_size() == 1:
-            return ""
-        usual, self._own = median(self._own), []
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self._compute.append(seconds.compute)
+        if len(self._compute) < _WINDOW or comm.world_size() == 1:
+            return
+        usual, self._compute = median(self._compute), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
-        return self._judge([float(each) for each in seconds_W])
+        if warning := self._judge([float(each) for each in seconds_W]):
+            self._log.warning(warning)
 
     def _judge(self, seconds_W: list[float]) -> str:
+        """A warning, the same on every rank, that names each rank once; most times nothing."""
         usual = max(median_low(seconds_W), 1e-9)
         before = self._slow
         self._slow = {rank for rank, own in enumerate(seconds_W) if own / usual > _SLOW}

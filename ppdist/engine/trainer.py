@@ -1,6 +1,6 @@
-"""Signals that ask a rank to stop: the first after its step and a checkpoint, a second at once.
+"""Trains a model to the end: step, log, evaluate, save, stop.
 
-The loop: step, log, evaluate, save, stop; each a visible `if`, in that order.
+What changes the numbers of a run stands in `Trainer`; what only looks on is a `Callback`.
 """
 
 import contextlib
@@ -23,12 +23,19 @@ from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
-from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
+from ppdist.engine.callbacks import Callback, TrainingRun
 from ppdist.engine.checkpoint import CheckpointWriter, point_at_step, set_aside
 from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
-from ppdist.engine.monitor import Epochs, Records, Stopwatch, StragglerMonitor
+from ppdist.engine.monitor import (
+    EpochLogger,
+    EvaluationLogger,
+    HeartbeatCallback,
+    MetricsLogger,
+    Stopwatch,
+    StragglerMonitor,
+)
 from ppdist.engine.recovery import Recovery, check_replica_consistency, rate_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import Snapshot, TrainState, capture_state, restore_state
@@ -41,6 +48,405 @@ from ppdist.optim.lr_scheduler import LearningRates
 # Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
 _SAME_REQUEST_SECONDS = 2.0
 STOPPED = 75  # exit code after a signal, where nothing is lost
+
+
+class Trainer:
+    """Trains until `derived.total_steps`; every rank builds one and calls `fit`."""
+
+    def __init__(
+        self,
+        *,
+        train_step: TrainStep,
+        feed: Feed,
+        bad_images: Blocklist,
+        derived: ScheduleSetup,
+        evaluator: Evaluator | ClassificationEvaluator | None,
+        evaluated_model: ImageModel,
+        log: RunLog,
+        output_dir: Path,
+        config_yaml: str,
+        checkpoint: CheckpointConfig,
+        evaluate: EvaluateConfig,
+        early_stopping: EarlyStoppingConfig | None,
+        log_every: int,
+        seed: int,
+        bad_steps_limit: int,
+        check_weights_every: int,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """
+        Args:
+            feed: this rank's micro-batches.
+            evaluator: None: no evaluation during training.
+            evaluated_model: a second model that takes the averaged weights for evaluation.
+            seed: of what the model draws at random (dropout), together with step and rank.
+            bad_steps_limit, check_weights_every: of `train` and of `distributed`.
+            callbacks: called at each moment in this order, after those of the trainer.
+        """
+        self.train_step = train_step
+        self.feed = feed
+        self.bad_images = bad_images
+        self.derived = derived
+        self.evaluator = evaluator
+        self.evaluated_model = evaluated_model
+        self.log = log
+        self.folder = output_dir / "checkpoints"
+        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
+        self.seed = seed
+        self.progress = TrainState()
+        self.validation: Validation | None = None
+        self.early_stopping: EarlyStopping | None = None
+        self.recovery = Recovery(
+            train_step=train_step,
+            feed=feed,
+            derived=derived,
+            log=log,
+            output_dir=output_dir,
+            bad_steps_limit=bad_steps_limit,
+        )
+        self.callbacks = [
+            HeartbeatCallback(),
+            StragglerMonitor(log),
+            MetricsLogger(log, log_every, derived.steps_per_epoch),
+            EpochLogger(log, derived.steps_per_epoch, evaluator.headline if evaluator else ()),
+        ]
+        if evaluator is not None:
+            self.validation = Validation(
+                evaluator, evaluated_model, train_step, log, evaluate.metric
+            )
+            if early_stopping:
+                self.early_stopping = EarlyStopping(early_stopping, self.validation.best_metric)
+            self.callbacks.append(EvaluationLogger(log, evaluator, derived.steps_per_epoch))
+        self.callbacks += callbacks
+        self._set_intervals(checkpoint, evaluate, check_weights_every)
+        self._saved_step, self._owes_save = -1, False  # the second: one was due
+        self._batches: Iterator[Batch] = iter(())
+
+    def fit(self) -> int:
+        """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.  Collective.
+
+        Raises: FloatingPointError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
+        """
+        progress, total = self.progress, self.derived.total_steps
+        self._begin()
+        if self._missed_an_evaluation() and not self._evaluate():
+            return self._stopped()
+        self.recovery.begin(progress, capture_state(self.train_step, progress, self.derived))
+        self._seek()
+        while progress.step < total and not self._reason_to_end():
+            self._warn_of_saving()
+            watch = Stopwatch()  # what holds this rank up before its step is its own time, too
+            self._each(lambda callback: callback.on_step_begin(progress.step + 1))
+            stopping = False
+            if progress.step + 1 in self.recovery.left_out:
+                self._skip_step()
+            else:
+                result = self._step(watch)
+                if result is None:  # the step, or those before it too, are made again
+                    continue
+                # Local SGD: the ranks ask again in each step until one ends with the same weights.
+                stopping = result.stop_requested and result.synchronised
+            if self._due(self.check_every) and self._weights_differ():
+                continue
+            ended = progress.step == total
+            # Amid bad steps no run stops and nothing is saved: see Recovery.keep.
+            settled = ended or not progress.bad_steps
+            stopping = stopping and settled and not ended
+            # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
+            if (ended or self._due(self.evaluate_every)) and not stopping:
+                stopping = not self._evaluate()
+            if stopping:
+                return self._stopped()
+            self._owes_save |= ended or self._due(self.save_every)
+            if self._owes_save and settled:
+                self._save()
+        if progress.step < total:
+            self.log.info(
+                f"training ends early, after step {progress.step}: {self._reason_to_end()}"
+            )
+        self._end("total" if progress.step == total else "early_stopping")
+        return 0
+
+    def restore(self, saved: Snapshot, own: bool, rescored: bool) -> None:
+        """Continues from a checkpoint; called before `fit`.  Collective.
+
+        Args:
+            own: the checkpoint lies where this run writes its own.
+            rescored: the best so far was measured otherwise, so whatever scores next is better.
+        Raises: CheckpointError: it belongs to a model of another shape.
+        """
+        self.progress, lost = restore_state(saved, self.train_step)
+        if lost:
+            self.log.warning(lost)
+        if rescored:
+            self.progress.best, self.progress.best_step = -math.inf, 0
+            self.progress.losses = LossCurves()
+        if rescored or not self.early_stopping:  # to go on without it is to begin it anew
+            self.progress.standing = None
+        if own:
+            self._saved_step = self.progress.step
+            comm.run_on_main(self._mend_links)
+
+    # Begin and end
+
+    def _begin(self) -> None:
+        """From now on signals and callbacks are heard."""
+        listen(self._ask_to_stop)
+        progress = self.progress
+        run = TrainingRun(
+            train_step=self.train_step,
+            evaluated_model=self.evaluated_model,
+            output_dir=self.folder.parent,
+            done_steps=progress.step,
+            total_steps=self.derived.total_steps,
+        )
+        self._each(lambda callback: callback.on_train_begin(run))
+
+    def _ask_to_stop(self) -> None:
+        self.progress.stop = True  # every rank hears of it in the next step's tally
+
+    def _reason_to_end(self) -> str:
+        """Why to end before the last step, the same on every rank; "": there is no reason."""
+        return self.early_stopping.reason(self.progress.standing) if self.early_stopping else ""
+
+    def _stopped(self) -> int:
+        self._end("signal")
+        self.log.warning(
+            f"stopped by a signal after step {self.progress.step}; --resume continues from there"
+        )
+        return STOPPED
+
+    def _end(self, reason: str) -> None:
+        """Ends with a checkpoint of this step on disk.  Collective."""
+        progress = self.progress
+        self._save()
+        self._finish_saving()
+        heartbeat.beat("end", progress.step)
+        self.log.metrics({"step": progress.step, "finished": reason})
+        self._each(lambda callback: callback.on_train_end(progress.step, reason))
+        if self.validation and (self.folder / "best").exists():
+            self.log.info(
+                f"best: {self.folder / 'best'}, step {progress.best_step}, "
+                f"{self.validation.best_metric} {progress.best:.4f}"
+            )
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            call(callback)
+
+    # Step
+
+    def _seek(self) -> None:
+        """Fetches the batches of the next step from here on."""
+        self._batches = self.feed.batches(self.progress.step, self.progress.class_scores)
+
+    def _step(self, watch: Stopwatch) -> StepResult | None:
+        """Makes the next step; None: it is made again, perhaps from an earlier one on.
+
+        Args: watch: runs since this rank began the step.
+        """
+        progress = self.progress
+        clock = Clock()
+        # Whatever the model draws is a function of the step, so that a resumed run draws the same.
+        draws = np.random.SeedSequence([self.seed, progress.step, comm.rank()])
+        paddle.seed(int(draws.generate_state(1)[0]))
+        rates = self._rates(progress.step)
+        count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
+        known_bad = self.bad_images.known
+        with self.recovery.watching_memory(progress.step + 1):
+            result = self.train_step(
+                self._batches, count, progress.step, rates, stop, clock, known_bad
+            )
+        seconds = watch.stop(clock.seconds["data"])
+        if result.bad_somewhere:
+            self._meet_bad_images(result.bad_images)
+        if result.too_large:
+            self.recovery.make_smaller(result, progress)
+            self._seek()
+            return None
+        step = progress.step + 1
+        self._each(lambda callback: callback.on_step_end(step, result, rates.lr, seconds))
+        if result.applied:
+            progress.bad_steps = 0
+            progress.losses.trained(result.losses["loss"])
+        elif self.recovery.meet(result, progress):
+            self._rolled_back()
+            return None
+        progress.step = step
+        return result
+
+    def _skip_step(self) -> None:
+        """Passes over a step that is not to be computed, and over its batches."""
+        self.recovery.leave_out(self.progress)
+        self.progress.step += 1
+        self._seek()
+
+    def _rates(self, step: int) -> LearningRates:
+        """What a step (0-based) uses."""
+        return self.derived.schedule.rates(step).scaled(rate_factor(self.progress.returns))
+
+    def _weights_differ(self) -> bool:
+        """Compares the weights of all ranks, which should be the same.  Collective.
+
+        Returns: whether they were not, and the run is back at an earlier step.
+        """
+        warning, sure = check_replica_consistency(self.train_step)
+        if warning:
+            self.log.warning(f"after step {self.progress.step}: {warning}")
+        if sure or not self.recovery.doubt(self.progress):
+            return False
+        self._rolled_back()
+        return True
+
+    def _rolled_back(self) -> None:
+        """After a return to earlier weights: what was saved beyond them will be made again."""
+
+        def move_aside() -> str:
+            self.writer.drop_beyond(self.progress.step)
+            try:
+                aside = set_aside(self.folder, self.progress.step)
+                self._mend_links()
+            except (CheckpointError, OSError) as error:
+                return f"{error}; they hold steps that this run makes again"
+            step = self.progress.step
+            return f"checkpoints beyond step {step} are now in {aside}" if aside else ""
+
+        told = comm.run_on_main(move_aside)
+        if told:
+            self.log.warning(told)
+        self._saved_step, self._owes_save = -1, False
+        self._each(lambda callback: callback.on_rollback(self.progress.step))
+        self._weights_differ()  # each rank went back to what it had kept itself
+        self._seek()
+
+    def _meet_bad_images(self, found: dict[int, str]) -> None:
+        """Counts and names them.  Collective.  Raises: DataError, on every rank: too many.
+
+        This rank's loader has warned of its own already; rank 0 alone writes the log.
+        """
+        for line in self.bad_images.meet(found):
+            self.log.warning(f"cannot be used, another image takes its place: {line}")
+        if self.progress.run is not None:
+            self.progress.run.bad_images = self.bad_images.known
+        self.log.metrics({"step": self.progress.step + 1, "bad_images": len(self.bad_images.known)})
+
+    # Evaluate
+
+    def _missed_an_evaluation(self) -> bool:
+        """Whether one was due here, but whoever asked to stop did not wait for it."""
+        step = self.progress.step
+        due = self._due(self.evaluate_every) or step == self.derived.total_steps
+        return 0 < step != self.progress.evaluated_step and due
+
+    def _evaluate(self) -> bool:
+        """Evaluates the averaged weights, if the run evaluates at all.  Collective.
+
+        Returns: False, on all ranks: one was asked to stop, and a resumed run has to do it.
+        """
+        if self.validation is None:
+            return True
+        with self.log.spending(EVALUATION, self.progress.step):
+            try:
+                metrics = self.validation.measure(self.progress.step, lambda: self.progress.stop)
+            except EvaluationStopped:
+                return False
+            if metrics is not None:
+                self._learn_from(self.validation, metrics)
+        if self.feed.follows_scores and self.progress.step < self.derived.total_steps:
+            self._seek()
+        return True
+
+    def _learn_from(self, validation: Validation, metrics: dict[str, float]) -> None:
+        """What follows from an evaluation at this step; a new best is saved and named.  Collective.
+
+        Args: metrics: the same on every rank.
+        """
+        progress = self.progress
+        progress.evaluated_step = progress.step
+        if self._due(self.evaluate_every):
+            # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
+            progress.class_scores = validation.evaluator.class_scores(metrics)
+            if self.early_stopping:
+                progress.standing = self.early_stopping.judged(
+                    progress.standing, progress.step, metrics
+                )
+            if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
+                self.log.warning(warning)
+        score = metrics[validation.best_metric]
+        is_best = score > progress.best
+        if is_best:
+            progress.best, progress.best_step = score, progress.step
+            if self._saved_step != progress.step:
+                self._save()
+            else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
+                comm.run_on_main(lambda: point_at_step(self.folder / "best", progress.step))
+        self._each(lambda callback: callback.on_evaluate_end(progress.step, metrics, is_best))
+
+    # Save
+
+    def _set_intervals(
+        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
+    ) -> None:
+        """After how many optimizer steps each of them is due; where ranks' weights differ for some
+        steps, when they are equal again."""
+        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
+        save_every = checkpoint.every_steps or 0
+        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
+            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
+        self.save_every = next_synchronised(save_every, every)
+        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+        self.evaluate_every = next_synchronised(evaluate_every, every)
+        self.check_every = next_synchronised(check_weights_every, every)
+        self.log.expect(
+            self.evaluate_every if self.evaluator else 0,
+            self.save_every or self.derived.total_steps,
+            self.evaluator.images if self.evaluator else 0,
+            self.derived.total_batch,
+        )
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.progress.step % every == 0
+
+    def _save(self) -> None:
+        """Takes a snapshot, which rank 0 writes while training goes on; no rank waits for it."""
+        progress = self.progress
+        self._owes_save = False
+        if self._saved_step == progress.step:
+            return
+        heartbeat.beat("save", progress.step)
+        with self.log.spending(SAVING, progress.step):
+            self.writer.make_room()
+            snapshot = capture_state(self.train_step, progress, self.derived)
+            self.recovery.keep(snapshot)
+            if comm.is_main():
+                self.writer.hand_over(snapshot)
+        self._saved_step = progress.step
+        self._each(lambda callback: callback.on_save(progress.step))
+
+    def _warn_of_saving(self) -> None:
+        for trouble in self.writer.troubles():
+            self.log.warning(f"{trouble}; training goes on and tries again: make room")
+
+    def _finish_saving(self) -> None:
+        """Waits until the last checkpoint is on disk.  Collective.
+
+        Raises: RuntimeError, on every rank: the newest or the best never got there.
+        """
+        heartbeat.beat("save", self.progress.step)
+        with self.log.spending(SAVING, self.progress.step):
+            trouble = comm.run_on_main(self.writer.finish)
+        for each in dict.fromkeys(self.writer.troubles()):
+            if each != trouble:
+                self.log.warning(f"at the end of the run: {each}")
+        if trouble:
+            raise RuntimeError(
+                f"{trouble}. What was learned since the newest one in {self.folder} is lost: make "
+                f"room (or make it writable) and start again with --resume, which repeats it"
+            )
+
+    def _mend_links(self) -> None:
+        point_at_step(self.folder / "last", self.progress.step)
+        point_at_step(self.folder / "best", self.progress.best_step)
 
 
 def until_first_step() -> None:
@@ -99,385 +505,3 @@ def listen(ask: Callable[[], None]) -> None:
             # A signal amid a meeting would break the connection to Paddle's store, which takes an
             # interrupted system call for an error: the call begins anew, and `hear` runs after it.
             signal.siginterrupt(number, False)
-
-
-class Trainer:
-    """Trains until `derived.total_steps`; every rank builds one and calls `fit`."""
-
-    def __init__(
-        self,
-        *,
-        train_step: TrainStep,
-        feed: Feed,
-        bad_images: Blocklist,
-        derived: ScheduleSetup,
-        evaluator: Evaluator | ClassificationEvaluator | None,
-        evaluated_model: ImageModel,
-        log: RunLog,
-        output_dir: Path,
-        config_yaml: str,
-        checkpoint: CheckpointConfig,
-        evaluate: EvaluateConfig,
-        early_stopping: EarlyStoppingConfig | None,
-        log_every: int,
-        seed: int,
-        bad_steps_limit: int,
-        check_weights_every: int,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        """
-        Args:
-            feed: this rank's micro-batches.
-            evaluator: None: no evaluation during training.
-            evaluated_model: a second model that takes the averaged weights for evaluation.
-            seed: of what the model draws at random (dropout), together with step and rank.
-            bad_steps_limit, check_weights_every: of `train` and of `distributed`.
-            callbacks: called in this order at each moment.
-        """
-        self.train_step = train_step
-        self.feed = feed
-        self.bad_images = bad_images
-        self.derived = derived
-        self.evaluator = evaluator
-        self.evaluated_model = evaluated_model
-        self.log = log
-        self.folder = output_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
-        self.log_every = log_every
-        self.seed = seed
-        self.callbacks = callbacks
-        self.progress, self.pace = TrainState(), StragglerMonitor()
-        self.records = Records(log, derived.steps_per_epoch)
-        self.epochs = Epochs(log, derived.steps_per_epoch, derived.total_steps)
-        self._saved_step, self._owes_save = -1, False  # the second: one was due
-        self.validation: Validation | None = None
-        if evaluator is not None:
-            self.validation = Validation(
-                evaluator, evaluated_model, train_step, log, output_dir, evaluate.metric
-            )
-        self.early_stopping: EarlyStopping | None = None
-        if self.validation and early_stopping:
-            self.early_stopping = EarlyStopping(early_stopping, self.validation.best_metric)
-        self._settle_cadence(checkpoint, evaluate, check_weights_every)
-        self.recovery = Recovery(
-            train_step=train_step,
-            feed=feed,
-            derived=derived,
-            log=log,
-            output_dir=output_dir,
-            bad_steps_limit=bad_steps_limit,
-        )
-
-    def _settle_cadence(
-        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
-    ) -> None:
-        """After how many optimizer steps each of them is due; where ranks' weights differ for some
-        steps, when they are equal again."""
-        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
-        save_every = checkpoint.every_steps or 0
-        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
-            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        self.save_every = next_synchronised(save_every, every)
-        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
-        self.evaluate_every = next_synchronised(evaluate_every, every)
-        self.check_every = next_synchronised(check_weights_every, every)
-        self.log.expect(
-            self.evaluate_every if self.evaluator else 0,
-            self.save_every or self.derived.total_steps,
-            self.evaluator.images if self.evaluator else 0,
-            self.derived.total_batch,
-        )
-
-    def fit(self) -> int:
-        """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.
-
-        Raises: FloatingPointError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
-        """
-        listen(self._ask_to_stop)
-        progress, total = self.progress, self.derived.total_steps
-        heartbeat.plan(total)
-        run = TrainingRun(
-            self.train_step, self.evaluated_model, self.folder.parent, progress.step, total
-        )
-        for callback in self.callbacks:
-            callback.on_train_begin(run)
-        if self.validation and self._missed_an_evaluation() and not self._evaluate(self.validation):
-            return self._stopped()
-        self.epochs.tell(progress.step)
-        self.recovery.begin(progress, capture_state(self.train_step, progress, self.derived))
-        batches = self._batches()
-        while progress.step < total and not self._no_use():
-            self._tell_of_saving()
-            heartbeat.beat("step", progress.step)
-            watch = Stopwatch()  # whatever holds a rank up before its step is its own time, too
-            for callback in self.callbacks:
-                callback.on_step_begin(progress.step + 1)
-            result = None
-            if progress.step + 1 in self.recovery.left_out:
-                self.recovery.leave_out(progress)
-                progress.step += 1
-                batches = self._batches()
-            else:
-                result = self._step(batches, watch)
-                if result is None:  # the step, or those before it too, are to be made again
-                    batches = self._batches()
-                    continue
-                progress.step += 1
-            ended = progress.step == total
-            # Local SGD: the ranks ask again in each step until one ends with the same weights.
-            asked = result is not None and result.stop_requested and result.synchronised
-            # Amid bad steps none asks, and nothing is saved: see Recovery.keep.
-            settled = ended or not progress.bad_steps
-            stopping = asked and settled and not ended
-            if self.check_every and progress.step % self.check_every == 0 and self._check_weights():
-                batches = self._batches()
-                continue
-            if progress.step % self.log_every == 0 or ended:
-                self.records.write(progress.step, self._rates(progress.step - 1).lr)
-            # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
-            if self.validation and self._due(self.evaluate_every, ended) and not stopping:
-                stopping = not self._evaluate(self.validation)
-                if self.feed.follows_scores and not ended:
-                    batches = self._batches()
-            self.epochs.tell(progress.step)
-            if stopping:
-                return self._stopped()
-            self._owes_save |= self._due(self.save_every, ended)
-            if self._owes_save and settled:
-                self._save()
-        if progress.step < total:
-            self.log.info(f"training ends early, after step {progress.step}: {self._no_use()}")
-        self._end("total" if progress.step == total else "early_stopping")
-        return 0
-
-    def _no_use(self) -> str:
-        """Why to end before the last step, the same on every rank; "": there is no reason."""
-        return self.early_stopping.reason(self.progress.standing) if self.early_stopping else ""
-
-    def _stopped(self) -> int:
-        self._end("signal")
-        self.log.warning(
-            f"stopped by a signal after step {self.progress.step}; --resume continues from there"
-        )
-        return STOPPED
-
-    def _end(self, finished: str) -> None:
-        """Ends with a checkpoint of this step on disk; every rank calls it."""
-        progress = self.progress
-        self._save()
-        self._finish_saving()
-        heartbeat.beat("end", progress.step)
-        self.log.metrics({"step": progress.step, "finished": finished})
-        if self.validation and (self.folder / "best").exists():
-            self.log.info(
-                f"best: {self.folder / 'best'}, step {progress.best_step}, "
-                f"{self.validation.best_metric} {progress.best:.4f}"
-            )
-        for callback in self.callbacks:
-            callback.on_train_end(progress.step, finished)
-
-    def _batches(self) -> Iterator[Batch]:
-        return self.feed.batches(self.progress.step, self.progress.class_scores)
-
-    def _missed_an_evaluation(self) -> bool:
-        """Whether one was due here, but whoever asked to stop did not wait for it."""
-        step = self.progress.step
-        due = step % self.evaluate_every == 0 or step == self.derived.total_steps
-        return 0 < step != self.progress.evaluated_step and due
-
-    def restore(self, saved: Snapshot, own: bool, rescored: bool) -> None:
-        """Continues from a checkpoint; every rank calls it before `fit`.
-
-        Args:
-            own: the checkpoint lies where this run writes its own.
-            rescored: the best so far was measured otherwise, so whatever scores next is better.
-        Raises: CheckpointError: it belongs to a model of another shape.
-        """
-        self.progress, lost = restore_state(saved, self.train_step)
-        if lost:
-            self.log.warning(lost)
-        if rescored:
-            self.progress.best, self.progress.best_step = -math.inf, 0
-            self.progress.losses = LossCurves()
-        if rescored or not self.early_stopping:  # to go on without it is to begin it anew
-            self.progress.standing = None
-        if own:
-            self._saved_step = self.progress.step
-            comm.run_on_main(self._mend_links)
-
-    def _mend_links(self) -> None:
-        point_at_step(self.folder / "last", self.progress.step)
-        point_at_step(self.folder / "best", self.progress.best_step)
-
-    def _step(self, batches: Iterator[Batch], watch: Stopwatch) -> StepResult | None:
-        """Makes one; None: it was not made, and the run may be back at an earlier one.
-
-        Args: watch: runs since this rank began it.
-        """
-        progress = self.progress
-        clock = Clock()
-        # Whatever the model draws is a function of the step, so that a resumed run draws the same.
-        draws = np.random.SeedSequence([self.seed, progress.step, comm.rank()])
-        paddle.seed(int(draws.generate_state(1)[0]))
-        rates = self._rates(progress.step)
-        count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
-        known_bad = self.bad_images.known
-        with self.recovery.watching_memory(progress.step + 1):
-            result = self.train_step(batches, count, progress.step, rates, stop, clock, known_bad)
-        watch.stop()
-        if result.bad_somewhere:
-            self._meet_bad_images(result.bad_images)
-        if result.too_large:
-            self.recovery.make_smaller(result, progress)
-            return None
-        self.records.add(result, clock.seconds["data"], watch)
-        self.epochs.add(result, clock.seconds["data"], watch, rates.lr)
-        if slow := self.pace.add(result, clock.seconds["data"], watch):
-            self.log.warning(slow)
-        seconds = StepSeconds(watch.wall, watch.own, clock.seconds["data"])
-        for callback in self.callbacks:
-            callback.on_step_end(progress.step + 1, result, rates.lr, seconds)
-        if result.applied:
-            progress.bad_steps = 0
-            progress.losses.trained(result.losses["loss"])
-        elif self.recovery.meet(result, progress):
-            self._forget_what_was_saved_since()
-            return None
-        speed = self.records.images_per_second()
-        loss = f"{result.losses['loss']:.3f}"
-        fields = {"loss": loss, "lr": f"{rates.lr:.2e}", "img/s": f"{speed:.1f}"}
-        self.log.progress(progress.step + 1, fields, clock.seconds["data"])
-        return result
-
-    def _rates(self, step: int) -> LearningRates:
-        """What a step (0-based) uses."""
-        return self.derived.schedule.rates(step).scaled(rate_factor(self.progress.returns))
-
-    def _forget_what_was_saved_since(self) -> None:
-        """After a return to earlier weights: what was saved beyond them will be made again."""
-
-        def move_aside() -> str:
-            self.writer.drop_beyond(self.progress.step)
-            try:
-                aside = set_aside(self.folder, self.progress.step)
-                self._mend_links()
-            except (CheckpointError, OSError) as error:
-                return f"{error}; they hold steps that this run makes again"
-            step = self.progress.step
-            return f"checkpoints beyond step {step} are now in {aside}" if aside else ""
-
-        told = comm.run_on_main(move_aside)
-        if told:
-            self.log.warning(told)
-        self._saved_step, self._owes_save = -1, False
-        self.records.forget()
-        self.epochs.forget()
-        self._check_weights()  # each rank went back to what it had kept itself
-
-    def _check_weights(self) -> bool:
-        """Every rank calls it when all should hold the same weights.
-
-        Returns: whether they did not, and the run is back at an earlier step.
-        """
-        warning, sure = check_replica_consistency(self.train_step)
-        if warning:
-            self.log.warning(f"after step {self.progress.step}: {warning}")
-        if sure or not self.recovery.doubt(self.progress):
-            return False
-        self._forget_what_was_saved_since()
-        return True
-
-    def _meet_bad_images(self, found: dict[int, str]) -> None:
-        """Counts and names them; every rank calls it.  Raises: DataError, on every rank: too many.
-
-        This rank's loader has warned of its own already; rank 0 alone writes the log.
-        """
-        for line in self.bad_images.meet(found):
-            self.log.warning(f"cannot be used, another image takes its place: {line}")
-        if self.progress.run is not None:
-            self.progress.run.bad_images = self.bad_images.known
-        self.log.metrics({"step": self.progress.step + 1, "bad_images": len(self.bad_images.known)})
-
-    def _due(self, every: int, ended: bool) -> bool:
-        return ended or (every > 0 and self.progress.step % every == 0)
-
-    def _evaluate(self, validation: Validation) -> bool:
-        """Evaluates the averaged weights on all ranks; a new best is saved and named.
-
-        Returns: False, on all ranks: one was asked to stop, and a resumed run has to do it.
-        """
-        with self.log.spending(EVALUATION, self.progress.step):
-            try:
-                metrics = validation.measure(self.progress.step, lambda: self.progress.stop)
-            except EvaluationStopped:
-                return False
-            if metrics is not None:
-                self._learn_from(validation, metrics)
-        return True
-
-    def _learn_from(self, validation: Validation, metrics: dict[str, float]) -> None:
-        """What follows from an evaluation at this step; every rank calls it with the same."""
-        progress = self.progress
-        progress.evaluated_step = progress.step
-        validation.show(progress.step, progress.step / self.derived.steps_per_epoch, metrics)
-        self.epochs.evaluated(metrics, validation.evaluator.headline)
-        for callback in self.callbacks:
-            callback.on_evaluate_end(progress.step, metrics)
-        if progress.step % self.evaluate_every == 0:
-            # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
-            progress.class_scores = validation.evaluator.class_scores(metrics)
-            if self.early_stopping:
-                progress.standing = self.early_stopping.judged(
-                    progress.standing, progress.step, metrics
-                )
-            if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
-                self.log.warning(warning)
-        score = metrics[validation.best_metric]
-        if score > progress.best:
-            progress.best, progress.best_step = score, progress.step
-            if self._saved_step != progress.step:
-                self._save()
-            else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                comm.run_on_main(lambda: point_at_step(self.folder / "best", progress.step))
-            validation.analyse(progress.step)
-
-    def _ask_to_stop(self) -> None:
-        self.progress.stop = True  # every rank hears of it in the next step's tally
-
-    def _save(self) -> None:
-        """Takes a snapshot, which rank 0 writes while training goes on; no rank waits for it."""
-        progress = self.progress
-        self._owes_save = False
-        if self._saved_step == progress.step:
-            return
-        heartbeat.beat("save", progress.step)
-        with self.log.spending(SAVING, progress.step):
-            self.writer.make_room()
-            snapshot = capture_state(self.train_step, progress, self.derived)
-            self.recovery.keep(snapshot)
-            if comm.is_main():
-                self.writer.hand_over(snapshot)
-        self._saved_step = progress.step
-        for callback in self.callbacks:
-            callback.on_save(progress.step)
-
-    def _tell_of_saving(self) -> None:
-        for trouble in self.writer.troubles():
-            self.log.warning(f"{trouble}; training goes on and tries again: make room")
-
-    def _finish_saving(self) -> None:
-        """Waits until the last checkpoint is on disk; every rank calls it.
-
-        Raises: RuntimeError, on every rank: the newest or the best never got there.
-        """
-        heartbeat.beat("save", self.progress.step)
-        with self.log.spending(SAVING, self.progress.step):
-            trouble = comm.run_on_main(self.writer.finish)
-        for each in dict.fromkeys(self.writer.troubles()):
-            if each != trouble:
-                self.log.warning(f"at the end of the run: {each}")
-        if trouble:
-            raise RuntimeError(
-                f"{trouble}. What was learned since the newest one in {self.folder} is lost: make "
-                f"room (or make it writable) and start again with --resume, which repeats it"
-            )

@@ -1,28 +1,22 @@
-"""The evaluations of a training run: of its averaged weights, by a model of their own."""
+"""Evaluations during training: of the averaged weights, by a model of their own."""
 
 import logging
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from paddle import nn
-
-from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import heartbeat
 from ppdist.distributed.comm import EvaluationFailed
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.state import copy_into
 from ppdist.engine.train_step import TrainStep
-from ppdist.engine.visualize import write_validation
 from ppdist.models.base import ImageModel
 
 _LOGGER = logging.getLogger("ppdist.engine")
 
 
 class Validation:
-    """Evaluates and shows what came of it; every rank has one and calls each method alike.
+    """Evaluates the averaged weights; every rank has one and calls each method alike.
 
     Attributes:
         best_metric: what makes a checkpoint the best.
@@ -36,7 +30,6 @@ class Validation:
         model: ImageModel,
         train_step: TrainStep,
         log: RunLog,
-        output_dir: Path,
         metric: str | None,
     ) -> None:
         """
@@ -49,7 +42,6 @@ class Validation:
         self._model = model
         self._train_step = train_step
         self._log = log
-        self._output_dir = output_dir
 
     def measure(self, step: int, stopped: Callable[[], bool]) -> dict[str, float] | None:
         """What an evaluation says, or the second one if the first fails; None: that failed, too.
@@ -60,7 +52,7 @@ class Validation:
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
         heartbeat.beat("evaluate", step)
-        for consequence in ("it is tried once more", "TRAINING GOES ON WITHOUT THIS EVALUATION"):
+        for consequence in ("retrying", "skipping this evaluation"):
             self._load_weights()
             try:
                 return self.evaluator.evaluate(self._model, stopped, step)
@@ -73,44 +65,8 @@ class Validation:
                 )
         return None
 
-    def show(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """To metrics.jsonl, pages of curves, and pictures."""
-        self._log.metrics({"step": step, "epoch": epoch, **metrics})
-        self._log.images("validation", step, self.evaluator.pictures)
-        if self._log.histograms_wanted:
-            self._log.writers.histograms(step, _values(self._train_step.model))
-        try:
-            write_validation(self._output_dir / "plots", self.evaluator.pictures)
-        except Exception as error:  # no picture is worth a run
-            self._log.warn_once("plots/val_batch_*.jpg", error)
-
-    def analyse(self, step: int) -> None:
-        """Writes evaluation.json about the evaluation that `measure` made last; rank 0 does it
-        while the others wait."""
-
-        def write() -> None:
-            try:
-                analysis = self.evaluator.analyse_last(step)
-                self._log.writers.pr_curves(step, analysis)
-                write_json(self._output_dir / "evaluation.json", analysis)
-            except Exception as error:  # an account of the numbers is not worth a run
-                _LOGGER.debug("evaluation.json", exc_info=True)
-                self._log.warn_once("evaluation.json", error)
-
-        comm.run_on_main(write)
-
     def _load_weights(self) -> None:
         """Gives the model the averaged weights, or the live ones without EMA."""
         ema = self._train_step.ema
         weights = dict(self._train_step.model.state_dict()) if ema is None else ema.average
         copy_into(self._model.state_dict(), weights)
-
-
-def _values(model: nn.Layer) -> dict[str, Any]:
-    """Weights and gradients by tag; these of the last step, averaged over the ranks and clipped."""
-    found = {}
-    for key, parameter in model.named_parameters():
-        found[f"weights/{key}"] = parameter.astype("float32").numpy()
-        if parameter.grad is not None:
-            found[f"gradients/{key}"] = parameter.grad.astype("float32").numpy()
-    return found

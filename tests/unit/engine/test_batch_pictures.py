@@ -11,7 +11,8 @@ import pytest
 from ppdist.common.logging import RunLog
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.types import Batch
-from ppdist.engine.validation import Validation
+from ppdist.engine.callbacks import TrainingRun
+from ppdist.engine.monitor import EvaluationLogger
 from ppdist.engine.visualize import BatchPictures, write_validation
 from ppdist.viz.draw import PALETTE
 
@@ -100,9 +101,10 @@ def test_validation_images_that_cannot_be_written_cost_one_warning(tmp_path):
     evaluator = SimpleNamespace(headline=("mAP",), pictures=[np.zeros((8, 20, 3), np.uint8)])
     with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
         (tmp_path / "plots").write_text("a file")
-        validation = Validation(evaluator, None, None, log, tmp_path, None)
+        shown = EvaluationLogger(log, evaluator, steps_per_epoch=1)
+        shown.on_train_begin(TrainingRun(SimpleNamespace(model=None), None, tmp_path, 0, 2))
         for step in (1, 2):
-            validation.show(step, step, {"mAP": 0.5})
+            shown.on_evaluate_end(step, {"mAP": 0.5}, is_best=False)
     text = (tmp_path / "train.log").read_text()
     assert text.count("plots/val_batch_*.jpg cannot be written, continuing without it") == 1
 

@@ -28,8 +28,8 @@ class Noting(Callback):
         assert result.applied and lr > 0 and 0 < seconds.data < seconds.wall
         self.moments.append(("step ends", step))
 
-    def on_evaluate_end(self, step, metrics):
-        assert "mAP" in metrics
+    def on_evaluate_end(self, step, metrics, is_best):
+        assert "mAP" in metrics and is_best
         self.moments.append(("evaluated", step))
 
     def on_save(self, step):
@@ -73,7 +73,7 @@ def test_every_moment_is_called_in_the_order_of_the_loop(shapes, tmp_path):
         ("saved", 1),
         ("step begins", 2),
         ("step ends", 2),
-        ("evaluated", 2),
         ("saved", 2),
+        ("evaluated", 2),
         ("train ends", 2, "total"),
     ]

@@ -15,7 +15,8 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.engine.monitor import Epochs, Stopwatch
+from ppdist.engine.callbacks import StepSeconds, TrainingRun
+from ppdist.engine.monitor import EpochLogger
 from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import init_cpu, tiny_config
@@ -32,12 +33,6 @@ class Heard:
 
     def eta(self, step):
         return f"  ETA {100 - step}s"
-
-
-def lasting(seconds: float) -> Stopwatch:
-    watch = Stopwatch()
-    watch.wall = seconds
-    return watch
 
 
 def made(loss: float, applied: bool = True) -> StepResult:
@@ -60,21 +55,25 @@ def made(loss: float, applied: bool = True) -> StepResult:
 
 def test_one_line_tells_of_an_epoch_what_its_applied_steps_came_to():
     log = Heard()
-    epochs = Epochs(log, steps_per_epoch=3, total_steps=100)
-    for step, result in enumerate([made(1.0), made(math.nan, applied=False), made(3.0)], start=1):
-        epochs.add(result, data_seconds=0.5, watch=lasting(2.0), lr=0.01)
-        epochs.tell(step)
-    epochs.add(made(9.0), 0.0, lasting(1.0), 0.01)
-    epochs.forget()  # the run goes back
-    for _ in range(3):
-        epochs.add(made(1.0), 0.0, lasting(1.0), 0.01)
-    epochs.evaluated({"mAP": 0.25, "val_loss": 2.0}, ["mAP"])
-    epochs.tell(6)
-    epochs.add(made(1.0), 0.0, lasting(1.0), 0.01)
-    epochs.evaluated({"mAP": 0.5}, ["mAP"])
-    epochs.tell(7)  # with weights that ranks average now and then it may come amid an epoch
-    for step in (8, 9):
-        epochs.tell(step)
+    epochs = EpochLogger(log, steps_per_epoch=3, shown=["mAP"])
+    epochs.on_train_begin(TrainingRun(None, None, None, 0, total_steps=100))
+
+    def step(number, result, wall=1.0, data=0.0):
+        epochs.on_step_begin(number)
+        epochs.on_step_end(number, result, 0.01, StepSeconds(wall, wall, data))
+
+    for number, result in enumerate([made(1.0), made(math.nan, applied=False), made(3.0)], start=1):
+        step(number, result, wall=2.0, data=0.5)
+    step(4, made(9.0))
+    epochs.on_rollback(3)
+    for number in (4, 5, 6):
+        step(number, made(1.0))
+    epochs.on_evaluate_end(6, {"mAP": 0.25, "val_loss": 2.0}, is_best=True)
+    step(7, made(1.0))
+    epochs.on_evaluate_end(7, {"mAP": 0.5}, is_best=True)
+    for number in (8, 9):  # steps that are skipped
+        epochs.on_step_begin(number)
+    epochs.on_train_end(9, "total")
     first, second, amid, third = log.lines
     assert amid == "after step 7:  mAP 0.5000" and "mAP" not in third
     assert "epoch 1/34 done in 0s  loss 2 (box 1)  lr 1.00e-02  img/s 4.0" in first
