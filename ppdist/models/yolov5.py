@@ -284,9 +284,9 @@ class YOLOv5Classifier(ImageModel):
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
         self.backbone = build_backbone(
-            "yolov5", depth=depth, width=width, first=5, last=5, pooling=False
+            "yolov5", depth=depth, width=width, first=3, last=5, pooling=False
         )
-        self.head = ClassifierHead(self.backbone.channels[0], config.num_classes, config.dropout)
+        self.head = ClassifierHead(self.backbone.channels[-1], config.num_classes, config.dropout)
         start_uniform(self)
 
     def official_keys(self) -> dict[str, str]:
@@ -294,7 +294,7 @@ class YOLOv5Classifier(ImageModel):
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """logits_BC of normalised images; H and W are multiples of `size_multiple`."""
-        return self.head(*self.backbone(images_B3HW))
+        return self.head(self.backbone(images_B3HW)[-1])
 
     def decode(self, outputs: Tensor) -> Tensor:
         """probabilities_BC: softmax of the logits, float32."""

@@ -87,8 +87,8 @@ def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     assert error.value.code == "document_marks_missing"
 
 
-def test_docs_deploy_has_the_marks_of_the_table() -> None:
-    text = (REPOSITORY / "docs" / "deploy.md").read_text(encoding="utf-8")
+def test_the_page_has_the_marks_of_the_table() -> None:
+    text = (REPOSITORY / "docs" / "dev" / "export_matrix.md").read_text(encoding="utf-8")
     assert text.count(matrix.BEGIN) == text.count(matrix.END) == 1
 
 

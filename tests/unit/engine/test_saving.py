@@ -217,7 +217,7 @@ def test_a_second_training_into_the_same_folder_is_refused(shapes, tmp_path, mon
     )
     try:
         assert other.stdout is not None and other.stdout.readline()
-        monkeypatch.setattr(files, "_PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
         with pytest.raises(
             ConfigError, match=f"another training writes there .process {other.pid}"
         ):
