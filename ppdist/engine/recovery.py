@@ -24,21 +24,13 @@ import paddle
 
 from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
-from ppdist.common.process import SKIP_STEP_VARIABLE
+from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import TrainState, restore_state
-from ppdist.engine.train_step import (
-    StepResult,
-    TrainStep,
-    halved,
-    loss_scale,
-    note,
-    noted,
-    parts_of,
-)
+from ppdist.engine.train_step import StepResult, TrainStep, loss_scale
 
 MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
 _RATE_FACTOR = 0.5
@@ -277,6 +269,67 @@ class Recovery:
 _DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
 _ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+_OUT_OF_MEMORY_FILE = "out_of_memory.json"
+
+
+def parts_of(batch_size: int, most_images: int | None) -> int:
+    """In how many parts micro-batches must come so that none has more than `most_images`; None: 1.
+
+    A power of two, so that halving again halves the parts there are.
+    """
+    parts = 1
+    while most_images is not None and math.ceil(batch_size / parts) > max(1, most_images):
+        parts *= 2
+    return parts
+
+
+def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
+    """The most images of a micro-batch from now on, where some rank has no memory for them all.
+
+    Args:
+        step: for the message, from 1.
+        ranks: who had none, for the message.
+    Raises: ConfigError: it has one image already.
+    """
+    images = math.ceil(batch_size / parts)
+    if images == 1:
+        raise ConfigError(
+            f"{ranks} ran out of memory with one image at a time",
+            code="no_image_fits",
+            where=f"step {step}",
+            fix=(
+                "lower model.image_size (or train.multi_scale), data.workers, or take a smaller "
+                "model"
+            ),
+        )
+    return math.ceil(images / 2)
+
+
+def note(most_images: int) -> None:
+    """Leaves for the next attempt of this job that micro-batches must be smaller.
+
+    For a rank that ran out of memory where it cannot tell the others any more.
+    """
+    folder = os.environ.get(JOB_DIR_VARIABLE)
+    if folder:
+        with contextlib.suppress(OSError):  # then the next attempt finds out for itself
+            text = json.dumps({"most_images": most_images})
+            (Path(folder) / _OUT_OF_MEMORY_FILE).write_text(text, encoding="utf-8")
+
+
+def noted() -> int | None:
+    """What an attempt of this job before left by `note`, on any host; None: nothing.
+
+    Every rank calls it.
+    """
+    found, folder = None, os.environ.get(JOB_DIR_VARIABLE)
+    if folder:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            text = (Path(folder) / _OUT_OF_MEMORY_FILE).read_text(encoding="utf-8")
+            found = int(json.loads(text)["most_images"])
+    return min((most for most in comm.exchange(found) if most is not None), default=None)
 
 
 @paddle.no_grad()

@@ -1,28 +1,16 @@
-"""The sums of a step that a loss gives, and what to divide which of them by.
+"""One optimizer step, from `clear_grad` to EMA; the same on one rank and on many."""
 
-Automatic mixed precision: its section of the configuration, and what Paddle's leaves to do.
-
-One optimizer step, from micro-batches to updated weights, the same on one rank and on many.
-
-Ranks whose memory does not hold a micro-batch: how it shows, and what the next attempt knows.
-"""
-
-import contextlib
-import json
 import math
-import os
 import time
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.common.errors import ConfigError, is_out_of_memory
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.errors import is_out_of_memory
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
@@ -36,97 +24,6 @@ from ppdist.optim.optimizer import biases, set_rates
 
 _NORMALIZER, _LOSS = "normalizer", "loss"
 _APART = "apart "  # before the names of the loss that has a normalizer of its own
-
-
-class Divided(NamedTuple):
-    """What a step's sums over all ranks and micro-batches say.
-
-    losses: `loss` and its parts, normalised.
-    divisor: of the gradients.
-    apart: what gradients of `Loss.apart` are multiplied by before, as their divisor is another.
-    """
-
-    losses: dict[str, float]
-    divisor: float
-    apart: float
-
-
-def whole(output: LossOutput) -> Tensor:
-    """What is differentiated: 0-D, all of a micro-batch's loss."""
-    return output.total if output.apart is None else output.total + output.apart.total
-
-
-def blank(output: LossOutput) -> LossOutput:
-    """The same graph and the same names without any say."""
-    return LossOutput(
-        total=output.total * 0.0,
-        normalizer=output.normalizer * 0.0,
-        parts={name: part * 0.0 for name, part in output.parts.items()},
-        apart=None if output.apart is None else blank(output.apart),
-    )
-
-
-def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
-    """Adds a micro-batch to the sums, [1] each, the normalizer first; the same names every time."""
-    terms = {_NORMALIZER: output.normalizer, _LOSS: whole(output), **output.parts}
-    if output.apart is not None:
-        apart = output.apart
-        terms |= {_APART + _NORMALIZER: apart.normalizer, _APART + _LOSS: apart.total}
-        terms |= {_APART + name: part for name, part in apart.parts.items()}
-    for name, value in terms.items():
-        sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
-
-
-def divided(sums: dict[str, float]) -> Divided:
-    """See `Divided`; sums: of `add_up`, over all ranks."""
-    divisor = max(1.0, sums[_NORMALIZER])
-    losses = {
-        name: value / divisor
-        for name, value in sums.items()
-        if name != _NORMALIZER and not name.startswith(_APART)
-    }
-    if _APART + _NORMALIZER not in sums:
-        return Divided(losses, divisor, 1.0)
-    own = max(1.0, sums[_APART + _NORMALIZER])
-    total = sums[_APART + _LOSS]
-    losses[_LOSS] = (sums[_LOSS] - total) / divisor + total / own
-    for name, value in sums.items():
-        if name.startswith(_APART) and name not in (_APART + _NORMALIZER, _APART + _LOSS):
-            losses[name.removeprefix(_APART)] = value / own
-    return Divided(losses, divisor, divisor / own)
-
-
-def make_float32(parameters: list[paddle.Tensor]) -> None:
-    """Gives parameters of lower precision (AMP O2) float32 gradients, so that unscaling, clipping
-    and the update lose nothing.
-
-    Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
-    gradient all-reduce takes gradients in the precision of their parameters, so after the first
-    of several micro-steps it would find another one.
-    """
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and gradient.dtype != paddle.float32:
-            wide = gradient.astype("float32")
-            parameter.clear_gradient(False)  # it does not change its precision in place
-            parameter.grad = wide
-
-
-def loss_scale(scaler: paddle.amp.GradScaler) -> float:
-    """By what losses are multiplied for float16; 0: they are not."""
-    return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
-
-
-def lower_scale(scaler: paddle.amp.GradScaler) -> None:
-    """Halves the loss scale after a step that was not applied; `update` took it for a good one.
-
-    GradScaler hears of an overflow only in its own `step`, which still updates where nothing but
-    the loss was not finite; and what it prints of an overflow is an error from numpy 2.4 on.
-    """
-    if scaler.is_enable():
-        state = scaler.state_dict()
-        lower = state["scale"] * scaler.get_decr_ratio()
-        scaler.load_state_dict({**state, "scale": lower, "incr_count": 0})
 
 
 class Clock:
@@ -144,6 +41,19 @@ class Clock:
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
+
+
+class NormalisedLosses(NamedTuple):
+    """What a step's sums over all ranks and micro-batches say.
+
+    losses: `loss` and its parts, normalised.
+    divisor: of the gradients.
+    apart: what gradients of `Loss.apart` are multiplied by before, as their divisor is another.
+    """
+
+    losses: dict[str, float]
+    divisor: float
+    apart: float
 
 
 @dataclass(frozen=True)
@@ -264,7 +174,7 @@ class TrainStep:
         tally = comm.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
         total_images, stops, bad, short, broken, *values = map(float, tally)
-        result = divided(dict(zip(sums, values, strict=True)))
+        result = normalise_losses(dict(zip(sums, values, strict=True)))
         norm, applied = math.nan, False
         if not short:
             norm, applied = self._update(rates, result, broken == 0)
@@ -290,7 +200,7 @@ class TrainStep:
         )
 
     def leave_out(self, step: int) -> None:
-        """Passes over a step (0-based) that is not to be computed; every rank calls it."""
+        """Passes over a step (0-based) that is not to be computed.  Collective."""
         self._synchronise(step, False)
 
     def forget(self) -> None:
@@ -357,7 +267,7 @@ class TrainStep:
 
     @paddle.no_grad()
     def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
-        """What the loss counts in the targets of all micro-batches and ranks; every rank calls it.
+        """What the loss counts in the targets of all micro-batches and ranks.  Collective.
 
         One kind of loss counts always, another never, so the collective is reached by all or none.
         """
@@ -398,7 +308,9 @@ class TrainStep:
         return output
 
     @paddle.no_grad()
-    def _update(self, rates: LearningRates, result: Divided, finite: bool) -> tuple[float, bool]:
+    def _update(
+        self, rates: LearningRates, result: NormalisedLosses, finite: bool
+    ) -> tuple[float, bool]:
         """Divides, checks, clips and applies the gradients; the same decision on every rank,
         because all ranks hold the same norm and the same tally."""
         make_float32(self._parameters)
@@ -429,7 +341,7 @@ class TrainStep:
         return norm, applied
 
     def _synchronise(self, step: int, applied: bool) -> None:
-        """What all ranks have in common after an update; every rank calls it."""
+        """What all ranks have in common after an update.  Collective."""
         self._updates += applied
         self.averaging.updated(step)
         if self.averaging.synchronised(step):
@@ -472,62 +384,85 @@ def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
     return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]
 
 
-_FILE = "out_of_memory.json"
+# Sums of a step, and what divides them
 
 
-def parts_of(batch_size: int, most_images: int | None) -> int:
-    """In how many parts micro-batches must come so that none has more than `most_images`; None: 1.
+def whole(output: LossOutput) -> Tensor:
+    """What is differentiated: 0-D, all of a micro-batch's loss."""
+    return output.total if output.apart is None else output.total + output.apart.total
 
-    A power of two, so that halving again halves the parts there are.
+
+def blank(output: LossOutput) -> LossOutput:
+    """The same graph and the same names without any say."""
+    return LossOutput(
+        total=output.total * 0.0,
+        normalizer=output.normalizer * 0.0,
+        parts={name: part * 0.0 for name, part in output.parts.items()},
+        apart=None if output.apart is None else blank(output.apart),
+    )
+
+
+def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
+    """Adds a micro-batch to the sums, [1] each, the normalizer first; the same names every time."""
+    terms = {_NORMALIZER: output.normalizer, _LOSS: whole(output), **output.parts}
+    if output.apart is not None:
+        apart = output.apart
+        terms |= {_APART + _NORMALIZER: apart.normalizer, _APART + _LOSS: apart.total}
+        terms |= {_APART + name: part for name, part in apart.parts.items()}
+    for name, value in terms.items():
+        sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
+
+
+def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
+    """What `NormalisedLosses` says; sums: those of `add_up`, over all ranks."""
+    divisor = max(1.0, sums[_NORMALIZER])
+    losses = {
+        name: value / divisor
+        for name, value in sums.items()
+        if name != _NORMALIZER and not name.startswith(_APART)
+    }
+    if _APART + _NORMALIZER not in sums:
+        return NormalisedLosses(losses, divisor, 1.0)
+    own = max(1.0, sums[_APART + _NORMALIZER])
+    total = sums[_APART + _LOSS]
+    losses[_LOSS] = (sums[_LOSS] - total) / divisor + total / own
+    for name, value in sums.items():
+        if name.startswith(_APART) and name not in (_APART + _NORMALIZER, _APART + _LOSS):
+            losses[name.removeprefix(_APART)] = value / own
+    return NormalisedLosses(losses, divisor, divisor / own)
+
+
+# Low precision
+
+
+def make_float32(parameters: list[paddle.Tensor]) -> None:
+    """Gives parameters of lower precision (AMP O2) float32 gradients, so that unscaling, clipping
+    and the update lose nothing.
+
+    Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
+    gradient all-reduce takes gradients in the precision of their parameters, so after the first
+    of several micro-steps it would find another one.
     """
-    parts = 1
-    while most_images is not None and math.ceil(batch_size / parts) > max(1, most_images):
-        parts *= 2
-    return parts
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != paddle.float32:
+            wide = gradient.astype("float32")
+            parameter.clear_gradient(False)  # it does not change its precision in place
+            parameter.grad = wide
 
 
-def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
-    """The most images of a micro-batch from now on, where some rank has no memory for them all.
+def loss_scale(scaler: paddle.amp.GradScaler) -> float:
+    """By what losses are multiplied for float16; 0: they are not."""
+    return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
 
-    Args:
-        step: for the message, from 1.
-        ranks: who had none, for the message.
-    Raises: ConfigError: it has one image already.
+
+def lower_scale(scaler: paddle.amp.GradScaler) -> None:
+    """Halves the loss scale after a step that was not applied; `update` took it for a good one.
+
+    GradScaler hears of an overflow only in its own `step`, which still updates where nothing but
+    the loss was not finite; and what it prints of an overflow is an error from numpy 2.4 on.
     """
-    images = math.ceil(batch_size / parts)
-    if images == 1:
-        raise ConfigError(
-            f"{ranks} ran out of memory with one image at a time",
-            code="no_image_fits",
-            where=f"step {step}",
-            fix=(
-                "lower model.image_size (or train.multi_scale), data.workers, or take a smaller "
-                "model"
-            ),
-        )
-    return math.ceil(images / 2)
-
-
-def note(most_images: int) -> None:
-    """Leaves for the next attempt of this job that micro-batches must be smaller.
-
-    For a rank that ran out of memory where it cannot tell the others any more.
-    """
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if folder:
-        with contextlib.suppress(OSError):  # then the next attempt finds out for itself
-            text = json.dumps({"most_images": most_images})
-            (Path(folder) / _FILE).write_text(text, encoding="utf-8")
-
-
-def noted() -> int | None:
-    """What an attempt of this job before left by `note`, on any host; None: nothing.
-
-    Every rank calls it.
-    """
-    found, folder = None, os.environ.get(JOB_DIR_VARIABLE)
-    if folder:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            text = (Path(folder) / _FILE).read_text(encoding="utf-8")
-            found = int(json.loads(text)["most_images"])
-    return min((most for most in comm.exchange(found) if most is not None), default=None)
+    if scaler.is_enable():
+        state = scaler.state_dict()
+        lower = state["scale"] * scaler.get_decr_ratio()
+        scaler.load_state_dict({**state, "scale": lower, "incr_count": 0})

@@ -15,8 +15,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import recovery
 from ppdist.engine.build import build_training
-from ppdist.engine.recovery import trusted
-from ppdist.engine.train_step import parts_of
+from ppdist.engine.recovery import parts_of, trusted
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import tiny_config
 

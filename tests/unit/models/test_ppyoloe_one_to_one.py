@@ -9,7 +9,7 @@ import pytest
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig
-from ppdist.engine.train_step import divided
+from ppdist.engine.train_step import normalise_losses
 from ppdist.export.predictor import load_all_weights
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
@@ -124,10 +124,10 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
         "normalizer": 8.0, "loss": 30.0, "loss_cls": 4.0,
         "apart normalizer": 2.0, "apart loss": 6.0, "apart loss_one_to_one": 6.0,
     }  # fmt: skip
-    found = divided(sums)
+    found = normalise_losses(sums)
     assert found.losses == {"loss": 24 / 8 + 6 / 2, "loss_cls": 0.5, "loss_one_to_one": 3.0}
     assert (found.divisor, found.apart) == (8.0, 4.0)
-    assert divided({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
+    assert normalise_losses({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
 
 
 @pytest.mark.slow
