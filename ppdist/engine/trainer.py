@@ -4,10 +4,12 @@ What changes the numbers of a run stands in `Trainer`; what only looks on is a `
 """
 
 import contextlib
+import logging
 import math
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,13 @@ from ppdist.engine.monitor import (
 )
 from ppdist.engine.recovery import Recovery, check_replica_consistency, rate_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
-from ppdist.engine.state import Snapshot, TrainState, capture_state, restore_state
+from ppdist.engine.state import Snapshot, TrainState, capture_state, copy_into, restore_state
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
-from ppdist.engine.validation import Validation
 from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import next_synchronised
 from ppdist.optim.lr_scheduler import LearningRates
 
+_LOGGER = logging.getLogger("ppdist.engine")
 # Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
 _SAME_REQUEST_SECONDS = 2.0
 STOPPED = 75  # exit code after a signal, where nothing is lost
@@ -94,7 +96,6 @@ class Trainer:
         self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
         self.seed = seed
         self.progress = TrainState()
-        self.validation: Validation | None = None
         self.early_stopping: EarlyStopping | None = None
         self.recovery = Recovery(
             train_step=train_step,
@@ -111,11 +112,9 @@ class Trainer:
             EpochLogger(log, derived.steps_per_epoch, evaluator.headline if evaluator else ()),
         ]
         if evaluator is not None:
-            self.validation = Validation(
-                evaluator, evaluated_model, train_step, log, evaluate.metric
-            )
+            self.best_metric = evaluate.metric or evaluator.headline[0]
             if early_stopping:
-                self.early_stopping = EarlyStopping(early_stopping, self.validation.best_metric)
+                self.early_stopping = EarlyStopping(early_stopping, self.best_metric)
             self.callbacks.append(EvaluationLogger(log, evaluator, derived.steps_per_epoch))
         self.callbacks += callbacks
         self._set_intervals(checkpoint, evaluate, check_weights_every)
@@ -224,10 +223,10 @@ class Trainer:
         heartbeat.beat("end", progress.step)
         self.log.metrics({"step": progress.step, "finished": reason})
         self._each(lambda callback: callback.on_train_end(progress.step, reason))
-        if self.validation and (self.folder / "best").exists():
+        if self.evaluator and (self.folder / "best").exists():
             self.log.info(
                 f"best: {self.folder / 'best'}, step {progress.best_step}, "
-                f"{self.validation.best_metric} {progress.best:.4f}"
+                f"{self.best_metric} {progress.best:.4f}"
             )
 
     def _each(self, call: Callable[[Callback], None]) -> None:
@@ -343,20 +342,43 @@ class Trainer:
 
         Returns: False, on all ranks: one was asked to stop, and a resumed run has to do it.
         """
-        if self.validation is None:
+        if self.evaluator is None:
             return True
         with self.log.spending(EVALUATION, self.progress.step):
             try:
-                metrics = self.validation.measure(self.progress.step, lambda: self.progress.stop)
+                metrics = self._measure(self.evaluator)
             except EvaluationStopped:
                 return False
             if metrics is not None:
-                self._learn_from(self.validation, metrics)
+                self._learn_from(self.evaluator, metrics)
         if self.feed.follows_scores and self.progress.step < self.derived.total_steps:
             self._seek()
         return True
 
-    def _learn_from(self, validation: Validation, metrics: dict[str, float]) -> None:
+    def _measure(self, evaluator: Evaluator | ClassificationEvaluator) -> dict[str, float] | None:
+        """What an evaluation says, or the second one if the first fails; None: that failed, too.
+
+        Training goes on whatever fails here: evaluation has a model of its own.
+        Raises: EvaluationStopped, on every rank: one was asked to stop.
+        """
+        step = self.progress.step
+        heartbeat.beat("evaluate", step)
+        ema = self.train_step.ema
+        for consequence in ("retrying", "skipping this evaluation"):
+            weights = dict(self.train_step.model.state_dict()) if ema is None else ema.average
+            copy_into(self.evaluated_model.state_dict(), weights)
+            try:
+                return evaluator.evaluate(self.evaluated_model, lambda: self.progress.stop, step)
+            except comm.EvaluationFailed as error:
+                if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
+                    trace = "".join(traceback.format_exception(error.__cause__))
+                    _LOGGER.warning(f"what this rank met in the evaluation:\n{trace}")
+                self.log.warning(f"the evaluation after step {step} failed, {consequence}: {error}")
+        return None
+
+    def _learn_from(
+        self, evaluator: Evaluator | ClassificationEvaluator, metrics: dict[str, float]
+    ) -> None:
         """What follows from an evaluation at this step; a new best is saved and named.  Collective.
 
         Args: metrics: the same on every rank.
@@ -365,14 +387,14 @@ class Trainer:
         progress.evaluated_step = progress.step
         if self._due(self.evaluate_every):
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
-            progress.class_scores = validation.evaluator.class_scores(metrics)
+            progress.class_scores = evaluator.class_scores(metrics)
             if self.early_stopping:
                 progress.standing = self.early_stopping.judged(
                     progress.standing, progress.step, metrics
                 )
             if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
                 self.log.warning(warning)
-        score = metrics[validation.best_metric]
+        score = metrics[self.best_metric]
         is_best = score > progress.best
         if is_best:
             progress.best, progress.best_step = score, progress.step
