@@ -244,7 +244,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     config = load(arguments)
     epochs = math.ceil(config.train.epochs)
-    augment = config.data.augment.stretched(config.train.phases_factor)
+    augment = config.data.augment.with_epoch_scale(config.train.phases_factor)
     if arguments.epoch >= epochs:
         raise errors.ConfigError(
             f"the run has {epochs} (train.epochs), counted from 0; expected {epochs - 1} at most",

@@ -1,9 +1,9 @@
-"""The configuration: its keys, reading it from YAML, and what a user is told where it is wrong.
+"""Configuration: its keys, reading YAML, messages with file, line and key.
 
     experiment.py   the tree of all Sections, and load_config
     base.py         Section; file -> Section -> text
     yaml.py         files and -o items as trees that remember their lines
-    common/errors.py       what pydantic found, in words
+    errors.py       what pydantic found, in words
     validate.py     what parts of a tree ask of each other
     schema.py       docs/config.md and configs/schema.json
 

@@ -219,7 +219,7 @@ class AugmentConfig(Section):
     def _window_in_shares(self) -> bool:
         return self.combine_epochs is not None and isinstance(self.combine_epochs[1], float)
 
-    def stretched(self, factor: float) -> "AugmentConfig":
+    def with_epoch_scale(self, factor: float) -> "AugmentConfig":
         """The same for a run that is `factor` times as long: what counts epochs counts more.
 
         To whole epochs, and no phase disappears: what had an epoch keeps one.

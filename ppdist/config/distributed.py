@@ -9,7 +9,7 @@ from ppdist.config.base import Section
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
 HOSTS_OWN_KEYS = (
     "output_dir",  # only rank 0 writes
-    "data.root",  # the data themselves are compared: feed.require_the_same
+    "data.root",  # the data themselves are compared: ppdist.engine.data
     "data.cache_dir",
     "data.workers",
     "data.worker_timeout_seconds",
@@ -74,7 +74,7 @@ class DistributedConfig(Section):
     hang_seconds: float | None = Field(
         default=60.0,
         gt=0,
-        description="fleetrun names a rank that stands still and ends the run: within a step after "
+        description="fleetrun names a rank that makes no progress and ends the run: within a step after "
         "this many seconds, or ten times its 99th percentile if that is longer; in the first step "
         "after a start or an evaluation after ten times as many (at least 60); elsewhere after "
         "timeout_seconds. null: never.",

@@ -38,9 +38,9 @@ class OptimizerConfig(Section):
     )
     weight_decay_scaling: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: x kappa / lr's own factor (kappa: total / reference batch), so that lr "
+        description="auto: x r / lr's own factor (r: total / reference batch), so that lr "
         "x weight_decay stays the same per image: as written with linear and no noise_scale, x "
-        "sqrt(kappa) with sqrt, more with a noise_scale; none, or lr_scaling none: as written.",
+        "sqrt(r) with sqrt, more with a noise_scale; none, or lr_scaling none: as written.",
     )
     decay_biases: bool = Field(
         default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."

@@ -178,11 +178,11 @@ def surprises(config: Any, begins: bool) -> Iterator[str]:
     if begins and not config.model.pretrained:
         remedy = "set model.pretrained to a weight file or the output_dir of a run"
         if config.train.freeze is not None:
-            yield f"train.freeze holds on to weights that nobody has trained; {remedy}"
+            yield f"train.freeze freezes randomly initialised layers; {remedy}"
         if config.optimizer.layer_decay is not None:
             yield (
                 f"optimizer.layer_decay: {config.optimizer.layer_decay:g} slows down the layers "
-                f"near the image, whose weights nobody has trained; {remedy}"
+                f"near the image, which are randomly initialised; {remedy}"
             )
     yield from _of_augmentation(config)
 
@@ -200,7 +200,7 @@ def _of_augmentation(config: Any) -> Iterator[str]:
             "data.augment.combine_epochs: [0, 1] is the first epoch alone; the whole run is "
             "[0.0, 1.0] or null"
         )
-    augment = written.stretched(config.train.phases_factor)
+    augment = written.with_epoch_scale(config.train.phases_factor)
     by_epoch = [augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
     for name in COMBINES:
         chance = getattr(augment, name)

@@ -166,14 +166,14 @@ def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
 
 def test_augmentation_by_the_epoch_stretches_with_the_run():
     augment = AugmentConfig(combine_epochs=(2, 50), close_mosaic_epochs=15, plain_epochs=5)
-    longer = augment.stretched(1.6)
+    longer = augment.with_epoch_scale(1.6)
     assert (longer.combine_epochs, longer.close_mosaic_epochs, longer.plain_epochs) == (
         (3, 80), 24, 8,
     )  # fmt: skip
-    assert augment.stretched(1.0) == augment
-    short = augment.stretched(0.01)  # no phase is lost without a word
+    assert augment.with_epoch_scale(1.0) == augment
+    short = augment.with_epoch_scale(0.01)  # no phase is lost without a word
     assert (short.combine_epochs, short.close_mosaic_epochs, short.plain_epochs) == ((0, 1), 1, 1)
-    assert AugmentConfig().stretched(2.0) == AugmentConfig()
+    assert AugmentConfig().with_epoch_scale(2.0) == AugmentConfig()
 
 
 def test_what_was_derived_reaches_optimizer_loss_and_augmentation(tmp_path, monkeypatch):

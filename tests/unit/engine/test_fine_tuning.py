@@ -166,7 +166,7 @@ def test_values_that_mean_nothing_are_errors_of_the_configuration(tmp_path):
 def test_to_hold_on_to_weights_that_nobody_trained_is_a_surprise(tmp_path):
     config = tiny_config(tmp_path, TUNED)
     frozen, slow = surprises(config, begins=True)
-    assert frozen.startswith("train.freeze holds on to weights that nobody has trained; set model.")
+    assert frozen.startswith("train.freeze freezes randomly initialised layers; set model.")
     assert slow.startswith("optimizer.layer_decay: 0.7 slows down the layers near the image, whose")
     assert not [*surprises(config, begins=False)]
     pretrained = tiny_config(tmp_path, [*TUNED, "model.pretrained=weights.npz"])

@@ -118,7 +118,7 @@ def test_a_window_in_shares_follows_the_length_of_the_run():
     assert acting(config, 20) == [*range(1, 10)]
     assert acting(config, 60) == [*range(3, 30)]
     assert acting(config, 7) == [*range(0, 4)]
-    assert acting(config.stretched(3.0), 60) == [*range(3, 30)]
+    assert acting(config.with_epoch_scale(3.0), 60) == [*range(3, 30)]
     assert acting(AugmentConfig(mosaic=1.0, combine_epochs=(0.0, 1.0)), 5) == [*range(5)]
     assert acting(AugmentConfig(mosaic=1.0, combine_epochs=(0, 1)), 5) == [0]
     closed = AugmentConfig(mosaic=1.0, combine_epochs=(0.0, 1.0), close_mosaic_epochs=2)
