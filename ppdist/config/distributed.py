@@ -74,10 +74,10 @@ class DistributedConfig(Section):
     hang_seconds: float | None = Field(
         default=60.0,
         gt=0,
-        description="fleetrun names a rank that makes no progress and ends the run: within a step after "
-        "this many seconds, or ten times its 99th percentile if that is longer; in the first step "
-        "after a start or an evaluation after ten times as many (at least 60); elsewhere after "
-        "timeout_seconds. null: never.",
+        description="fleetrun names a rank that makes no progress and ends the run: within a step "
+        "after this many seconds, or ten times its 99th percentile if that is longer; in the first "
+        "step after a start or an evaluation after ten times as many (at least 60); elsewhere "
+        "after timeout_seconds. null: never.",
     )
     check_weights_every: int = Field(
         default=100,

@@ -163,11 +163,11 @@ def test_values_that_mean_nothing_are_errors_of_the_configuration(tmp_path):
             tiny_config(tmp_path, [override])
 
 
-def test_to_hold_on_to_weights_that_nobody_trained_is_a_surprise(tmp_path):
+def test_freezing_random_weights_is_a_surprise(tmp_path):
     config = tiny_config(tmp_path, TUNED)
     frozen, slow = surprises(config, begins=True)
     assert frozen.startswith("train.freeze freezes randomly initialised layers; set model.")
-    assert slow.startswith("optimizer.layer_decay: 0.7 slows down the layers near the image, whose")
+    assert slow.startswith("optimizer.layer_decay: 0.7 slows down the layers near the image, which")
     assert not [*surprises(config, begins=False)]
     pretrained = tiny_config(tmp_path, [*TUNED, "model.pretrained=weights.npz"])
     assert not [*surprises(pretrained, begins=True)]
