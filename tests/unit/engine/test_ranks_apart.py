@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from ppdist.engine.train_step import Clock
-from ppdist.optim.grad_sync import share_out
 from ppdist.optim.optimizer import optimizer_arrays
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
@@ -166,11 +165,6 @@ def test_optimizer_state_in_shares_makes_the_same_weights_bit_for_bit():
         assert first["differ"] == second["differ"] == []
         assert sorted(first["entries"] + second["entries"]) == first["all"]
         assert abs(first["share"] - 0.5) < 0.01
-
-
-def test_shares_are_of_equal_size_as_far_as_parameters_allow():
-    assert share_out([1, 5, 2, 2, 4], 2) == [1, 0, 1, 0, 1]
-    assert share_out([3], 3) == [0]
 
 
 def whole_runs(argument):

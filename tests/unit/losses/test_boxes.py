@@ -49,6 +49,13 @@ def test_pairwise_iou_equals_a_loop_over_all_pairs() -> None:
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_a_box_with_two_negative_sides_has_no_area() -> None:
+    turned = paddle.to_tensor([[30.0, 30.0, 10.0, 10.0]])
+    assert boxes.area(turned).item() == 0.0
+    other = paddle.to_tensor([[0.0, 0.0, 40.0, 40.0]])
+    assert boxes.pairwise_iou(turned.unsqueeze(0), other.unsqueeze(0)).item() == 0.0
+
+
 def test_aligned_iou_and_giou_equal_their_definitions() -> None:
     a, b = random_boxes(40, seed=3), random_boxes(40, seed=4)
     pair = paddle.to_tensor(a), paddle.to_tensor(b)

@@ -82,6 +82,15 @@ def test_without_multi_label_a_prediction_appears_once_and_as_its_best_class() -
     assert both.shape == [6, 6]
 
 
+@pytest.mark.parametrize("iou_threshold", [0.5, None])
+def test_a_score_at_the_threshold_does_not_pass(iou_threshold: float | None) -> None:
+    scores = paddle.to_tensor([[[0.25], [0.5]]])
+    boxes = paddle.to_tensor([[[0.0, 0.0, 8.0, 8.0], [20.0, 20.0, 28.0, 28.0]]])
+    nms = NMSConfig(score_threshold=0.25, iou_threshold=iou_threshold)
+    rows, _ = multiclass_nms(scores, boxes, nms)
+    assert rows[:, 1].tolist() == [0.5]
+
+
 def test_nothing_above_the_threshold_is_an_empty_result() -> None:
     scores, boxes = random_predictions()
     rows, count = multiclass_nms(

@@ -19,6 +19,7 @@ from ppdist.optim.grad_sync import (
     PowerSGD,
     TopKSparsify,
     _float16_scale,
+    share_out,
 )
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
@@ -282,8 +283,15 @@ def test_float16_loses_no_gradient_to_its_range(size):
         assert found.numpy() == pytest.approx(given, abs=1e-3 * float(np.abs(given).max()))
 
 
-def test_float16_scale_worked_out_by_hand():
+def test_shares_are_of_equal_size_as_far_as_parameters_allow():
+    assert share_out([1, 5, 2, 2, 4], 2) == [1, 0, 1, 0, 1]
+    assert share_out([3], 3) == [0]
+
+
+def test_float16_scale_worked_out_by_hand(monkeypatch):
     assert _float16_scale(16.0) == 8192.0  # one rank, |g| <= 4: 4 * 8192 = 32768
+    monkeypatch.setattr(comm, "world_size", lambda: 4)
+    assert _float16_scale(16.0) == 4096.0  # four ranks with |g| of 2 each: a sum of 8 at most
     assert _float16_scale(0.0) == 1.0
     assert _float16_scale(float("inf")) == 1.0
 

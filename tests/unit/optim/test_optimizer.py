@@ -22,6 +22,12 @@ def network():
     return nn.Sequential(nn.Conv2D(3, 4, 3), nn.BatchNorm2D(4))
 
 
+def nested():
+    """Layers within layers, as backbones have them."""
+    block = nn.Sequential(nn.Conv2D(4, 4, 3), nn.BatchNorm2D(4))
+    return nn.Sequential(nn.Conv2D(3, 4, 3), nn.Sequential(block, nn.LayerNorm([4, 2, 2])))
+
+
 def train(model, optimizer, steps):
     for step in range(steps):
         x = paddle.to_tensor(np.random.RandomState(step).standard_normal((2, 3, 8, 8)), "float32")
@@ -30,15 +36,18 @@ def train(model, optimizer, steps):
         optimizer.clear_grad()
 
 
-def test_decay_skips_normalisation_but_not_biases():
-    model = network()
+@pytest.mark.parametrize(
+    ("build", "norms"), [(network, ("1.",)), (nested, ("1.0.1.", "1.1."))], ids=["flat", "nested"]
+)
+def test_decay_skips_normalisation_but_not_biases(build, norms):
+    model = build()
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=1.0), 0.1, False)
     before = {key: p.numpy().copy() for key, p in model.named_parameters()}
     for parameter in model.parameters():
         (parameter * 0.0).sum().backward()
     optimizer.step()
     for key, parameter in model.named_parameters():
-        factor = 1.0 if key.startswith("1.") else 0.9  # w - lr * decay * w
+        factor = 1.0 if key.startswith(norms) else 0.9  # w - lr * decay * w
         np.testing.assert_allclose(parameter.numpy(), before[key] * factor, rtol=1e-6)
 
 

@@ -1,0 +1,91 @@
+"""One optimizer step against the same step computed by hand in numpy."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.optimizer import OptimizerConfig
+from ppdist.config.train import AmpConfig
+from ppdist.data.types import Batch
+from ppdist.distributed import comm
+from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.losses.base import Loss, LossOutput
+from ppdist.optim.grad_sync import AllReduceSync
+from ppdist.optim.lr_scheduler import LearningRates
+from ppdist.optim.optimizer import build_optimizer
+
+LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
+
+
+class Plane(nn.Layer):
+    """y = w x + b of the three channel means x of each image."""
+
+    def __init__(self, weight_3: np.ndarray, bias: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.linear.weight.set_value(weight_3.reshape(3, 1))
+        self.linear.bias.set_value(np.array([bias], "float32"))
+
+    def normalize(self, images_B3HW):
+        return images_B3HW
+
+    def forward(self, images_B3HW):
+        return self.linear(images_B3HW.mean([2, 3])).flatten()
+
+
+class HalfSquares(Loss):
+    """Sum of y^2 / 2 over the images, divided by their number."""
+
+    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+        total = 0.5 * (outputs_B * outputs_B).sum()
+        return LossOutput(total, paddle.to_tensor(float(len(outputs_B))), {})
+
+
+def batch_of(x_B3: np.ndarray) -> Batch:
+    images = paddle.to_tensor(x_B3.reshape(-1, 3, 1, 1)).tile([1, 1, 2, 2])
+    rest = paddle.zeros([len(x_B3), 1])
+    return Batch(images, paddle.zeros([len(x_B3), 1, 4]), rest, rest, rest, rest, rest)
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_clipped_momentum_steps_equal_numpy(clip):
+    comm.init("cpu", DistributedConfig())
+    rng = np.random.default_rng(0)
+    weight, bias = rng.normal(size=3).astype("float32"), 0.5
+    steps = [[rng.normal(size=(images, 3)).astype("float32") for images in (2, 3)] for _ in "123"]
+    model = Plane(weight, bias)
+    config = OptimizerConfig(name="momentum", momentum=MOMENTUM, nesterov=False, weight_decay=0.0)
+    step = TrainStep(
+        model=model,
+        loss=HalfSquares(),
+        optimizer=build_optimizer(model, config, LR, False),
+        ema=None,
+        amp=AmpConfig(),
+        clip_norm=clip,
+        averaging=AllReduceSync(),
+        sharding=None,
+        loss_divisor=1.0,
+        average_statistics=False,
+    )
+    velocity, norms = np.zeros(4), []
+    for number, micro_batches in enumerate(steps):
+        x_N3 = np.concatenate(micro_batches).astype("float64")
+        y_N = x_N3 @ weight + bias
+        gradient = np.append(y_N @ x_N3, y_N.sum()) / len(x_N3)
+        norm = np.sqrt((gradient**2).sum())
+        if clip is not None:
+            gradient *= min(1.0, clip / norm)
+        velocity = MOMENTUM * velocity + gradient
+        weight, bias = weight - LR * velocity[:3], bias - LR * velocity[3]
+        rates = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM)
+        batches = iter([batch_of(x_B3) for x_B3 in micro_batches])
+        result = step(batches, len(micro_batches), number, rates, False, Clock())
+        assert result.applied and result.images == 5
+        assert result.losses["loss"] == pytest.approx((y_N**2).mean() / 2, rel=1e-5)
+        assert result.gradient_norm == pytest.approx(norm, rel=1e-5)  # before clipping
+        np.testing.assert_allclose(model.linear.weight.numpy()[:, 0], weight, rtol=1e-5)
+        np.testing.assert_allclose(model.linear.bias.numpy(), [bias], rtol=1e-5)
+        norms.append(norm)
+    assert max(norms) > CLIP and min(norms) != CLIP  # clipping had something to do
