@@ -20,7 +20,7 @@ def shared_dir() -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker waits for another that ends with one of them."""
-    items.sort(key=lambda item: item.path.parent.name not in ("tools", "faults"))
+    items.sort(key=lambda item: item.path.parent.name not in ("integration", "faults"))
 
 
 @pytest.fixture(autouse=True)

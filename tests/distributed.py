@@ -1,6 +1,6 @@
 """Runs a function on N real gloo ranks of this machine; a hang is a failed test, never a stuck one.
 
-    results = run_on_ranks(2, "tests.unit.distributed.test_dist:sums", argument)
+    results = run_on_ranks(2, "tests.unit.distributed.test_comm:sums", argument)
 
 Each rank is a process of tests/forked.py that calls the function with the argument and returns what
 JSON can hold.

@@ -263,3 +263,18 @@ def test_importing_any_module_has_no_effects(tmp_path: Path) -> None:
     if ended.returncode:
         pytest.fail(ended.stderr)
     assert ended.stdout.splitlines()[-1:] in ([], [""]), ended.stdout
+
+
+def test_unit_tests_mirror_the_package():
+    """tests/unit/a/test_b.py or test_b_aspect.py tests ppdist/a/b.py, so both are easily found."""
+    unit = REPOSITORY / "tests" / "unit"
+    strangers = []
+    for path in sorted(unit.rglob("test_*.py")):
+        modules = {
+            each.stem
+            for each in (REPOSITORY / "ppdist" / path.parent.relative_to(unit)).glob("*.py")
+        }
+        name = path.stem.removeprefix("test_")
+        if not any(name == module or name.startswith(f"{module}_") for module in modules):
+            strangers.append(str(path.relative_to(REPOSITORY)))
+    assert not strangers

@@ -17,9 +17,9 @@ from PIL import Image
 from ppdist.data.image import read_image
 from ppdist.export.export import export_classifier, export_detector
 from tests.deploy.test_python_predictor import FOLDER, PredictorError, picture, pictures, run_tool
+from tests.integration.test_infer import assert_usable_by_pycocotools, write_video
 from tests.unit.export.test_export import tiny_model, tiny_spec
 from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
-from tests.unit.export.test_infer import assert_usable_by_pycocotools, write_video
 
 command: Any = importlib.import_module("command")
 

@@ -12,14 +12,14 @@ QUICK = JOBS + "test_a_killed_rank_a_killed_worker_and_a_full_disk_leave_no_trac
 NAMED = JOBS + "test_a_rank_that_hangs_is_named_with_its_step"
 BEARS = JOBS + "test_what_one_rank_can_bear_needs_no_restart"
 BACK = HOSTS + "test_a_host_that_comes_back_joins_the_next_attempt"
-WORKERS = "tests/unit/data/test_workers.py::"
-NAMESPACES = "tests/unit/launch/test_namespaces.py::"
+WORKERS = "tests/unit/data/test_loader_workers.py::"
+NAMESPACES = "tests/unit/launch/test_rendezvous_namespaces.py::"
 RECOVERY = "tests/unit/engine/test_recovery.py::"
-SAVING = "tests/unit/engine/test_saving.py::"
+SAVING = "tests/unit/engine/test_trainer_saving.py::"
 KILLS = "tests/unit/engine/test_checkpoint_kills.py::"
-WATCH = "tests/unit/launch/test_watch.py::"
-SUPERVISION = "tests/unit/launch/test_supervision.py::"
-OUTLETS = "tests/unit/common/test_outlets.py::"
+WATCH = "tests/unit/launch/test_watchdog.py::"
+SUPERVISION = "tests/unit/launch/test_supervisor.py::"
+OUTLETS = "tests/unit/common/test_writers_failures.py::"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ ROWS = (
         "checkpoint written, exit code 75 on all ranks; no step is lost",
         (STOPPING + "test_a_signal_ends_the_job_with_75_and_no_step_is_lost",
          SUPERVISION + "test_a_signal_for_one_process_stops_all_ranks_cleanly",
-         "tests/unit/engine/test_stopping.py::"
+         "tests/unit/engine/test_trainer_stopping.py::"
          "test_a_stop_amid_an_evaluation_does_not_wait_for_it_and_a_resumed_run_makes_it_up")),
     Row(5, "SIGTERM, and SIGKILL 2 s later", "goes on from the newest checkpoint",
         (STOPPING + "test_two_seconds_of_grace_are_enough",)),
@@ -60,16 +60,16 @@ ROWS = (
     Row(9, "a rank is stopped (SIGSTOP) or hangs inside a collective", "it is named, the stacks of "
         "all ranks are kept, the job is restarted", (ENDS + "[stop]", NAMED + "[stop]",
          WATCH + "test_a_stopped_rank_is_named_with_its_collective_and_all_stacks_are_kept",
-         "tests/unit/launch/test_watch_hosts.py::"
+         "tests/unit/launch/test_watchdog_hosts.py::"
          "test_a_stopped_rank_is_named_on_all_hosts_though_gloo_fails_first_elsewhere")),
     Row(10, "a rank hangs and holds the interpreter's lock", "as 9",
         (ENDS + "[hang-gil]", NAMED + "[hang-gil]")),
     Row(11, "a rank skips a collective", "an error that names it, or as 9; a restart",
-        (ENDS + "[skip-collective]", "tests/unit/distributed/test_host_memory.py::"
+        (ENDS + "[skip-collective]", "tests/unit/distributed/test_shm_allreduce.py::"
          "test_ranks_that_come_to_different_collectives_all_say_which")),
     Row(12, "a rank is slow", "it is named, nobody is killed",
         (JOBS + "test_a_slow_rank_is_named_and_nobody_is_killed",
-         "tests/unit/engine/test_pace.py::test_a_slow_rank_is_named_within_50_steps")),
+         "tests/unit/engine/test_monitor_stragglers.py::test_a_slow_rank_is_named_within_50_steps")),
     Row(13, "a data worker is killed", "another takes its place, the same batches are made again",
         (BEARS + "[loader-kill@rank1:step3]",
          WORKERS + "test_killed_workers_are_replaced_and_the_stream_stays_as_it_is")),
@@ -81,18 +81,18 @@ ROWS = (
         (WORKERS + "test_nothing_lies_in_dev_shm",)),
     Row(16, "a damaged or empty image", "replaced by another on every rank, told and counted; too "
         "many end the run before it starts",
-        ("tests/unit/engine/test_bad_images.py::"
+        ("tests/unit/engine/test_data_blocklist.py::"
          "test_one_bad_image_and_as_many_as_the_limit_allows_are_replaced_and_counted",
-         "tests/unit/engine/test_bad_images.py::"
+         "tests/unit/engine/test_data_blocklist.py::"
          "test_two_ranks_stop_together_with_the_same_list_of_too_many_bad_images",
-         "tests/unit/data/check/test_fuzz.py::"
+         "tests/unit/data/datasets/test_annotations_fuzz.py::"
          "test_damaged_images_are_found_or_read_but_never_kill_or_hang_a_decoder")),
     Row(17, "a missing image or a bad label", "found before training, and one message",
-        ("tests/unit/data/check/test_audit.py::test_an_audit_finds_every_defect_once",
-         "tests/unit/data/check/test_fuzz.py::"
+        ("tests/unit/data/test_validate.py::test_an_audit_finds_every_defect_once",
+         "tests/unit/data/datasets/test_annotations_fuzz.py::"
          "test_damaged_annotations_give_findings_or_one_message")),
     Row(18, "a rank has no object in its batch", "the same gradients as one rank with all images",
-        ("tests/unit/engine/test_equivalence.py::"
+        ("tests/integration/test_equivalence.py::"
          "test_ranks_and_micro_batches_train_like_one_rank_with_all_the_images",)),
     Row(19, "images do not divide by ranks", "each image once an epoch, as many steps on each rank",
         ("tests/unit/data/test_sampler.py::test_every_image_comes_exactly_once_in_every_epoch",
@@ -108,7 +108,7 @@ ROWS = (
          RECOVERY + "test_going_back_is_resuming_with_half_the_rate_bit_for_bit")),
     Row(22, "the loss scale collapses (float16)", "it is halved at each overflow and is part of "
         "checkpoints",
-        ("tests/unit/engine/test_precision.py::"
+        ("tests/unit/engine/test_train_step_amp.py::"
          "test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it",)),
     Row(23, "the weights of a rank differ from the others'", "it is named and gets theirs; "
         "without a majority all go back to what they held at the last checkpoint",
@@ -129,13 +129,13 @@ ROWS = (
     Row(27, "`last` is missing; two trainings in one folder", "the newest whole checkpoint is "
         "taken; the second training is refused",
         (CHECKPOINTS + "test_the_newest_whole_checkpoint_is_found[lose_the_links-9]",
-         "tests/unit/common/test_run_lock.py::test_a_second_training_is_refused_until_the_first_is_killed")),
+         "tests/unit/common/test_files_lock.py::test_a_second_training_is_refused_until_the_first_is_killed")),
     Row(28, "slow storage", "checkpoints are written in the background",
         (SAVING + "test_slow_storage_does_not_stall_training",
          "tests/unit/engine/test_checkpoint_writer.py::"
          "test_slow_storage_takes_the_newest_that_waits_and_nobody_waits_for_it")),
     Row(29, "the network is away for up to 20 s", "no restart",
-        ("tests/unit/launch/test_watch_hosts.py::"
+        ("tests/unit/launch/test_watchdog_hosts.py::"
          "test_a_network_that_is_away_for_20_seconds_costs_nothing_but_them",)),
     Row(30, "the network is divided", "both sides end, and say who is lost",
         (NAMESPACES + "test_a_cable_pulled_during_the_run_ends_both_hosts_by_name",)),
@@ -151,11 +151,11 @@ ROWS = (
     Row(33, "a clock is 10 minutes wrong", "nothing happens: waiting goes by monotonic clocks",
         (BEARS + "[clock=600@rank1:step3]", BEARS + "[clock=-600@rank0:step3]")),
     Row(34, "resumed on another number of ranks", "the same images in the same steps",
-        ("tests/unit/engine/test_resume_ledger.py::"
+        ("tests/unit/engine/test_state_resume_ledger.py::"
          "test_a_change_of_ranks_amid_an_epoch_misses_and_doubles_no_sample",
-         "tests/unit/engine/test_resume_ranks.py::"
+         "tests/unit/engine/test_state_resume_ranks.py::"
          "test_a_run_goes_on_with_the_same_losses_on_one_two_and_four_ranks",
-         "tests/unit/engine/test_ranks_apart.py::"
+         "tests/unit/engine/test_train_step_local_sgd.py::"
          "test_a_checkpoint_holds_the_state_of_all_shares_and_resumes_on_any_number_of_ranks")),
     Row(35, "an evaluation fails on one rank", "training is unaffected, it is evaluated again",
         (JOBS + "test_an_evaluation_that_fails_on_one_rank_leaves_training_as_it_was",

@@ -1,4 +1,4 @@
-"""Stores the losses that tests/unit/engine/test_golden.py compares with; a reason is required.
+"""Stores the losses that tests/integration/test_golden.py compares with; a reason is required.
 
     python -m tests.golden.regenerate --reason "why the numbers are allowed to change"
 

@@ -11,8 +11,8 @@ import pytest
 
 from ppdist.export.spec import read_spec
 from tests.forked import ROOT, run_tool, succeeded
+from tests.integration.test_infer import write_video
 from tests.unit.data.classified import CONFIG, PATTERNS, write_patterns
-from tests.unit.export.test_infer import write_video
 
 
 def succeed(name: str, *arguments: object) -> str:

@@ -1,0 +1,401 @@
+"""tools/data.py as a user runs it."""
+
+import argparse
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.common import process
+from tests.unit.data.sets import write_images
+
+TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: object) -> Ended:
+    """The tool in this process: what a subprocess would cost is mostly importing."""
+    spec = importlib.util.spec_from_file_location("data_tool", TOOL)
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        mock.patch.object(sys, "argv", [TOOL, *map(str, arguments)]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        process.run(tool.main)
+    return Ended(ended.value.code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("shapes")
+    done = run("synthetic", "--out", root, "--train", 6, "--val", 3, "--size", 96)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote 6 + 3 images of circle, square, triangle to {root}" in done.stdout
+    (root / "cfg.yml").write_text(
+        f"data: {{root: {root}, train: {{annotations: annotations/instances_train.json}},"
+        f" val: {{annotations: annotations/instances_val.json}}}}\n"
+        f"model: {{name: ppyoloe, num_classes: 3}}\n"
+    )
+    return root
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_program(made):
+    done = subprocess.run(
+        [sys.executable, TOOL, "check", "-c", made / "cfg.yml", "--fast"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ok: both splits can be used; headers of the images alone (--fast)" in done.stdout
+
+
+def test_check_says_that_all_is_well(made, tmp_path):
+    done = run("check", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "found.json")
+    assert done.returncode == 0, done.stderr
+    assert f"train: {made}/annotations/instances_train.json: 6 images" in done.stdout
+    assert f"val: {made}/annotations/instances_val.json: 3 images" in done.stdout
+    assert done.stdout.endswith("ok: both splits can be used; every image decodes\n")
+    found = json.loads((tmp_path / "new" / "found.json").read_text())
+    assert found["decoded"] and found["splits"]["train"]["images"] == 6
+
+
+def test_check_exits_2_with_one_message_for_classes_that_do_not_fit(made):
+    done = run("check", "-c", made / "cfg.yml", "-o", "model.num_classes=80", "--fast")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(
+        f"ppdist: error: model.num_classes is 80 but {made}/annotations/instances_train.json has 3 "
+        f"categories (circle, square, triangle); set model.num_classes: 3"
+    )
+    assert "Traceback" not in done.stderr and "ok:" not in done.stdout
+
+
+@pytest.fixture
+def dirty(made, tmp_path) -> Path:
+    """A copy of the set with a torn image, a swapped box and a class without an object."""
+    root = tmp_path / "dirty"
+    shutil.copytree(made, root)
+    image = root / "images" / "val" / "00001.jpg"
+    image.write_bytes(image.read_bytes()[:500])
+    file = root / "annotations" / "instances_train.json"
+    content = json.loads(file.read_text())
+    content["annotations"] = [x for x in content["annotations"] if x["category_id"] != 2]
+    x, y, width, height = content["annotations"][0]["bbox"]
+    content["annotations"][0]["bbox"] = [x + width, y + height, -width, -height]
+    file.write_text(json.dumps(content))
+    (root / "cfg.yml").write_text((made / "cfg.yml").read_text().replace(str(made), str(root)))
+    return root
+
+
+def test_check_lists_every_defect_with_its_count_and_an_example(dirty, tmp_path):
+    done = run("check", "-c", dirty / "cfg.yml", "--json", tmp_path / "found.json")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.strip().endswith("1 errors: training stops, or loses images")
+    found = json.loads((tmp_path / "found.json").read_text())
+    counts = {row["kind"]: row["counts"] for row in found["kinds"]}
+    assert counts["image_truncated"] == {"val": 1}
+    assert counts["box_swapped"] == {"train": 1}
+    assert counts["class_unused"] == {"train": 1}
+    for text in (
+        "image_truncated:\n  ",
+        f"{dirty}/images/val/00001.jpg",
+        "no object of class 'square'",
+    ):
+        assert text in done.stdout
+
+
+def test_check_writes_a_clean_copy_that_it_finds_no_fault_with(dirty, tmp_path):
+    done = run("check", "-c", dirty / "cfg.yml", "--fix", tmp_path / "clean")
+    assert done.returncode == 2  # what was checked is as bad as before
+    told = [line for line in done.stdout.splitlines() if line.startswith("fixed: ")]
+    assert told and all(len(line) < 300 for line in told)
+    _, _, settings = done.stdout.partition("to use it:\n")
+    (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
+    again = run("check", "-c", tmp_path / "cfg.yml")
+    assert again.returncode == 0, again.stderr
+    assert "clean/annotations/instances_val.json: 2 images" in again.stdout
+    for kind in ("image_truncated", "box_swapped"):
+        assert kind in done.stdout and kind not in again.stdout
+
+
+def test_a_clean_copy_never_mixes_with_what_is_there(made):
+    done = run("check", "-c", made / "cfg.yml", "--fix", made)
+    assert done.returncode == 2 and not done.stdout
+    assert f"--fix {made}: is not empty; choose a new folder" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["voc", "yolo"])
+def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path, form):
+    done = run("convert", "--to", form, "--out", tmp_path / form, "-c", made / "cfg.yml")
+    assert done.returncode == 0, done.stderr
+    assert f"train: {made}/annotations/instances_train.json: 6 images" in done.stdout
+    lists = {"voc": "ImageSets/Main/train.txt", "yolo": "train.txt"}
+    back = ["--format", form, "--root", tmp_path / form, "--annotations", lists[form]]
+    done = run(
+        "convert", "--to", "coco", "--out", tmp_path / "coco", *back, "--image-files", "link"
+    )
+    assert done.returncode == 0, done.stderr
+    contents = [
+        json.loads((root / "annotations" / "instances_train.json").read_text())
+        for root in (made, tmp_path / "coco")
+    ]
+    first, second = (
+        sorted((x["image_id"], x["category_id"], *x["bbox"]) for x in content["annotations"])
+        for content in contents
+    )
+    assert len(first) == len(second)
+    assert np.allclose(first, second, atol=1e-9)
+    assert (tmp_path / "coco" / "images" / "train").is_dir()
+
+
+def test_convert_prints_settings_that_can_be_used(made, tmp_path):
+    done = run("convert", "--to", "yolo", "--out", tmp_path / "yolo", "-c", made / "cfg.yml")
+    _, _, settings = done.stdout.partition("to use it:\n")
+    (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
+    assert run("check", "-c", tmp_path / "cfg.yml", "--fast").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["convert --to voc --out x", "split --parts a=0.5 b=0.5"])
+def test_a_source_is_a_configuration_or_a_format(made, command):
+    for more in ([], ["-c", made / "cfg.yml", "--format", "coco"]):
+        done = run(*command.split(), *more)
+        assert done.returncode == 2 and "needs -c or --format" in done.stderr
+    done = run(*command.split(), "--format", "coco", "--root", made)
+    assert done.returncode == 2
+    assert "--annotations is missing: format coco needs it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-c {cfg} --root elsewhere --names a b", "--root, --names goes with --format; with -c"),
+        ("-c {cfg} --images i --annotations a", "change it there, or by -o data.root=PATH"),
+        ("--format coco --annotations a -o data.root=x", "-o data.root=x goes with -c; with"),
+        ("--format coco --annotations a --root /nowhere", "--root /nowhere: is not a folder; set"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert --to voc --out x", "split --parts a=0.5 b=0.5"])
+def test_no_option_about_the_source_is_left_unheard(made, command, options, message):
+    done = run(*command.split(), *options.format(cfg=made / "cfg.yml").split())
+    assert done.returncode == 2 and not done.stdout
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("check -c x --workers -1", "--workers: expected a whole number, 0 or more, found '-1'"),
+        ("anchors -c x --generations=-5", "--generations: expected a whole number, 0 or more"),
+        ("show -c x --out x.png --count 0", "--count: expected a whole number, 1 or more"),
+        ("show -c x --out x.png --epoch 1.5", "--epoch: expected a whole number, 0 or more"),
+        ("split --parts a=1 --seed -1", "--seed: expected a whole number, 0 or more"),
+        ("synthetic --out x --size 63", "--size: expected a whole number, 64 or more, found '63'"),
+        ("synthetic --out x --val 0", "--val: expected a whole number, 1 or more"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options, message):
+    assert message in run(*options.split()).stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["check", "stats", "show", "anchors", "convert", "split", "synthetic"]
+)
+def test_every_option_is_explained(command):
+    parsers = []
+    with mock.patch.object(
+        argparse.ArgumentParser, "print_help", lambda self: parsers.append(self)
+    ):
+        assert run(command, "--help").returncode == 0
+    actions = parsers[0]._actions
+    assert len(actions) > 3
+    assert not [action.dest for action in actions if not action.help]
+
+
+def test_synthetic_data_never_replaces_other_data(made, tmp_path):
+    shutil.copytree(made, tmp_path / "data")
+    file = tmp_path / "data" / "annotations" / "instances_train.json"
+    sizes = ["--train", 6, "--val", 3, "--size", 96]
+    assert run("synthetic", "--out", tmp_path / "data", *sizes).returncode == 0
+    file.write_text("mine")
+    done = run("synthetic", "--out", tmp_path / "data", *sizes)
+    assert done.returncode == 2 and file.read_text() == "mine"
+    assert "holds 1 files that these arguments do not make, such as annotations/" in done.stderr
+
+
+def test_stats_says_at_once_where_it_cannot_write(made):
+    done = run("stats", "-c", made / "cfg.yml", "--json", "/dev/null/counts.json")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.strip() == (
+        "ppdist: error: /dev/null: cannot be written to: it is a file; expected a folder"
+    )
+
+
+def test_stats_shows_both_splits_side_by_side_and_writes_the_counts(made, tmp_path):
+    done = run("stats", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "counts.json")
+    assert done.returncode == 0, done.stderr
+    for text in (f"train: {made}/annotations/instances_train.json", "96x96 (6)", "96x96 (3)"):
+        assert text in done.stdout
+    counts = json.loads((tmp_path / "new" / "counts.json").read_text())
+    assert counts["train"]["images"] == 6 and counts["val"]["images"] == 3
+    for split in ("train", "val"):
+        content = json.loads((made / "annotations" / f"instances_{split}.json").read_text())
+        assert counts[split]["objects"] == len(content["annotations"])
+        for row in counts[split]["classes"]:
+            of_class = [x for x in content["annotations"] if x["category_id"] == row["id"]]
+            assert row["objects"] == len(of_class)
+            assert row["images"] == len({x["image_id"] for x in of_class})
+
+
+def test_stats_plots(made, tmp_path):
+    done = run("stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert names == ["boxes.png", "classes.png", "images.png", "positions.png"]
+    assert f"wrote {tmp_path / 'plots' / 'boxes.png'}" in done.stdout
+
+
+def test_show_draws_training_samples_and_evaluation_inputs(made, tmp_path):
+    tune = ["-o", "model.image_size=[128,128]", "train.multi_scale=[]", "train.epochs=2"]
+    pictures = {}
+    for name, *more in (("one",), ("again",), ("later", "--epoch", "1"), ("eval", "--eval")):
+        file = tmp_path / f"{name}.png"
+        done = run("show", "-c", made / "cfg.yml", "--count", 3, "--out", file, *more, *tune)
+        assert done.returncode == 0, done.stderr
+        assert str(file) in done.stdout
+        pictures[name] = np.asarray(Image.open(file))
+        # Two across, two down; each of 128 pixels five times as large, six of white between.
+        assert pictures[name].shape == (2 * 640 + 6, 2 * 640 + 6, 3)
+        assert (pictures[name][650:, 650:] == 255).all()  # there is no fourth
+    assert (pictures["one"] == pictures["again"]).all()
+    assert (pictures["one"] != pictures["later"]).any()
+    assert (pictures["one"] != pictures["eval"]).any()
+
+
+def test_show_names_what_it_cannot_draw(made, tmp_path):
+    show = ["show", "-c", made / "cfg.yml", "--out"]
+    done = run(*show, tmp_path / "x.png", "--epoch", 1, "-o", "train.epochs=1")
+    assert done.returncode == 2
+    assert "--epoch 1: the run has 1 (train.epochs), counted from 0; expected 0" in done.stderr
+    done = run(*show, tmp_path / "x.jpg")
+    assert done.returncode == 2
+    assert f"--out {tmp_path}/x.jpg: the picture is a PNG file; expected a name" in done.stderr
+    done = run(*show, tmp_path / "x.png", "-o", "data.augment.copy_paste=0.5")
+    assert done.returncode == 2
+    assert "data.augment.copy_paste: 0.5 needs outlines of objects, and there is" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_split_leaves_no_part_empty(made, tmp_path):
+    source = ["--format", "coco", "--root", made, "--annotations"]
+    done = run("split", *source, "annotations/instances_val.json", "--out", tmp_path,
+               "--parts", "a=0.4", "b=0.3", "c=0.2", "d=0.1")  # fmt: skip
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+    assert "3 images, copies of one another together, leave none for d" in done.stderr
+
+
+def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
+    source = [
+        "--format",
+        "coco",
+        "--root",
+        made,
+        "--annotations",
+        "annotations/instances_train.json",
+    ]
+    done = run("split", *source, "--parts", "train=0.5", "val=0.5", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = [tmp_path / f"instances_train_{part}.json" for part in ("train", "val")]
+    found = [image["id"] for file in files for image in json.loads(file.read_text())["images"]]
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    _, _, settings = done.stdout.partition("to train and evaluate with them:\n")
+    (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
+    again = run("stats", "-c", tmp_path / "cfg.yml")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("form", ["coco", "voc"])
+def test_split_divides_all_images_whatever_the_limit(made, tmp_path, form):
+    source = ["-c", made / "cfg.yml"]
+    if form == "voc":
+        done = run("convert", "--to", "voc", "--out", tmp_path / "voc", *source)
+        data = done.stdout.partition("to use it:\n")[2]
+        (tmp_path / "voc.yml").write_text(f"{data}model: {{name: ppyoloe, num_classes: 3}}\n")
+        source = ["-c", tmp_path / "voc.yml"]
+    parts = ["--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts"]
+    done = run("split", *source, *parts, "-o", "data.train.limit=4")
+    assert done.returncode == 0, done.stderr
+    texts = [file.read_text() for file in (tmp_path / "parts").iterdir()]
+    counted = [json.loads(t)["images"] if form == "coco" else t.splitlines() for t in texts]
+    assert len(texts) == 2 and sum(map(len, counted)) == 6
+
+
+def test_stats_says_what_a_limit_leaves_out(made, tmp_path):
+    file = tmp_path / "counts.json"
+    done = run("stats", "-c", made / "cfg.yml", "-o", "data.train.limit=4", "--json", file)
+    assert "instances_train.json (data.train.limit: 4 of 6 images" in done.stdout
+    counts = json.loads(file.read_text())
+    assert counts["train"]["limited"] and counts["val"]["limited"] is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["train=0.8", "val=0.3"], "--parts train=0.8 val=0.3: expected two parts or more"),
+        (["train=1"], "--parts train=1: expected a name"),
+        (["a=0.5", "a=0.5"], "of different names"),
+        (["../a=0.5", "b=0.5"], "--parts ../a=0.5: expected a name (letters, digits, - and _)"),
+        (["a=x", "b=0.5"], "--parts a=x: expected a name"),
+    ],
+)
+def test_split_explains_what_parts_are(made, parts, message):
+    source = ["--format", "coco", "--root", made, "--annotations", "a.json"]
+    done = run("split", *source, "--parts", *parts)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_images_with_classes_alone_are_counted_shown_and_divided(tmp_path):
+    for split, count in (("train", 4), ("val", 2)):
+        for name in ("cat", "dog"):
+            write_images(tmp_path / split / name, count, (80, 70))
+    (tmp_path / "cfg.yml").write_text(
+        f"data: {{format: folder, root: {tmp_path}, train: {{images: train}},"
+        f" val: {{images: val}}}}\n"
+        f"model: {{name: yolov5_cls, num_classes: 2, image_size: [64, 64]}}\n"
+    )
+    config = ["-c", tmp_path / "cfg.yml"]
+    done = run("stats", *config, "--plots", tmp_path / "plots")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["classes.png"]
+    for more in ([], ["--eval"]):
+        done = run("show", *config, "--count", 4, "--out", tmp_path / "x.png", *more)
+        assert done.returncode == 0, done.stderr
+    done = run("split", *config, "--parts", "a=0.5", "b=0.5")
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "train_a.csv").read_text().split()
+    assert rows[0] == "path,label"
+    assert sorted(row.split(",")[1] for row in rows[1:]) == ["cat", "cat", "dog", "dog"]
+    done = run("check", *config, "--fix", tmp_path / "clean")
+    assert done.returncode == 2 and "--fix: data.format folder has no boxes to fix" in done.stderr

@@ -1,0 +1,255 @@
+"""The signature: many ranks, or many micro-batches, train like one rank with all the images.
+
+Every case deals the same images out by the real sampler, four steps an epoch of which the last is
+smaller, over its own number of ranks and micro-batches, and is compared with one rank that trains
+alone.  Ranks are started once for all cases of their number: that takes longer than a case.
+"""
+
+import hashlib
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.data.sampler import TrainSampler
+from ppdist.distributed import comm
+from ppdist.engine.train_step import Clock
+from tests.distributed import run_on_ranks
+from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
+
+STEPS = 20
+TOLERANCE = 1e-5
+
+# What trains: a model of tiny.py; a norm to clip at, which some gradients exceed and
+# others do not; and what is set beside.  The first half of the steps of a PP-YOLOE is under ATSS,
+# the other under TAL; the auxiliary head is cut off amid them.
+TRAINED = {
+    "ppyoloe": ("ppyoloe", 0.05, ["loss.static_assigner_epochs=2.5"]),
+    "ppyoloe with an auxiliary head": (
+        "ppyoloe",
+        0.5,
+        [
+            "model.auxiliary=true",
+            "loss.static_assigner_epochs=2.5",
+            "loss.auxiliary_attached_epochs=2",
+        ],
+    ),
+    "ppyoloe one to one": (
+        "ppyoloe",
+        0.1,
+        ["loss.static_assigner_epochs=2.5", "model.one_to_one=true"],
+    ),
+    "ppyoloe on yolov5's body": (
+        "ppyoloe",
+        0.1,
+        ["loss.static_assigner_epochs=2.5", "model.body=yolov5"],
+    ),
+    "yolov5": ("yolov5", 0.08, []),
+    "yolov5_cls": ("yolov5_cls", 2.0, []),
+}
+# Rates: with frozen statistics, which amplify no rounding, and with others, where weights moved by
+# 1e-7 at the start have to leave the losses of 20 steps within the tolerance.
+RATES = {
+    "ppyoloe": (0.1, 0.003),
+    "ppyoloe with an auxiliary head": (0.01, 0.0002),
+    "ppyoloe one to one": (0.1, 0.003),
+    "ppyoloe on yolov5's body": (0.02, 0.0002),
+    "yolov5": (0.02, 0.0002),
+    "yolov5_cls": (0.003, 0.0005),
+}
+FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a total batch of 8 is dealt out.
+
+    Attributes:
+        trained: key of TRAINED.
+        norm: `frozen` statistics of batch norm, of `all` ranks, or of each rank its `own`.
+        images: of the data set.  29 leave 5 to the last step of an epoch; 25 leave 1, so that there
+            all ranks but one have none.
+    """
+
+    trained: str
+    world: int
+    accumulate: int
+    norm: str
+    images: int = 29
+
+
+def train(case: Case) -> dict:
+    """Trains this rank's part; what it leaves, weights as a digest and on rank 0 as themselves."""
+    model, clip_norm, overrides = TRAINED[case.trained]
+    batch = IMAGES // case.world // case.accumulate
+    overrides = [
+        *overrides,
+        f"train.clip_norm={clip_norm}",
+        f"optimizer.lr={RATES[case.trained][case.norm != 'frozen']}",
+        f"train.batch_size_per_card={batch}",
+        f"train.accumulate_steps={case.accumulate}",
+        f"train.sync_bn={str(case.norm == 'all').lower()}",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(Path(folder), overrides, model)
+    step, rates = build_step(config, case.norm == "frozen", case.images)
+    sampler = TrainSampler(
+        case.images, batch, case.accumulate, comm.rank(), case.world,
+        seed=0, start_step=0, end_step=STEPS, sizes=[config.model.image_size],
+    )  # fmt: skip
+    start = joined(weights_of(step.model))
+    results = []
+    for number in range(STEPS):
+        batches = sampled_batches(sampler, number)
+        results.append(step(iter(batches), case.accumulate, number, rates, False, Clock()))
+    assert all(result.applied for result in results)
+    weights = weights_of(step.model)
+    state = {key: value.numpy() for key, value in step.model.state_dict().items()}
+    arrays = {"weights": weights, "averages": {key: step.ema.state()[key] for key in weights}}
+    if case.norm != "own":  # those of ranks are averaged, of micro-batches one follows the other
+        arrays["statistics"] = {key: state[key] for key in state if key not in weights}
+    digest = hashlib.blake2b(b"".join(value.tobytes() for value in state.values())).hexdigest()
+    return {
+        "lr": rates.lr,
+        "losses": [result.losses["loss"] for result in results],
+        "norms": [result.gradient_norm for result in results],
+        "digest": digest,
+        "frozen": case.norm == "frozen",
+        "moved": np.linalg.norm(joined(weights) - start) / np.linalg.norm(start),
+        "arrays": {name: joined(group) for name, group in arrays.items()},
+    }
+
+
+def weights_of(model) -> dict[str, np.ndarray]:
+    return {key: p.numpy() for key, p in model.named_parameters() if not p.stop_gradient}
+
+
+def joined(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([value.astype("float64").ravel() for value in arrays.values()])
+
+
+def train_on_ranks(argument):
+    """argument: cases, and the folder for rank 0's arrays."""
+    init_cpu()
+    results = []
+    for number, fields in enumerate(argument["cases"]):
+        result = train(Case(**fields))
+        arrays = result.pop("arrays")
+        if comm.is_main():
+            np.savez(Path(argument["folder"]) / f"{number}.npz", **arrays)
+        results.append(result)
+    return results
+
+
+class Runs:
+    """Runs cases, all that are known of one number of ranks at once, and remembers the results."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        self.cases = cases
+        self.results: dict[Case, list[dict]] = {}
+
+    def __call__(self, case: Case) -> list[dict]:
+        """What each rank left; the arrays with the first."""
+        if case not in self.results and case.world == 1:
+            self.results[case] = [train(case)]
+        if case not in self.results:
+            together = [one for one in self.cases if one.world == case.world]
+            with tempfile.TemporaryDirectory() as folder:
+                argument = {"cases": [asdict(one) for one in together], "folder": folder}
+                target = "tests.integration.test_equivalence:train_on_ranks"
+                by_rank = run_on_ranks(case.world, target, argument, seconds=600)
+                for number, one in enumerate(together):
+                    self.results[one] = [results[number] for results in by_rank]
+                    with np.load(Path(folder) / f"{number}.npz") as file:
+                        self.results[one][0]["arrays"] = dict(file)
+        return self.results[case]
+
+
+def reference(case: Case) -> Case:
+    """One rank that is to train the same: with its own statistics each micro-batch has to be the
+    same too, otherwise all eight images may be one."""
+    micro_batches = case.world * case.accumulate if case.norm == "own" else 1
+    return Case(case.trained, 1, micro_batches, case.norm, case.images)
+
+
+DEFAULT = [
+    Case("yolov5_cls", 1, 4, "frozen"),
+    *(Case(trained, 2, 2, "frozen") for trained in FAMILIES),
+    Case("yolov5", 2, 2, "frozen", images=25),
+    # Two images a step: the second micro-batch is blank on both ranks, and synchronised statistics
+    # must not see it.
+    Case("ppyoloe", 2, 2, "all", images=2),
+]
+SLOW = [
+    Case("ppyoloe with an auxiliary head", 2, 1, "frozen"),
+    Case("ppyoloe one to one", 2, 2, "frozen"),
+    Case("ppyoloe on yolov5's body", 2, 1, "frozen"),
+    *(Case(trained, 4, 1, "frozen", images=25) for trained in FAMILIES),
+    *(Case(trained, 1, 4, "frozen") for trained in TRAINED),
+    *(Case(trained, 2, 4, "frozen", images=25) for trained in TRAINED),
+    *(Case(trained, 2, 2, "own") for trained in FAMILIES),
+    *(Case(trained, 2, 1, "all") for trained in TRAINED),
+    *(Case(trained, 4, 2, "frozen") for trained in TRAINED),
+    *(Case(trained, 4, 1, "all") for trained in TRAINED),
+]
+
+
+def name_of(case: Case) -> str:
+    return (
+        f"{case.trained}-{case.world}x{case.accumulate}-{case.norm}-statistics-{case.images}images"
+    )
+
+
+@pytest.fixture(scope="module")
+def default_runs() -> Runs:
+    return Runs(DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def slow_runs() -> Runs:
+    return Runs(SLOW)
+
+
+def assert_same_training(results: list[dict], alone: dict) -> float:
+    """Returns: the largest difference of a loss, relative to the largest loss."""
+    assert len({result["digest"] for result in results}) == 1, "ranks hold different weights"
+    for result in results:
+        assert result["lr"] == alone["lr"]
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=TOLERANCE)
+        # Living statistics amplify a rounding a hundredfold in a gradient before one is applied.
+        of_norms = TOLERANCE if alone["frozen"] else 100 * TOLERANCE
+        np.testing.assert_allclose(result["norms"], alone["norms"], rtol=of_norms)
+    for name, expected in alone["arrays"].items():
+        found = results[0]["arrays"][name]
+        off = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert off <= TOLERANCE, f"{name} are off by {off:.1e}"
+        if name == "weights" and alone["frozen"]:
+            assert off <= alone["moved"] / 10_000, (
+                f"off by {off:.1e}, moved by {alone['moved']:.1e}"
+            )
+    losses, expected = np.array([result["losses"] for result in results]), alone["losses"]
+    return float(np.abs(losses - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=name_of)
+def test_ranks_and_micro_batches_train_like_one_rank_with_all_the_images(
+    case, default_runs, record_property
+):
+    off = assert_same_training(default_runs(case), default_runs(reference(case))[0])
+    record_property("figure", f"losses differ by {off:.0e} at most in {case.trained}")
+
+
+@pytest.mark.parametrize("trained", FAMILIES)
+def test_what_is_compared_trains_and_is_clipped_now_and_then(trained, default_runs):
+    alone = default_runs(reference(Case(trained, 2, 2, "frozen")))[0]
+    clip_norm = TRAINED[trained][1]
+    assert alone["moved"] > 1e-3
+    assert min(alone["norms"]) < clip_norm < max(alone["norms"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=name_of)
+def test_more_of_them_train_like_one_rank_with_all_the_images(case, slow_runs):
+    assert_same_training(slow_runs(case), slow_runs(reference(case))[0])

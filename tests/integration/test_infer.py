@@ -1,0 +1,329 @@
+"""tools/export.py and tools/infer.py end to end, and the pictures they read and write."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+
+from ppdist.common.errors import ConfigError, DataError, UserError, WeightsError
+from ppdist.common.process import printable
+from ppdist.config import load_config
+from ppdist.config.model import PPYOLOEConfig
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.export.predictor import (
+    PictureWriter,
+    find_sources,
+    frames_of,
+    load_all_weights,
+    picture_names,
+    require_own_folder,
+)
+from ppdist.export.spec import describe, read_spec, validation_set
+from ppdist.models.ppyoloe import PPYOLOE
+from tests.forked import run_tool
+from tests.unit.export.test_export import tiny_model
+from tools import infer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = """
+data:
+  root: {root}
+  train: {{images: images, annotations: annotations/instances_train.json}}
+  val: {{images: images, annotations: annotations/instances_val.json}}
+  workers: 0
+model:
+  name: ppyoloe
+  width_multiple: 0.125
+  depth_multiple: 0.33
+  num_classes: 3
+  image_size: [64, 96]
+nms:
+  score_threshold: 0.3
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cfg.yml, weights.npz, data/, and a folder `photos` of images, a video and broken files."""
+    folder = tmp_path_factory.mktemp("project")
+    make_shapes(folder / "data", train=1, val=3, size=128)
+    text = CONFIG.format(root=folder / "data")
+    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+    state = tiny_model().state_dict()
+    np.savez(folder / "weights.npz", **{key: value.numpy() for key, value in state.items()})
+
+    photos = folder / "photos"
+    (photos / "更多").mkdir(parents=True)
+    originals = sorted((folder / "data/images/val").iterdir())
+    (photos / "one.jpg").write_bytes(originals[0].read_bytes())
+    (photos / "更多" / "two.jpg").write_bytes(originals[1].read_bytes())
+    (photos / "broken.jpg").write_bytes(b"no image at all")
+    (photos / "cut.jpg").write_bytes(originals[2].read_bytes()[:2000])
+    (photos / "notes.txt").write_text("not a picture", encoding="utf-8")
+    write_video(photos / "film.avi", 3)
+    return folder
+
+
+def write_video(file: Path, frames: int) -> None:
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
+    for index in range(frames):
+        image = np.full((48, 64, 3), 60, np.uint8)
+        cv2.rectangle(image, (5 + index, 10), (30 + index, 40), (200, 40, 30), -1)
+        writer.write(image)
+    writer.release()
+
+
+def found_in(out: Path) -> dict[str, Any]:
+    return json.loads((out / "detections.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_exported_and_eager_model_find_the_same_and_broken_files_are_skipped(
+    project: Path,
+) -> None:
+    config, weights = project / "cfg.yml", project / "weights.npz"
+    done = run_tool("export", "-c", config, "-w", weights, "--out", project / "exported")
+    assert done.returncode == 0, done.stderr
+    assert "paddle: equals eager: scores within" in done.stdout
+    spec = read_spec(project / "exported")
+    assert spec.class_names == ("circle", "square", "triangle")
+    assert spec.input.size == (64, 96) and spec.nms.score_threshold == 0.3
+
+    eager, exported = project / "eager", project / "by_export"
+    common = ["--source", project / "photos", "--threshold", 0.35]
+    done = run_tool("infer", "-c", config, "-w", weights, *common, "--out", eager)
+    assert done.returncode == 0, done.stderr
+    for name in ("broken.jpg", "cut.jpg"):
+        assert f"photos/{name}" in done.stderr and "skipped" in done.stderr
+    assert "2 of 5 files could not be read" in done.stderr
+    assert "objects in 5 images" in done.stdout  # two photos and three frames
+    done = run_tool("infer", "--model", project / "exported", *common, "--out", exported)
+    assert done.returncode == 0, done.stderr
+
+    assert_same_findings(found_in(exported), found_in(eager))
+    for out in (eager, exported):
+        assert cv2.imread(str(out / "one.jpg")).shape == (128, 128, 3)
+        assert (out / "更多" / "two.jpg").is_file()
+        assert cv2.VideoCapture(str(out / "film.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 3
+        assert not (out / "broken.jpg").exists()
+    assert_usable_by_pycocotools(eager / "detections.json")
+
+
+def assert_same_findings(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["images"] == expected["images"] and len(got["images"]) == 5
+    assert got["categories"] == expected["categories"]
+    assert len(got["annotations"]) == len(expected["annotations"]) > 5
+    for one, other in zip(got["annotations"], expected["annotations"]):
+        assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4) and one["score"] >= 0.35
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.1)
+
+
+def assert_usable_by_pycocotools(file: Path) -> None:
+    found = COCO(str(file))
+    for image in found.dataset["images"]:
+        for one in found.loadAnns(found.getAnnIds(imgIds=[image["id"]])):
+            left, top, width, height = one["bbox"]
+            assert left >= 0 and left + width <= image["width"] + 0.02
+            assert top >= 0 and top + height <= image["height"] + 0.02
+    results = found.loadRes(found.dataset["annotations"])
+    assert len(results.anns) == len(found.anns)
+
+
+def test_a_wrong_command_line_is_one_message_and_exit_code_2(project: Path) -> None:
+    done = run_tool("infer", "--source", project / "photos", "--out", project / "x")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ppdist: error: give -c CONFIG and -w WEIGHTS, or --model DIR (an export)"
+    )
+    done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
+                    project / "x", "--format", "paddle,tflite")  # fmt: skip
+    assert done.returncode == 2
+    assert "--format: 'tflite': expected one of paddle, onnx" in done.stderr
+    assert "Traceback" not in done.stderr and not (project / "x").exists()
+
+
+def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, arguments)])
+    infer.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--source", "nowhere", "--out", "o"], DataError, "nowhere: no such image, folder or"),
+        (["--source", ".", "--out", "."], ConfigError, "could be overwritten"),
+        (["--source", "a.txt", "--out", "o"], DataError, "a.txt: neither an image nor a video"),
+        (["--source", "empty", "--out", "o"], DataError, "empty: no image or video in this folder"),
+        (["--source", "a.jpg", "--out", "o", "--threshold", "50"], ConfigError, "expected 0..1"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "-w", "x"], ConfigError, "leave out"),
+        (["--source", "a.jpg", "--out", "o", "--model", "empty"], UserError, "no infer.yml here"),
+        (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--threads", "2"], ConfigError,
+         "--threads is for --model"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,
+         "--threads 0: expected 1 or more"),
+        (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--int8"], ConfigError,
+         "--backend and --int8 are for --model"),
+        (["--source", "a.jpg", "--out", "o", "--model", "m", "--int8", "--backend", "paddle"],
+         ConfigError, "--int8 is an ONNX file: leave out --backend paddle"),
+        (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    kind: type[UserError],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.jpg").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "b.jpg").touch()
+    with pytest.raises(kind) as error:
+        call_infer(monkeypatch, *arguments)
+    assert message in str(error.value)
+
+
+def test_a_source_without_one_readable_image_is_an_error(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source = project / "photos" / "broken.jpg"
+    with pytest.raises(
+        DataError, match=r"broken\.jpg: no image or video there could be read"
+    ) as error:
+        call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
+                   "--source", source, "--out", tmp_path / "out")  # fmt: skip
+    assert error.value.code == "no_good_image"
+    assert "broken.jpg" in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_are_one_message(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError) as error:
+        call_infer(monkeypatch, "-c", project / "cfg.yml", "-w", project / "weights.npz",
+                   "--source", project / "photos" / "one.jpg", "--out", "/dev/null/x")  # fmt: skip
+    assert str(error.value) == "/dev/null/x: cannot be written: Not a directory"
+
+
+def test_results_may_lie_beside_the_pictures_where_nothing_of_others_is(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    require_own_folder(out, tmp_path)
+    (out / "more").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="choose another folder, or empty it") as error:
+        require_own_folder(out, tmp_path)
+    assert error.value.code == "out_not_ours"
+    require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
+    (out / "detections.json").touch()
+    require_own_folder(out, tmp_path)
+    for taken in (out, tmp_path):
+        with pytest.raises(ConfigError, match="could be overwritten") as error:
+            require_own_folder(taken, out)
+        assert error.value.code == "out_holds_source"
+
+
+def test_weights_of_another_class_count_are_refused(project: Path) -> None:
+    other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
+    with pytest.raises(WeightsError, match="holds no values for 6 tensors") as error:
+        load_all_weights(other, project / "weights.npz")
+    assert error.value.code == "weights_of_other_config"
+
+
+def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project: Path) -> None:
+    config = load_config(project / "cfg.yml", ["data.root=/nowhere"])
+    warnings: list[str] = []
+    spec = describe(config, validation_set(config, warnings.append))
+    assert spec.class_names == ("class 0", "class 1", "class 2")
+    assert warnings == [
+        "class names are made up (class 0, ...), category ids are made up (1, 2, ...): the "
+        "validation set cannot be read: data.root: /nowhere is not a folder; set -o data.root=PATH"
+    ]
+
+
+def test_names_and_ids_are_those_of_the_annotations_even_without_the_images(
+    project: Path, tmp_path: Path
+) -> None:
+    file = project / "data/annotations/instances_val.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for category in content["categories"]:
+        category["id"] += 10
+    for annotation in content["annotations"]:
+        annotation["category_id"] += 10
+    (tmp_path / "val.json").write_text(json.dumps(content), encoding="utf-8")
+    overrides = [f"data.root={tmp_path}", "data.val.annotations=val.json"]
+    overrides += ["data.train.annotations=val.json"]
+    config = load_config(project / "cfg.yml", overrides)
+    spec = describe(config, validation_set(config, pytest.fail))
+    assert spec.class_names == ("circle", "square", "triangle")
+    assert spec.category_ids == (11, 12, 13)
+
+
+@pytest.mark.parametrize("root", ["/nowhere", None])
+def test_class_names_of_another_count_than_the_model_has_are_refused(
+    project: Path, root: str | None
+) -> None:
+    overrides = ["data.class_names=[a,b]"] + ([f"data.root={root}"] if root else [])
+    config = load_config(project / "cfg.yml", overrides)
+    with pytest.raises(ConfigError) as error:
+        describe(config, validation_set(config, lambda text: None))
+    assert error.value.code == "class_names_count"
+    assert str(error.value) == (
+        "data.class_names has 2 names but model.num_classes is 3; give a name for each class of "
+        "the model"
+    )
+
+
+def test_a_folder_is_searched_to_its_depth_but_not_where_results_go(tmp_path: Path) -> None:
+    for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg", "b/._x.PNG"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
+
+
+def test_a_name_that_is_not_utf8_is_read_written_and_said(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"caf\xe9.png")
+    try:
+        source.touch()
+    except OSError:
+        pytest.skip("this file system wants UTF-8")
+    image_HW3 = np.zeros((20, 30, 3), np.uint8)
+    with PictureWriter(source, source) as writer:
+        writer.write(image_HW3)
+    (frame,) = frames_of(source, source.name, pytest.fail)
+    assert np.array_equal(frame.image_HW3, image_HW3)
+    assert printable(source.name) == r"caf\udce9.png"
+    film, reports = source.with_suffix(".mp4"), []
+    assert list(frames_of(film, "film", reports.append)) == []
+    assert reports == [f"{film}: OpenCV wants UTF-8 in a video's path; rename it"]
+
+
+def test_no_two_pictures_have_one_name() -> None:
+    names = ["a.avi", "a.jpg", "a.mov", "a.mp4", "b.MP4", "d/a.avi", "d/a.avi.mp4", "d/a.mp4"]
+    assert picture_names(names) == [
+        "a.avi.mp4", "a.jpg", "a.mov.mp4", "a.mp4", "b.mp4",
+        "d/a.avi.mp4.mp4", "d/a.avi.mp4", "d/a.mp4",
+    ]  # fmt: skip
+
+
+def test_a_video_without_frames_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    reports: list[str] = []
+    assert list(frames_of(tmp_path / "empty.mp4", "empty.mp4", reports.append)) == []
+    assert reports == [f"{tmp_path}/empty.mp4: no frame of this video can be read"]
+
+
+def test_a_png_comes_back_as_it_was_written_and_colours_keep_their_order(tmp_path: Path) -> None:
+    image_HW3 = np.random.default_rng(0).integers(0, 256, (20, 30, 3)).astype(np.uint8)
+    with PictureWriter(Path("x.png"), tmp_path / "deep" / "x.png") as writer:
+        writer.write(image_HW3)
+    (frame,) = frames_of(tmp_path / "deep" / "x.png", "x.png", pytest.fail)
+    assert np.array_equal(frame.image_HW3, image_HW3) and frame.index is None

@@ -1,0 +1,116 @@
+"""tools/plan.py as a user runs it: without Paddle, in words, with every assumption."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ppdist.planner import published
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "plan.py"
+WHOLE = ["--cards", "4x8", "--link-gbits", "25", "--rows", "1x8=250", "--parameters", "52.2",
+         "--images", "118287", "--epochs", "80", "--reference-batch", "64",
+         "--critical-batch", "1830", "--eval-images", "5000", "--eval-rate", "60"]  # fmt: skip
+
+
+def run(monkeypatch, capsys, *arguments):
+    """(exit code, stdout, stderr) of the tool."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    return ended.value.code, *capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_it_predicts_and_backtests_where_paddle_is_not_installed(tmp_path):
+    block = "import runpy, sys; sys.modules['paddle'] = None; sys.argv = sys.argv[1:]; "
+    code = block + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    for arguments in (["predict", *WHOLE, "--plot", str(tmp_path / "plan.png")], ["backtest"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(TOOL), *arguments],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    with Image.open(tmp_path / "plan.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
+def test_the_answer_names_hours_limit_help_and_what_was_assumed(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, _ = run(monkeypatch, capsys, "predict", *WHOLE, "--json", file)
+    assert code == 0
+    assert "4 x 8 cards: 3.6 h, " in out and " GPU-hours. Of these:" in out
+    assert "Limit on 4 x 8 cards: waiting for the slowest card. What would help:" in out
+    assert "bfloat16 gradients" in out and "more epochs, which a large batch needs" in out
+    assert "jitter 9.6 %, as fitted to YOLOv5l on A100" in out
+    assert "Not in these numbers:\n  - accuracy\n  - waiting for images" in out
+    report = json.loads(file.read_text())
+    assert [found["cluster"]["hosts"] for found in report["predictions"]] == [1, 1, 1, 1, 2, 4]
+    last = report["predictions"][-1]
+    assert last["limit"] == "stragglers" and last["total_batch"] == 256
+    assert last["gpu_hours"] == pytest.approx(32 * last["hours"])
+    assert report["what_ifs"][0]["hours"] < last["hours"] and len(report["assumed"]) == 5
+
+
+def test_without_images_and_epochs_it_predicts_speed_alone(monkeypatch, capsys, tmp_path):
+    plot = tmp_path / "speed.png"
+    code, out, _ = run(monkeypatch, capsys, "predict", "--cards", "2", "--rows", "1x8=250",
+                       "2x8=280", "--parameters", "8", "--inside-gbytes", "10", "--inside-us", "3",
+                       "--overlap", "0.9", "--jitter", "0", "--plot", plot)  # fmt: skip
+    assert code == 0 and "GPU-hours" not in out and "img/s" in out
+    assert "Assumed" not in out
+    assert "  - hours: --images and --epochs\n" in out
+    assert plot.stat().st_size > 10_000
+
+
+def test_fit_says_how_far_each_row_is_off_with_and_without_it(monkeypatch, capsys):
+    rows = ["1x16=169.1", "2x16=191.8", "4x16=194.8", "8x16=206.3"]
+    code, out, _ = run(monkeypatch, capsys, "fit", "--rows", *rows)
+    assert code == 0
+    assert "3 parameters (image, parallel, jitter) from 4 rows" in out
+    assert "10.569 ms an image, jitter 9.6 %, data parallel 12.1 ms" in out
+    assert len(out.splitlines()) == 7
+
+
+def test_a_backtest_that_fails_exits_1_and_names_the_table(monkeypatch, capsys):
+    rows = tuple(row._replace(images_per_second=300 - 40 * (row.cards == 16))
+                 for row in published.RETINANET)  # fmt: skip
+    monkeypatch.setattr(published, "RETINANET", rows)
+    code, out, _ = run(monkeypatch, capsys, "backtest")
+    assert code == 1
+    assert "DOES NOT HOLD" in out
+    assert "The model does not hold: MLPerf RetinaNet, H100, training images a second" in out
+
+
+def test_the_assumed_jitter_and_cost_are_those_that_the_backtest_fits():
+    from ppdist.planner import options
+    from ppdist.planner.backtest import backtest
+
+    free = backtest()[0].free
+    assert f"jitter {100 * options._JITTER:.1f} %" in free
+    assert f"data parallel {options._PARALLEL_MS:.1f} ms" in free
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cards", "8"], "no step was measured; give --benchmark FILE (tools/benchmark.py train"),
+        (["--cards", "4x8", "--rows", "1x8=250"],
+         "--cards 4x8: how fast is the link between the hosts? Give --link-gbits, or --doctor"),
+        (["--cards", "4by8"], "expected HOSTSxCARDS such as 4x8, or a number of cards, found"),
+        (["--cards", "8", "--rows", "8=250"],
+         "expected CARDSxBATCH=MILLISECONDS such as 1x16=169, found '8=250'"),
+        (["--cards", "8", "--jitter", "-1"], "--jitter: expected a number, 0 or more, found '-1'"),
+        (["--cards", "8", "--epochs", "0"], "--epochs: expected a number above 0, found 0"),
+        (["--cards", "8", "--rows", "1x8=250", "--json", "/dev/null/x"],
+         "/dev/null: cannot be written to: it is a file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(monkeypatch, capsys, arguments, message):
+    code, _, err = run(monkeypatch, capsys, "predict", *arguments)
+    assert code == 2
+    assert message in err and "Traceback" not in err

@@ -1,0 +1,159 @@
+"""The files of configs/: each loads, says what it is, and comes to the numbers it promises."""
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ppdist.config import load_config
+from ppdist.config.study import load_study
+from ppdist.data.datasets.build import read_split
+from ppdist.distributed import comm
+from ppdist.engine.build import build_schedule_setup
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
+SHIPPED = sorted(
+    path for path in CONFIGS.rglob("*.yml") if path.parent.name not in ("_base_", "studies")
+)
+STUDIES = sorted((CONFIGS / "studies").glob("*.yml"))
+COMMAND = re.compile(r"^#.*?((?:fleetrun|python) .*?tools/(?:train|tune)\.py .*)$", re.MULTILINE)
+IMAGES = {"coco": 117_266, "objects365": 1_742_289, "voc": 16_551, "imagenet": 1_281_167}
+TEMPLATES = {"my_data.yml"}  # files to copy: their commands name the copy
+
+
+def named(path: Path) -> str:
+    return f"{path.relative_to(CONFIGS)}"
+
+
+def header_of(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+@pytest.mark.parametrize("path", [*SHIPPED, *STUDIES], ids=named)
+def test_a_header_says_what_it_is_and_how_to_run_it(path):
+    header = header_of(path)
+    command = COMMAND.search(header)
+    assert command, "the header has no command"
+    named_files = [file for line in COMMAND.findall(header) for file in line.split()]
+    named_files = [file for file in named_files if file.endswith(".yml")]
+    if path.name in TEMPLATES:
+        assert set(named_files) == {path.name}
+    else:
+        assert str(path.relative_to(REPOSITORY)) in named_files
+        assert all((REPOSITORY / file).is_file() for file in named_files)
+    assert re.search(r"arXiv:\d{4}\.\d{5}", header + path.read_text(encoding="utf-8")) or (
+        path in STUDIES or "imagenet" in path.name
+    )
+
+
+@pytest.mark.parametrize("world", [1, 8, 32])
+def test_every_recipe_comes_to_a_run_on_any_number_of_cards(monkeypatch, world):
+    monkeypatch.setattr(comm, "world_size", lambda: world)
+    for path in SHIPPED:
+        config = load_config(path)
+        if (config.train.total_batch or math.inf) < world * config.train.images_per_card:
+            continue  # a recipe for fewer cards
+        size = IMAGES.get(Path(config.data.root).name, 205)
+        derived = build_schedule_setup(config, size)
+        assert derived.total_steps > 0, path
+        assert 0 < derived.schedule.peak_lr < 0.2, path
+        assert derived.schedule.warmup_steps <= derived.schedule_steps // 2, path
+        for step in (0, derived.total_steps // 2, derived.total_steps - 1):
+            assert 0 < derived.schedule(step) <= derived.schedule.peak_lr, path
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "expected"),
+    [
+        # total batch, micro-steps, rate, epochs
+        ("one_card", 1, (64, 4, 0.001, 80)),
+        ("eight_cards", 8, (64, 1, 0.001, 80)),
+        ("eight_cards", 4, (64, 2, 0.001, 80)),
+    ],
+)
+def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, expected):
+    monkeypatch.setattr(comm, "world_size", lambda: world)
+    config = load_config(CONFIGS / "examples" / f"coco_{recipe}.yml")
+    derived = build_schedule_setup(config, IMAGES["coco"])
+    epochs = derived.total_steps / derived.steps_per_epoch
+    found = derived.total_batch, derived.accumulate_steps, derived.schedule.peak_lr, epochs
+    assert found == pytest.approx(expected)
+
+
+def test_four_hosts_take_a_longer_warm_up_and_more_epochs(monkeypatch):
+    config = load_config(CONFIGS / "examples" / "coco_four_hosts.yml")
+    found = {}
+    for world in (8, 32):
+        monkeypatch.setattr(comm, "world_size", lambda world=world: world)
+        found[world] = build_schedule_setup(config, IMAGES["coco"])
+    one, four = found[8], found[32]
+    assert (one.total_batch, four.total_batch) == (64, 256)
+    assert 2 < four.schedule.peak_lr / one.schedule.peak_lr < 4
+    assert one.stretch == 1.0 and 1.0 < four.stretch < 1.2
+    images = [each.schedule.warmup_steps * each.total_batch for each in (one, four)]
+    assert images[1] >= images[0] * 0.99
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=named)
+def test_every_study_names_keys_and_values_that_the_experiment_knows(path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    study = load_study(path)
+    changed = [items for items in study.variants.values() if items]
+    assert len(set(changed)) == len(changed), "two variants are the same"
+
+
+def test_the_switches_are_each_one_change_of_the_base(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    study = load_study(CONFIGS / "studies" / "bccd_switches.yml")
+    assert study.variants["plain"] == () and len(study.seeds) == 3
+    base = load_config(study.config, study.overrides)
+    for name, items in study.variants.items():
+        if name != "plain":
+            assert load_config(study.config, (*study.overrides, *items)) != base, name
+
+
+def test_a_run_of_another_length_keeps_the_shape_of_the_template():
+    file = CONFIGS / "examples" / "my_data.yml"
+    shares = []
+    for epochs in (60, 12, 300):
+        derived = build_schedule_setup(load_config(file, [f"train.epochs={epochs}"]), 4000)
+        static = 20 * derived.steps_per_written_epoch
+        steps = derived.schedule.warmup_steps, static
+        shares.append([each / derived.schedule_steps for each in steps])
+    for other in shares[1:]:
+        assert other == pytest.approx(shares[0], rel=0.01)
+
+
+def test_the_lists_of_voc_are_made_as_its_file_says(tmp_path):
+    for year, stems in {"2007": "abc", "2012": "de"}.items():
+        folder = tmp_path / "VOCdevkit" / f"VOC{year}"
+        for name in ("JPEGImages", "Annotations", "ImageSets/Main"):
+            (folder / name).mkdir(parents=True)
+        for stem in stems:
+            Image.new("RGB", (40, 30)).save(folder / "JPEGImages" / f"{stem}.jpg")
+            (folder / "Annotations" / f"{stem}.xml").write_text(
+                f"<annotation><filename>{stem}.jpg</filename>"
+                f"<size><width>40</width><height>30</height><depth>3</depth></size>"
+                f"<object><name>sheep</name><bndbox><xmin>3</xmin><ymin>4</ymin><xmax>20</xmax>"
+                f"<ymax>25</ymax></bndbox></object></annotation>"
+            )
+        lists = folder / "ImageSets/Main"
+        (lists / "trainval.txt").write_text("".join(f"{stem}\n" for stem in stems[:2]))
+        if year == "2007":
+            (lists / "test.txt").write_text("c\n")
+    header = header_of(CONFIGS / "_base_" / "voc.yml")
+    script = [line.removeprefix("#") for line in header.splitlines() if line.startswith("#   ")]
+    subprocess.run(["bash", "-eu", "-c", "\n".join(script)], cwd=tmp_path, check=True, timeout=60)
+    recipe = CONFIGS / "ppyoloe" / "ppyoloe_plus_s_30e_voc.yml"
+    config = load_config(recipe, [f"data.root={tmp_path}"])
+    train = read_split(config.data, "train", config.model.num_classes)
+    val = read_split(config.data, "val", config.model.num_classes)
+    assert [Path(record.path).stem for record in train.records] == ["a", "b", "d", "e"]
+    assert [Path(record.path).stem for record in val.records] == ["c"]
+    assert train.class_names[int(train.records[0].labels_M[0])] == "sheep"

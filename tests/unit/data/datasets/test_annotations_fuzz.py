@@ -1,0 +1,152 @@
+"""Damaged files of every kind: none crashes us, none hangs, none gives a traceback."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import settle
+from ppdist.data.datasets.build import read_raw, read_split
+from ppdist.data.validate import ImageFile, check_images, validate
+from tests.unit.data.corpus import config, write_clean_coco, write_picture
+
+_MUTATIONS = 400  # of each of five kinds of file
+_TOKENS = {
+    "json": (b"NaN", b"null", b"-1", b"[]", b"{}", b'""', b"1e999", b"9" * 25, b"\xff", b'"id"'),
+    "xml": (b"<", b"/>", b"&x;", b"<object>", b"NaN", b"-5", b"1e999", b"\x00", b"\xff", b"<size>"),
+    "txt": (b"nan", b"inf", b"-1", b"\n", b" ", b"1e999", b"7", b"\x00", b"\xff", b"\xa0"),
+}
+
+
+def mutated(content: bytes, rng: np.random.RandomState, tokens: tuple[bytes, ...] = ()) -> bytes:
+    """Words replaced by odd ones; or bytes flipped, left out, doubled; or the end missing."""
+    if tokens and rng.rand() < 0.6:  # one or two words replaced: the file keeps its shape
+        for _ in range(rng.randint(1, 3)):
+            words = [*re.finditer(rb"[\w.-]+", content)]
+            start, end = words[rng.randint(len(words))].span()
+            content = content[:start] + tokens[rng.randint(len(tokens))] + content[end:]
+        return content
+    result = bytearray(content)
+    for _ in range(rng.randint(1, 6)):
+        if len(result) < 4:
+            break
+        place = rng.randint(min(len(result), int(rng.choice([64, 10**9]))))
+        change = rng.randint(6)
+        if change == 0:
+            result[place] ^= 1 << rng.randint(8)
+        elif change == 1:
+            result[place] = rng.choice([0, 127, 128, 255])
+        elif change == 2:
+            del result[place : place + rng.randint(1, 20)]
+        elif change == 3:
+            start = rng.randint(len(result))
+            result[place:place] = result[start : start + rng.randint(1, 60)]
+        elif change == 4 and tokens:
+            result[place : place + rng.randint(3)] = tokens[rng.randint(len(tokens))]
+        elif change == 5 and rng.rand() < 0.3:
+            del result[place:]
+    return bytes(result)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_damaged_images_are_found_or_read_but_never_kill_or_hang_a_decoder(tmp_path, suffix):
+    kinds = {
+        "jpg": (("RGB", {}), ("L", {"progressive": True}), ("CMYK", {})),
+        "png": (("RGB", {}), ("P", {}), ("LA", {}), ("RGBA", {}), ("1", {})),
+    }[suffix]
+    originals = [
+        write_picture(tmp_path / f"original{number}.{suffix}", number, mode, **options).read_bytes()
+        for number, (mode, options) in enumerate(kinds)
+    ]
+    files = []
+    for seed in range(_MUTATIONS):
+        rng = np.random.RandomState(seed)
+        file = tmp_path / f"{seed}.{suffix}"
+        file.write_bytes(mutated(originals[seed % len(originals)], rng))
+        files.append(ImageFile(str(file), None))
+    checks = check_images(files, decode=True, workers=2, timeout=10.0)
+    kinds_found = {found.problem[0] for found in checks}
+    assert len(checks) == _MUTATIONS
+    assert kinds_found <= {"", "image_truncated", "image_unreadable", "image_empty"}
+    assert "image_truncated" in kinds_found and "image_unreadable" in kinds_found
+
+
+def _write_voc(root: Path) -> tuple[DataConfig, Path]:
+    (root / "Annotations").mkdir()
+    write_picture(root / "images" / "0.jpg", 0)
+    things = "".join(
+        f"<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>1</xmin><ymin>2</ymin>"
+        "<xmax>20</xmax><ymax>30</ymax></bndbox></object>"
+        for name in ("cat", "dog")
+    )
+    file = root / "Annotations" / "0.xml"
+    file.write_text(
+        "<annotation><filename>0.jpg</filename><size><width>64</width><height>48</height>"
+        f"<depth>3</depth></size>{things}</annotation>"
+    )
+    for split in ("train", "val"):
+        (root / f"{split}.txt").write_text("0\n")
+    return config(root, "voc", "train.txt", "val.txt", class_names=("cat", "dog")), file
+
+
+def _write_yolo(root: Path) -> tuple[DataConfig, Path]:
+    write_picture(root / "images" / "0.jpg", 0)
+    (root / "labels").mkdir()
+    file = root / "labels" / "0.txt"
+    file.write_text("0 0.5 0.5 0.25 0.25\n1 0.1 0.1 0.3 0.1 0.3 0.4 0.1 0.4\n1 0.2 0.2 0.1 0.1\n")
+    for split in ("train", "val"):
+        (root / f"{split}.txt").write_text("./images/0.jpg\n")
+    return config(root, "yolo", "train.txt", "val.txt", class_names=("cat", "dog")), file
+
+
+def _write_json(root: Path) -> tuple[DataConfig, Path]:
+    settings = write_clean_coco(root)
+    file = root / "train.json"
+    content = json.loads(file.read_text())
+    for entry in content["annotations"]:
+        entry |= {"segmentation": [[1, 2, 9, 2, 9, 9]], "iscrowd": 0, "area": 400}
+    file.write_text(json.dumps(content))
+    return settings, file
+
+
+@pytest.mark.parametrize(
+    "suffix, write", [("json", _write_json), ("xml", _write_voc), ("txt", _write_yolo)]
+)
+def test_damaged_annotations_give_findings_or_one_message(tmp_path, suffix, write):
+    settings, file = write(tmp_path)
+    original = file.read_bytes()
+    outcomes = {"read": 0, "found": 0, "refused": 0}
+    for seed in range(_MUTATIONS):
+        file.write_bytes(mutated(original, np.random.RandomState(seed), _TOKENS[suffix]))
+        findings = []
+        try:
+            raw = read_raw(settings, "train", findings.append)
+            settle(raw, "clip", masks=True)
+            outcomes["found" if findings else "read"] += 1
+        except DataError as error:
+            assert str(file) in str(error) or str(tmp_path) in str(error)
+            outcomes["refused"] += 1
+        try:
+            read_split(settings, "train", masks=True)
+        except DataError:
+            continue
+    assert sum(outcomes.values()) == _MUTATIONS and outcomes["read"] > 5, outcomes
+    assert outcomes["found"] + outcomes["refused"] > 100, outcomes
+
+
+@pytest.mark.parametrize(
+    "write, suffix", [(_write_json, "json"), (_write_voc, "xml"), (_write_yolo, "txt")]
+)
+def test_an_audit_of_damaged_annotations_ends_with_a_report_or_one_message(tmp_path, write, suffix):
+    settings, file = write(tmp_path)
+    original = file.read_bytes()
+    for seed in range(12):
+        file.write_bytes(mutated(original, np.random.RandomState(seed), _TOKENS[suffix]))
+        try:
+            json.dumps(validate(settings, decode=False, workers=1).as_json())
+        except DataError as error:
+            assert str(tmp_path) in str(error)

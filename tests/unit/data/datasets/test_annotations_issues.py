@@ -1,0 +1,326 @@
+"""What readers find wrong, and how they go on: a check collects all, training stops or says so."""
+
+import logging
+import math
+import os
+
+import numpy as np
+import pytest
+
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import KINDS, box_problem, files_below
+from ppdist.data.datasets.build import read_raw, read_split
+from ppdist.data.image import read_image
+from ppdist.data.types import Issue, RawSet
+from tests.unit.data.datasets.test_coco import message_of
+from tests.unit.data.datasets.test_voc import voc_set, yolo_set
+from tests.unit.data.sets import coco_config, coco_content, write_images, write_json
+
+
+def found_in(config: DataConfig, split="train") -> tuple[RawSet, list[Issue]]:
+    findings: list[Issue] = []
+    raw = read_raw(config, split, findings.append)
+    assert all(finding.code in KINDS for finding in findings)
+    return raw, findings
+
+
+def kinds_in(config: DataConfig) -> list[str]:
+    return [finding.code for finding in found_in(config)[1]]
+
+
+def test_a_check_goes_on_without_the_parts_of_a_coco_file_that_are_wrong(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 4))
+    one, two, three = content["annotations"]
+    content["images"] += [
+        {"id": 1, "file_name": "000.jpg", "width": 64, "height": 48},
+        {"id": 7, "file_name": "../007.jpg", "width": 64, "height": 48},
+        {"id": 8, "file_name": "008.jpg", "width": 0, "height": "48"},
+        {"id": "x", "file_name": "009.jpg", "width": 64, "height": 48},
+        {"id": 10, "file_name": "001.jpg", "width": 64.0, "height": 48},
+        7,
+    ]
+    content["annotations"] += [
+        one | {"image_id": 99},
+        one | {"id": 5, "image_id": 8},  # of an image left out: without a word
+        two | {"id": 6, "category_id": [3]},
+        three,
+        one | {"id": 8, "area": "large"},
+        one | {"id": 9, "segmentation": [[1, 2, 3]]},
+        one | {"id": 10, "bbox": [1, 2, "a", 4]},
+    ]
+    content["categories"][2]["id"] = 90
+    three["category_id"] = 90
+    write_json(tmp_path, content)
+    raw, findings = found_in(coco_config(tmp_path))
+    assert [finding.code for finding in findings] == [
+        "class_ids_gap", "image_id_duplicate", "path_outside", "size_invalid", "annotation_line",
+        "annotation_line", "image_unknown", "class_unknown", "annotation_id_duplicate",
+        "area_invalid", "outline_malformed", "annotation_line", "image_listed_twice",
+    ]  # fmt: skip
+    assert [image.image_id for image in raw.images] == [1, 2, 3, 4, 10]
+    assert sum(len(image.objects) for image in raw.images) == 6
+    file = tmp_path / "set.json"
+    assert findings[0].text == (
+        f"{file}: category ids are not 1 to 3: used as classes 1 RBC -> 0, 2 WBC -> 1, "
+        f"90 Platelets -> 2"
+    )
+    assert findings[-1].text == f"{file}: images[8]: 001.jpg is listed a second time"
+
+
+def test_a_check_goes_on_without_the_voc_files_and_objects_that_are_wrong(tmp_path):
+    config = voc_set(tmp_path, dict.fromkeys("abcd", "train"), {stem: ["cat"] for stem in "abcd"})
+    (tmp_path / "label_list.txt").write_text("cat\n")
+    (tmp_path / "train.txt").write_text("a\nb\nc\nd\ne\n../f\na\n")
+    files = {stem: tmp_path / "Annotations" / f"{stem}.xml" for stem in "abcd"}
+    files["a"].write_text(files["a"].read_text().replace("cat", "cow"))
+    files["b"].write_text(files["b"].read_text()[:-5])
+    files["c"].write_text(files["c"].read_text().replace("<width>64", "<width>nan"))
+    files["d"].write_text(files["d"].read_text().replace("<name>cat</name>", ""))
+    raw, findings = found_in(config)
+    assert [finding.code for finding in findings] == [
+        "annotation_unreadable", "size_invalid", "annotation_line", "annotation_missing",
+        "path_outside", "class_unknown", "class_unknown", "image_listed_twice",
+    ]  # fmt: skip
+    assert [image.path.name for image in raw.images] == ["a.jpg", "d.jpg", "a.jpg"]
+    assert not any(image.objects for image in raw.images)
+
+
+def test_a_check_goes_on_without_the_yolo_lines_that_are_wrong(tmp_path):
+    config = yolo_set(tmp_path, "7 0.5 0.5 0.1 0.1\n0 1 2\nnan nan 0 0 0\n0 nan 0.5 1 1")
+    (tmp_path / "labels" / "001.txt").write_bytes(b"0 \xff\xff")
+    raw, findings = found_in(config)
+    assert [finding.code for finding in findings] == [
+        "class_unknown", "annotation_line", "class_unknown", "annotation_unreadable",
+    ]  # fmt: skip
+    assert findings[0].image == str(tmp_path / "images" / "000.jpg")
+    assert [len(image.objects) for image in raw.images] == [2, 0]
+
+
+def test_warnings_do_not_stop_training_but_become_one_line_each(tmp_path, caplog):
+    config = yolo_set(tmp_path, "", names=None)
+    (tmp_path / "classes.txt").write_bytes("猫\r\n狗\r\n".encode("gbk"))
+    raw, findings = found_in(config)
+    assert [finding.code for finding in findings] == ["line_ends", "encoding"]
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        dataset = read_split(config, "train", 2)
+    assert dataset.class_names == raw.class_names == ("猫", "狗")
+    line = f"{tmp_path / 'classes.txt'}: not UTF-8 text: read as GBK"
+    assert dataset.notes == (line,)
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_xml_in_the_encoding_that_it_declares_is_read(tmp_path):
+    config = voc_set(tmp_path, {"a": "train"}, {"a": ["Käfer"]})
+    file = tmp_path / "Annotations" / "a.xml"
+    text = "<?xml version='1.0' encoding='iso-8859-1'?>\n" + file.read_text()
+    file.write_bytes(text.encode("iso-8859-1"))
+    assert read_split(config, "train", 1).class_names == ("Käfer",)
+    assert kinds_in(config) == ["encoding"]
+
+
+def test_text_in_no_known_encoding_is_refused(tmp_path):
+    config = yolo_set(tmp_path, "")
+    (tmp_path / "classes.txt").write_bytes("cat".encode("utf-16"))
+    assert message_of(config, "not_utf8").startswith(
+        f"{tmp_path / 'classes.txt'}: neither UTF-8 nor GBK text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "listed"),
+    [
+        ("图像.jpg".encode("gbk"), "图像.jpg"),
+        ("e\u0301.jpg".encode(), "\u00e9.jpg"),
+        (b"000.jpg", ".\\000.jpg"),
+    ],
+)
+def test_images_are_found_however_their_names_are_spelt_on_disk(tmp_path, on_disk, listed):
+    content = coco_content(write_images(tmp_path / "images", 1))
+    (tmp_path / "images" / "000.jpg").rename(tmp_path / "images" / os.fsdecode(on_disk))
+    content["images"][0]["file_name"] = listed
+    write_json(tmp_path, content)
+    (record,) = read_split(coco_config(tmp_path), "train", 3).records
+    assert os.path.basename(os.fsencode(record.path)) == on_disk
+    assert read_image(record.path, (48, 64)).shape == (48, 64, 3)
+
+
+@pytest.mark.parametrize("name", ["a\0b.jpg", "\ud800.jpg"])
+def test_names_that_no_file_can_have_are_refused(tmp_path, name):
+    content = coco_content(write_images(tmp_path / "images", 1))
+    content["images"][0]["file_name"] = name
+    file = write_json(tmp_path, content)
+    assert (
+        message_of(coco_config(tmp_path), "path_outside")
+        == f"{file}: {name!r} cannot be a file name"
+    )
+
+
+@pytest.mark.parametrize("policy", ["clip", "drop", "error"])
+def test_swapped_corners_are_put_in_order_dropped_or_an_error(tmp_path, policy):
+    content = coco_content(write_images(tmp_path / "images", 1))
+    content["annotations"] = [
+        {"image_id": 1, "category_id": 1, "bbox": [30, 5, -20, 10]},
+        {"image_id": 1, "category_id": 1, "bbox": [70, 5, -20, 10]},
+        {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4]},
+    ]
+    file = write_json(tmp_path, content)
+    config = coco_config(tmp_path, bad_boxes=policy)
+    if policy == "error":
+        assert message_of(config, "box_swapped") == (
+            f"{file}: annotation number 0 of image '000.jpg': box (x=30, y=5, w=-20, h=10) has "
+            f"its corners the wrong way round; fix the file, or set data.bad_boxes: clip"
+        )
+        return
+    dataset = read_split(config, "train", 3)
+    boxes = dataset.records[0].boxes_M4.tolist()
+    if policy == "drop":
+        done = "2 dropped (corners swapped)"
+        assert boxes == [[1, 2, 4, 6]]
+    else:
+        done = "1 clipped (sticking out), 2 put in order (corners swapped)"
+        assert boxes == [[10, 5, 30, 15], [50, 5, 64, 15], [1, 2, 4, 6]]
+        assert dataset.records[0].area_M.tolist() == [200, 140, 12]
+    assert dataset.notes == (f"{file}: {done} of 3 boxes (data.bad_boxes: {policy})",)
+
+
+def test_the_masks_of_a_coco_file_are_kept_when_asked_for(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    outline = [5.25, 5, 15, 5, 15, 15]
+    rle = {"size": [48, 64], "counts": "abc"}
+    content["annotations"] = [
+        {"id": 1, "image_id": 1, "category_id": 1, "bbox": [5, 5, 10, 10],
+         "segmentation": [outline, outline[:4]]},
+        {"id": 2, "image_id": 1, "category_id": 2, "bbox": [5, 5, 10, 10], "iscrowd": 1,
+         "segmentation": rle},
+        {"id": 3, "image_id": 1, "category_id": 2, "bbox": [5, 5, 0, 10],
+         "segmentation": [outline]},
+    ]  # fmt: skip
+    write_json(tmp_path, content)
+    config = coco_config(tmp_path)
+    two, none = read_split(config, "train", 3, masks=True).records[0].polygons_M
+    assert [part.tolist() for part in two] == [
+        [[5.25, 5], [15, 5], [15, 15]], [[5.25, 5], [15, 5]],
+    ]  # fmt: skip
+    assert none == ()
+    raw, _ = found_in(config)
+    assert raw.images[0].objects[1].extra == {"id": 2, "segmentation": rle}
+    assert raw.images[0].objects[0].polygons[0].dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    "segmentation",
+    [[[1, 2, 3, 4, 5]], [1, 2, 3, 4, 5, 6], "outline", 7, [[1, 2, None, 4]], [[1, 2, math.nan, 4]],
+     [[1, 2, math.inf, 4]], [[1, 2, 3, 4], [{}]]],
+)  # fmt: skip
+def test_an_object_keeps_its_box_where_its_outline_is_malformed(tmp_path, segmentation):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content["annotations"][0]["segmentation"] = segmentation
+    write_json(tmp_path, content)
+    raw, findings = found_in(coco_config(tmp_path))
+    assert [finding.code for finding in findings] == ["outline_malformed"]
+    assert findings[0].image == str(tmp_path / "images" / "001.jpg")
+    (thing,) = raw.images[1].objects
+    assert thing.polygons == () and "segmentation" not in thing.extra
+    dataset = read_split(coco_config(tmp_path), "train", 3, masks=True)
+    assert len(dataset.records[1].labels_M) == 1
+    assert "expected lists of x1, y1, x2, y2, ..." in dataset.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "crowd"),
+    [(0, False), (1, True), ("0", False), ("1", True), ("", False), (None, False), (True, True)],
+)
+def test_a_crowd_is_one_also_where_numbers_are_written_as_text(tmp_path, value, crowd):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content["annotations"][0]["iscrowd"] = value
+    write_json(tmp_path, content)
+    raw, _ = found_in(coco_config(tmp_path))
+    assert raw.images[1].objects[0].crowd is crowd
+
+
+@pytest.mark.parametrize("area", [math.nan, math.inf, 10**400, "large", [1]])
+def test_an_area_that_is_no_number_is_that_of_the_box(tmp_path, area):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content["annotations"][0] |= {"area": area, "bbox": [1, 2, 3, 4]}
+    write_json(tmp_path, content)
+    raw, findings = found_in(coco_config(tmp_path))
+    assert [finding.code for finding in findings] == ["area_invalid"]
+    assert raw.images[1].objects[0].area is None
+    assert read_split(coco_config(tmp_path), "train", 3).records[1].area_M.tolist() == [12]
+
+
+def test_a_box_without_area_in_the_numbers_of_training_is_found(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content["annotations"][0]["bbox"] = [40.0, 2, 1e-7, 4]
+    write_json(tmp_path, content)
+    dataset = read_split(coco_config(tmp_path), "train", 3)
+    assert len(dataset.records[1].labels_M) == 0
+    assert "1 dropped (without area) of 1 boxes" in dataset.notes[0]
+    assert box_problem((40.0, 2.0, 40.0 + 1e-7, 6.0), 64, 48) == "box_no_area"
+    assert box_problem((64 - 1e-7, 2.0, 70.0, 6.0), 64, 48) == "box_outside"
+    assert box_problem((0.0, 2.0, 1e-7, 6.0), 64, 48) is None
+
+
+def test_the_images_of_a_yolo_folder_are_found_where_links_lead(tmp_path):
+    config = yolo_set(tmp_path, "")
+    (name,) = write_images(tmp_path / "elsewhere", 1)
+    (tmp_path / "images" / "sub").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "images" / "again").symlink_to(tmp_path / "images")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "images")
+    (tmp_path / "labels" / "sub").mkdir()
+    (tmp_path / "labels" / "sub" / "000.txt").write_text("0 .5 .5 .25 .5\n")
+    raw, findings = found_in(config)
+    found = [(os.path.relpath(image.path, tmp_path), len(image.objects)) for image in raw.images]
+    assert found == [("images/000.jpg", 1), ("images/001.jpg", 0), (f"images/sub/{name}", 1)]
+    assert findings == []
+
+
+def test_a_link_within_a_folder_counts_by_the_name_of_what_it_leads_to(tmp_path):
+    write_images(tmp_path / "top" / "b", 1)
+    (tmp_path / "top" / "a").symlink_to(tmp_path / "top" / "b")
+    (tmp_path / "top" / "c").symlink_to(tmp_path)
+    assert [*files_below(tmp_path / "top")] == [str(tmp_path / "top" / "b" / "000.jpg")]
+
+
+def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
+    config = yolo_set(tmp_path, "")
+    (tmp_path / "labels" / "orphan.txt").write_text("0 .5 .5 .25 .5\n")
+    (tmp_path / "labels" / "classes.txt").write_text("cat\ndog\n")
+    image = tmp_path / "images" / "000.png"
+    image.write_bytes((tmp_path / "images" / "000.jpg").read_bytes())
+    raw, findings = found_in(config)
+    assert findings == [
+        Issue(
+            "label_without_image",
+            f"there is no image of this name in {tmp_path}/images",
+            where=f"{tmp_path}/labels/orphan.txt",
+        ),
+        Issue(
+            "label_shared",
+            "the label file of both 000.jpg and 000.png",
+            str(image),
+            f"{tmp_path}/labels/000.txt",
+        ),
+    ]
+    assert [len(image.objects) for image in raw.images] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["a", "/home/bob/a.jpg", "/home/bob/a", "C:\\bob\\a.jpg", "a.jpg", "a.png", "../b.gif", ""],
+)
+def test_a_stale_file_name_in_xml_does_not_hide_the_image_that_is_listed(tmp_path, filename):
+    config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
+    (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "a.JPG")
+    file = tmp_path / "Annotations" / "a.xml"
+    file.write_text(file.read_text().replace("stale.jpg", filename))
+    (record,) = read_split(config, "train", 1).records
+    assert record.path == str(tmp_path / "images" / "a.JPG")
+
+
+def test_a_file_name_in_xml_that_leads_outside_is_found_where_nothing_else_is(tmp_path):
+    config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
+    (tmp_path / "images" / "a.jpg").unlink()
+    file = tmp_path / "Annotations" / "a.xml"
+    file.write_text(file.read_text().replace("stale.jpg", "/etc/passwd"))
+    assert kinds_in(config) == ["path_outside"]

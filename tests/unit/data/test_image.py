@@ -1,0 +1,124 @@
+"""Images read at a fraction of their size."""
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.common.errors import DataError
+from ppdist.data.image import read_image, reduction
+from tests.unit.data.corpus import lying_png
+from tests.unit.data.transforms.test_geometry import exif, jpeg, picture
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    return cv2.GaussianBlur(picture(height, width), (0, 0), 12)
+
+
+def test_an_image_is_reduced_no_further_than_it_is_shown():
+    scales = (2.0, 1.0, 0.51, 0.5, 0.26, 0.25, 0.1, 0.01)
+    assert [reduction(scale) for scale in scales] == [1, 1, 1, 2, 2, 4, 8, 8]
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize("size", [(160, 240), (157, 243)])
+def test_a_reduced_image_is_the_mean_of_what_was_left_out(tmp_path, suffix, factor, size):
+    file = tmp_path / f"a.{suffix}"
+    original = smooth(*size)
+    if suffix == "jpg":
+        file.write_bytes(jpeg(original))
+    else:
+        Image.fromarray(original).save(file)
+    found = read_image(file, size, factor)
+    expected_size = -(-size[0] // factor), -(-size[1] // factor)
+    assert found.shape == (*expected_size, 3) and found.dtype == np.uint8
+    rows, columns = size[0] // factor, size[1] // factor
+    blocks = original[: rows * factor, : columns * factor].reshape(rows, factor, columns, factor, 3)
+    difference = found[:rows, :columns].astype(float) - blocks.mean((1, 3))
+    assert np.abs(difference).max() < 8 and abs(difference.mean()) < 1
+
+
+def test_a_turned_image_is_turned_before_it_is_reduced(tmp_path):
+    file = tmp_path / "turned.jpg"
+    file.write_bytes(jpeg(smooth(48, 64), exif=exif(6)))
+    assert read_image(file, (64, 48), 2).shape == (32, 24, 3)
+    assert read_image(file, (48, 64), 2).shape == (24, 32, 3)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize("size", [(1024, 1020), (1017, 1023), (1024, 1016)])
+def test_an_almost_square_image_is_turned_as_its_annotation_says(tmp_path, size, factor):
+    file = tmp_path / "turned.jpg"
+    file.write_bytes(jpeg(smooth(*size[::-1]), exif=exif(6)))
+    for asked in (size, size[::-1]):
+        found, full = read_image(file, asked, factor), read_image(file, asked)
+        assert full.shape[:2] == asked
+        expected = cv2.resize(full, found.shape[1::-1], interpolation=cv2.INTER_AREA)
+        assert np.abs(found.astype(int) - expected).max() < 8
+
+
+def test_a_wrong_size_is_refused_reduced_also_where_it_is_the_size_on_its_side(tmp_path):
+    file = tmp_path / "a.jpg"
+    file.write_bytes(jpeg(smooth(1024, 1020)))
+    assert read_image(file, (1024, 1020), 8).shape == (128, 128, 3)
+    for wrong in ((1020, 1024), (1024, 1000), (1050, 1020)):
+        with pytest.raises(DataError) as caught:
+            read_image(file, wrong, 8)
+        assert caught.value.code == "size_mismatch"
+
+
+def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
+    file = tmp_path / "a.jpg"
+    file.write_bytes(jpeg(smooth(48, 64)))
+    with pytest.raises(DataError) as caught:
+        read_image(file, (50, 64), 2)
+    assert str(caught.value) == f"{file}: the image is 64x48 but its annotation says 64x50"
+    file.write_bytes(file.read_bytes()[:600])
+    with pytest.raises(DataError) as caught:
+        read_image(file, (48, 64), 2)
+    assert caught.value.code == "image_truncated"
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "webp", "tif"])
+def test_no_pixel_is_made_up_for_a_file_that_is_cut_short(tmp_path, suffix):
+    file = tmp_path / f"a.{suffix}"
+    Image.fromarray(smooth(48, 64)).save(file)
+    content = file.read_bytes()
+    for length in range(0, len(content), max(1, len(content) // 40)):
+        file.write_bytes(content[:length])
+        with pytest.raises(DataError) as caught:
+            read_image(file)
+        expected = ("image_empty",) if length == 0 else ("image_truncated", "image_unreadable")
+        assert caught.value.code in expected and caught.value.where == str(file)
+
+
+def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
+    rgb = smooth(48, 64)
+    grey = rgb[..., 1]
+    alike = np.repeat(grey[..., None], 3, 2)
+    clear = np.dstack([rgb, np.arange(48 * 64).reshape(48, 64) % 256]).astype(np.uint8)
+    cases = {
+        "grey.png": (Image.fromarray(grey), alike),
+        "alpha.png": (Image.fromarray(clear), rgb),
+        "grey_alpha.png": (Image.fromarray(grey).convert("LA"), alike),
+        "deep_grey.png": (Image.fromarray(grey.astype(np.uint16) * 257), alike),
+        "deep_grey.tif": (Image.fromarray(grey.astype(np.uint16) * 257), alike),
+        "print.tif": (Image.fromarray(rgb).convert("CMYK"), rgb),
+        "print.jpg": (Image.fromarray(rgb).convert("CMYK"), rgb),
+    }
+    for name, (image, expected) in cases.items():
+        image.save(tmp_path / name, **({"quality": 100} if name.endswith("jpg") else {}))
+        found = read_image(tmp_path / name)
+        assert found.shape == (48, 64, 3) and found.dtype == np.uint8, name
+        assert np.abs(found.astype(int) - expected).max() <= (4 if "print" in name else 0), name
+    assert cv2.imwrite(str(tmp_path / "deep.png"), rgb[..., ::-1].astype(np.uint16) * 257)
+    assert (read_image(tmp_path / "deep.png") == rgb).all()
+
+
+def test_a_header_that_lies_is_refused_before_the_decoder_believes_it(tmp_path):
+    file = tmp_path / "lying.png"
+    file.write_bytes(lying_png())
+    with pytest.raises(DataError) as caught:
+        read_image(file)
+    assert caught.value.code == "image_truncated"

@@ -1,0 +1,367 @@
+"""Every byte of training input is a function of (seed, epoch, index), whoever makes it and when.
+
+One stream, made in the rank itself on one rank from the first step on without a cache, is compared
+byte for byte with those of several workers, of four ranks, of a resumed run and of each cache, for
+each augmentation on its own and for all of them at once.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.config.augment import AffineConfig, AugmentConfig
+from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.image import read_image
+from ppdist.data.loader import EvalLoader, TrainLoader
+from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.transforms import pipeline
+from ppdist.data.transforms.pipeline import reductions
+from ppdist.data.types import Batch
+from tests.unit.data.sets import NAMES, coco_config
+
+ROOT = Path(__file__).resolve().parents[3]
+TOTAL_BATCH, EPOCHS, SEED = 4, 3, 5
+SIZES = ((64, 96), (96, 64), (64, 64))  # multi-scale: one a step
+# (width, height): small and large against the input, so that some are decoded reduced.
+IMAGES = [
+    (64, 48),
+    (400, 300),
+    (97, 130),
+    (640, 200),
+    (33, 71),
+    (260, 260),
+    (120, 90),
+    (500, 500),
+    (90, 90),
+]
+
+PLAIN = dict(distort=0, expand=0, crop=0, flip=0, random_interpolation=False)
+EACH = {
+    "none of them": {},
+    "distort": dict(distort=1),
+    "expand": dict(expand=1),
+    "crop": dict(crop=1),
+    "flip": dict(flip=0.5),
+    "flip_vertical": dict(flip_vertical=0.5),
+    "random_interpolation": dict(random_interpolation=True),
+    "hsv": dict(hsv=(0.1, 0.7, 0.4)),
+    "rotate": dict(affine=AffineConfig(rotate=180)),
+    "scale": dict(affine=AffineConfig(scale=0.5)),
+    "shear": dict(affine=AffineConfig(shear=20)),
+    "translate": dict(affine=AffineConfig(translate=0.3)),
+    "perspective": dict(affine=AffineConfig(perspective=0.15)),
+    "rotate90": dict(rotate90=0.7),
+    "blur": dict(blur=0.7),
+    "grey": dict(grey=0.5),
+    "erase": dict(erase=0.7),
+    "mosaic of 4": dict(mosaic=0.8),
+    "mosaic of 9": dict(mosaic=0.8, mosaic_images=9),
+    "mosaic of whole images": dict(mosaic=0.8, mosaic_whole=True),
+    "mixup": dict(mixup=0.7),
+    "cutmix": dict(cutmix=0.7),
+    "copy_paste": dict(copy_paste=0.8),
+}
+TOGETHER = dict(
+    distort=0.5,
+    expand=0.5,
+    crop=0.5,
+    crop_least=0.7,
+    flip=0.5,
+    flip_vertical=0.5,
+    random_interpolation=True,
+    hsv=(0.1, 0.7, 0.4),
+    affine=AffineConfig(rotate=20, scale=0.5, shear=5, translate=0.1, perspective=0.05),
+    rotate90=0.3,
+    blur=0.3,
+    grey=0.3,
+    erase=0.3,
+    mosaic=0.6,
+    mosaic_images=9,
+    mixup=0.4,
+    cutmix=0.4,
+    copy_paste=0.5,
+)
+EVERYTHING = {
+    "all": TOGETHER,
+    "all, mosaic closing": TOGETHER | dict(close_mosaic_epochs=1),
+    "all, combined in a window": TOGETHER | dict(combine_epochs=(1, 2)),
+    "all, combined in a share": TOGETHER | dict(combine_epochs=(0.0, 0.5), mosaic_whole=True),
+    "all, plain at the end": TOGETHER | dict(plain_epochs=1),
+}
+CASES = EACH | EVERYTHING
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A COCO set with masks; its last image is damaged, the first has no objects."""
+    root = tmp_path_factory.mktemp("set")
+    (root / "images").mkdir()
+    rng = np.random.RandomState(0)
+    images, annotations = [], []
+    for index, (width, height) in enumerate(IMAGES):
+        file = root / "images" / f"{index}.jpg"
+        coarse_HW3 = rng.randint(0, 256, (6, 8, 3)).astype(np.uint8)
+        Image.fromarray(coarse_HW3).resize((width, height)).save(file, quality=90)
+        images.append({"id": index + 1, "file_name": file.name, "width": width, "height": height})
+        for number in range(index % 4):
+            x, y = rng.randint(0, width // 2), rng.randint(0, height // 2)
+            w, h = rng.randint(8, width // 2), rng.randint(8, height // 2)
+            outline = [x, y, x + w, y + h // 3, x + w // 2, y + h]
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": index + 1,
+                    "category_id": (index + number) % 3 + 1,
+                    "bbox": [int(x), int(y), int(w), int(h)],
+                    "segmentation": [[int(value) for value in outline]],
+                }
+            )
+    damaged = root / "images" / f"{len(IMAGES) - 1}.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    categories = [{"id": n, "name": name} for n, name in enumerate(NAMES, 1)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (root / "set.json").write_text(json.dumps(content), encoding="utf-8")
+    return root
+
+
+def config_of(folder: Path, augment: dict, **changes) -> DataConfig:
+    return coco_config(folder, augment=AugmentConfig(**PLAIN | augment), **{"workers": 0} | changes)
+
+
+Sample = tuple[int, str, bytes, bytes]
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """Position, digest of the pixels, boxes and labels of each image of a micro-batch."""
+    images, boxes, labels, mask, index = (
+        tensor.numpy()
+        for tensor in (
+            batch.images_B3HW, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, batch.image_index_B
+        )
+    )  # fmt: skip
+    return [
+        (
+            int(index[one]),
+            f"{images[one].shape} {hashlib.sha256(images[one].tobytes()).hexdigest()}",
+            boxes[one][mask[one] > 0].tobytes(),
+            labels[one][mask[one] > 0].tobytes(),
+        )
+        for one in range(len(index))
+        if index[one] >= 0
+    ]
+
+
+def stream(
+    config: DataConfig,
+    *,
+    world: int = 1,
+    accumulate: int = 1,
+    first: int = 0,
+    seed: int = SEED,
+    sizes: tuple[tuple[int, int], ...] = SIZES,
+) -> list[list[Sample]]:
+    """The samples of every step from `first` on, of all ranks, in the order of the epoch."""
+    dataset = read_split(config, "train", 3, masks=True)
+    of_ranks: list[list[list[Sample]]] = []
+    for rank in range(world):
+        sampler = TrainSampler(
+            dataset_size=len(dataset.records),
+            batch_size_per_card=TOTAL_BATCH // world // accumulate,
+            accumulate=accumulate,
+            rank=rank,
+            world=world,
+            seed=seed,
+            start_step=first,
+            end_step=first,
+            sizes=sizes,
+            copies_N=copies(dataset, config.sampling, None),
+        )
+        sampler = replace(sampler, end_step=EPOCHS * sampler.steps_per_epoch)
+        with closing(TrainLoader(dataset, config, sampler, seed=seed, epochs=EPOCHS)) as loader:
+            of_ranks.append([samples_of(batch) for batch in loader])
+    # Micro-batch m of rank r holds share m * world + r of its step.
+    shares = [share for of_all in zip(*of_ranks) for share in of_all]
+    in_step = world * accumulate
+    return [
+        [sample for share in shares[begin : begin + in_step] for sample in share]
+        for begin in range(0, len(shares), in_step)
+    ]
+
+
+_REFERENCES: dict[str, list[list[Sample]]] = {}
+
+
+def reference(folder: Path, name: str) -> list[list[Sample]]:
+    """The stream of one rank without workers and cache."""
+    if name not in _REFERENCES:
+        _REFERENCES[name] = stream(config_of(folder, CASES[name]))
+    return _REFERENCES[name]
+
+
+def each_and_thorough(each: list, thorough: list) -> list[tuple]:
+    """(name, how): each augmentation in the ways of `each`, all together in the others too."""
+    return [
+        *((name, how) for name in CASES for how in each),
+        *((name, how) for name in EVERYTHING for how in thorough),
+    ]
+
+
+@pytest.mark.parametrize(("name", "workers"), each_and_thorough([4], [1]))
+def test_workers_change_no_byte(folder, name, workers):
+    assert stream(config_of(folder, CASES[name], workers=workers)) == reference(folder, name)
+
+
+@pytest.mark.parametrize(("name", "shared"), each_and_thorough([(4, 1)], [(2, 2)]))
+def test_ranks_and_accumulation_change_no_byte(folder, name, shared):
+    world, accumulate = shared
+    ours = stream(config_of(folder, CASES[name]), world=world, accumulate=accumulate)
+    assert ours == reference(folder, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_resumed_within_an_epoch_sees_the_very_same_bytes(folder, name):
+    middle = 4  # of three steps an epoch
+    resumed = stream(config_of(folder, CASES[name]), first=middle)
+    assert resumed == reference(folder, name)[middle:]
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> Counter[str]:
+    """Counts how often each good image is decoded in this process."""
+    times: Counter[str] = Counter()
+
+    def counting(path: str, *rest):
+        image_HW3 = read_image(path, *rest)
+        times[Path(path).name] += 1
+        return image_HW3
+
+    monkeypatch.setattr(pipeline, "read_image", counting)
+    return times
+
+
+@pytest.mark.parametrize(("name", "cache"), each_and_thorough(["ram"], ["disk"]))
+def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
+    expected = reference(folder, name)
+    config = config_of(folder, CASES[name], cache=cache, cache_dir=str(tmp_path))
+    decoded.clear()
+    assert stream(config) == expected
+    assert set(decoded.values()) == {1}, "an image that is kept was decoded again"
+    if cache == "disk":
+        decoded.clear()
+        assert stream(config) == expected
+        assert not decoded, "the second run has all images from the first"
+
+
+@pytest.mark.parametrize("sampling", ["balanced", "difficulty"])
+def test_nor_do_all_of_these_together_with_images_that_come_more_often(folder, sampling, tmp_path):
+    often = SamplingConfig(name=sampling, balance_threshold=0.9)
+    alone = stream(config_of(folder, TOGETHER, sampling=often))
+    changes = {"workers": 2, "cache": "disk", "cache_dir": str(tmp_path), "sampling": often}
+    config = config_of(folder, TOGETHER, **changes)
+    assert stream(config, world=4) == alone
+    assert stream(config, world=2, accumulate=2, first=5) == alone[5:]
+
+
+def test_copies_of_an_image_in_one_epoch_look_different(folder):
+    often = SamplingConfig(name="balanced", balance_threshold=1.0)
+    steps = stream(config_of(folder, EACH["rotate"], sampling=often), sizes=SIZES[:1])
+    of_epoch = [sample for step in steps[: len(steps) // EPOCHS] for sample in step]
+    taken_twice = (0, len(IMAGES) - 1)  # the first also stands in for the damaged one
+    looks = [(index, pixels) for index, pixels, *_ in of_epoch if index not in taken_twice]
+    assert len({index for index, _ in looks}) < len(looks), "none came twice"
+    assert len(set(looks)) == len(looks)
+
+
+@pytest.mark.parametrize("name", [name for name in EACH if EACH[name]])
+def test_each_augmentation_shows_in_the_stream(folder, name):
+    assert reference(folder, name) != reference(folder, "none of them")
+
+
+def test_another_seed_gives_other_bytes(folder):
+    other = stream(config_of(folder, TOGETHER), seed=SEED + 1)
+    assert other != reference(folder, "all")
+
+
+def evaluation(folder: Path, world: int, shape_multiple: int | None) -> dict[int, np.ndarray]:
+    """Position -> uint8 [3, H, W], the image itself without what lies beside it."""
+    config = coco_config(folder, workers=0, resize="letterbox")
+    dataset = read_split(config, "val", 3)
+    found: dict[int, np.ndarray] = {}
+    for rank in range(world):
+        loader = EvalLoader(
+            dataset,
+            config,
+            image_size=(96, 128),
+            batch_size=2,
+            rank=rank,
+            world=world,
+            shape_multiple=shape_multiple,
+        )
+        with closing(loader):
+            for batch in loader:
+                for position, index in enumerate(batch.image_index_B.numpy().tolist()):
+                    assert index not in found
+                    record = dataset.records[index]
+                    top, left = batch.offset_B2[position].numpy().astype(int)
+                    tall, wide = np.rint(
+                        batch.scale_B2[position].numpy() * [record.height, record.width]
+                    ).astype(int)
+                    image = batch.images_B3HW[position].numpy()
+                    found[index] = image[:, top : top + tall, left : left + wide]
+    return found
+
+
+def test_rectangular_evaluation_sees_the_very_pixels_of_the_square_one_on_any_ranks(folder):
+    square = evaluation(folder, 1, None)
+    assert sorted(square) == list(range(len(IMAGES)))
+    for world in (1, 3):
+        rectangular = evaluation(folder, world, 32)
+        assert sorted(rectangular) == sorted(square)
+        for index, image in rectangular.items():
+            np.testing.assert_array_equal(image, square[index])
+
+
+def test_some_images_are_decoded_reduced_so_that_all_this_covers_it(folder):
+    dataset = read_split(config_of(folder, TOGETHER), "train", 3)
+    largest = max(height for height, _ in SIZES), max(width for _, width in SIZES)
+    for augment in (EACH["mosaic of 4"], TOGETHER):
+        factors_N = reductions(dataset, AugmentConfig(**PLAIN | augment), largest, "stretch")
+        assert len(set(factors_N.tolist())) > 1
+
+
+FRESH = """
+import sys
+from pathlib import Path
+from tests.unit.data.test_loader_reproducible import TOGETHER, config_of, digest, stream
+print(digest(stream(config_of(Path(sys.argv[1]), TOGETHER, workers=2))))
+"""
+
+
+def digest(steps: list[list[Sample]]) -> str:
+    return hashlib.sha256(repr(steps).encode()).hexdigest()
+
+
+def test_another_process_with_other_hashes_and_threads_makes_the_very_same_bytes(folder):
+    environment = os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", FRESH, str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[-1] == digest(reference(folder, "all"))

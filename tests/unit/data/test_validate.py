@@ -1,0 +1,137 @@
+"""Both splits validated."""
+
+import json
+import os
+
+import pytest
+
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.datasets import yolo
+from ppdist.data.datasets.annotations import KINDS
+from ppdist.data.validate import validate
+from tests.unit.data.corpus import (
+    config,
+    write_clean_coco,
+    write_dirty_coco,
+    write_dirty_voc,
+    write_dirty_yolo,
+    write_picture,
+)
+
+_TWICE = {"image_truncated": 5, "box_duplicate": 2, "image_no_boxes": 2}
+_OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
+_OF_YOLO = {"label_without_image", "label_shared"}
+_OF_NATIVE_CODE = {"image_crashes_decoder", "image_hangs_decoder"}  # see test_scan
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_an_audit_finds_every_defect_once(tmp_path, decode, record_property):
+    report = validate(write_dirty_coco(tmp_path), decode=decode, workers=2)
+    counts = {row.name: row.counts.get("train", 0) for row in report.rows()}
+    wanted = KINDS.keys() - _OF_OTHER_FORMATS - _OF_YOLO - _OF_NATIVE_CODE - {"classes_differ"}
+    assert counts == {kind: _TWICE.get(kind, 1) for kind in wanted}
+    assert {row.name for row in report.rows() if row.counts.get("val")} == {"class_ids_gap"}
+    severities = [row.kind.severity for row in report.rows()]
+    assert severities == sorted(severities, key=["error", "warning", "note"].index)
+    assert report.errors == 15
+    record_property("figure", f"{len(wanted)} of {len(wanted)} kinds of defects found")
+
+
+def test_an_audit_finds_what_only_files_of_one_image_can_have(tmp_path):
+    config = write_dirty_voc(tmp_path)
+    found = {row.name: row for row in validate(config, decode=False, workers=1).rows()}
+    assert found.keys() >= _OF_OTHER_FORMATS
+    assert str(tmp_path / "Annotations" / "1.xml") in found["annotation_unreadable"].examples[0]
+    assert found["encoding"].examples[0].endswith("2.xml: not UTF-8 text: read as GBK")
+
+
+def test_an_audit_finds_what_only_folders_of_labels_can_have(tmp_path):
+    report = validate(write_dirty_yolo(tmp_path), decode=False, workers=1)
+    assert {row.name: row.count for row in report.rows()} == dict.fromkeys(_OF_YOLO, 1)
+
+
+def test_an_image_whose_size_yolo_cannot_know_is_one_that_training_loses(tmp_path, monkeypatch):
+    settings = write_dirty_yolo(tmp_path)
+    (tmp_path / "images" / "train" / "b.jpg").write_bytes(b"no image")
+    monkeypatch.setattr(yolo, "image_size", lambda path: None)  # as of a format Pillow has not
+    found = {row.name: row.counts for row in validate(settings, decode=False, workers=1).rows()}
+    assert found["image_unreadable"] == {"train": 1}
+    assert found["size_mismatch"] == {"train": 2, "val": 1} and "box_outside" not in found
+
+
+def test_a_clean_set_has_no_finding(tmp_path):
+    report = validate(write_clean_coco(tmp_path), decode=True, workers=2)
+    assert report.rows() == [] and report.errors == 0
+
+
+def test_a_report_survives_json_with_every_finding(tmp_path):
+    report = validate(write_dirty_coco(tmp_path), decode=True, workers=1)
+    content = json.loads(json.dumps(report.as_json()))
+    assert content["splits"]["train"]["images"] == len(report.splits["train"].raw.images)
+    assert content["splits"]["train"]["classes"] == ["cat", "dog", "bird"]
+    of_kind = {entry["kind"]: entry for entry in content["kinds"]}
+    assert len(content["findings"]) == sum(entry["count"] for entry in of_kind.values())
+    assert of_kind["box_swapped"]["severity"] == "warning"
+    assert of_kind["image_empty"]["examples"] == [f"{tmp_path}/images/empty.jpg: the file is empty"]
+    leak = next(entry for entry in content["findings"] if entry["kind"] == "leakage")
+    assert leak["split"] == "train" and leak["image"] == f"{tmp_path}/images/leak.jpg"
+
+
+def test_the_real_defects_of_bccd_are_found(shared_dir):
+    root = shared_dir / "data" / "bccd"
+    if not root.is_dir():
+        pytest.skip("the BCCD images are not here")
+    splits = {
+        split: SplitConfig(annotations=f"annotations/instances_{split}.json")
+        for split in ("train", "val")
+    }
+    report = validate(DataConfig(root=str(root), **splits), decode=True, workers=2)
+    found = {row.name: row for row in report.rows()}
+    assert found.keys() == {"box_no_area", "image_unlisted"} and report.errors == 0
+    assert found["box_no_area"].counts == {"train": 1, "val": 1}
+    train, val = found["box_no_area"].examples
+    assert "BloodImage_00343" in train and "BloodImage_00338" in val
+
+
+def test_other_classes_in_validation_are_an_error_of_the_report(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    file = tmp_path / "val.json"
+    content = json.loads(file.read_text())
+    content["categories"][0]["name"] = "dog"
+    file.write_text(json.dumps(content))
+    report = validate(settings, decode=False, workers=1)
+    assert report.errors == 1
+    (finding,) = (f for f in report.as_json()["findings"] if f["kind"] == "classes_differ")
+    assert (
+        f"{tmp_path}/train.json and {file} have different categories (1 cat, 1 dog)"
+        in (finding["text"])
+    )
+
+
+def test_one_list_for_both_splits_is_no_leakage(tmp_path):
+    write_clean_coco(tmp_path)
+    same = validate(config(tmp_path, "coco", "train.json", "train.json"), decode=False, workers=1)
+    assert "leakage" not in {row.name for row in same.rows()}
+    content = json.loads((tmp_path / "train.json").read_text())
+    content["images"], content["annotations"] = content["images"][:1], content["annotations"][:1]
+    (tmp_path / "half.json").write_text(json.dumps(content))
+    half = validate(config(tmp_path, "coco", "train.json", "half.json"), decode=False, workers=1)
+    (leak,) = (row for row in half.rows() if row.name == "leakage")
+    assert leak.count == 1
+
+
+def test_links_in_a_circle_are_walked_once_and_a_linked_folder_is_no_other(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    images = tmp_path / "images"
+    for number in range(3):  # each doubles what a walk without memory sees, at every depth
+        os.symlink(images, images / f"loop{number}")
+    write_picture(tmp_path / "elsewhere" / "new.jpg", 9)
+    for name in ("a", "b"):
+        os.symlink(tmp_path / "elsewhere", images / name)
+    issues = validate(settings, decode=False, workers=1).splits["train"].issues
+    assert [issue.image for issue in issues] == [str(images / "a" / "new.jpg")]
+    content = json.loads((tmp_path / "train.json").read_text())
+    content["images"][0]["file_name"] = "b/new.jpg"
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    issues = validate(settings, decode=False, workers=1).splits["train"].issues
+    assert [issue.image for issue in issues] == [str(images / "0.jpg")]

@@ -1,0 +1,155 @@
+"""Both splits checked before training."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig
+from ppdist.data import validate
+from ppdist.data.datasets.build import read_split
+from ppdist.data.validate import ImageCheck, check_before_training
+from tests.unit.data.corpus import config, write_clean_coco
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def broken(tmp_path) -> DataConfig:
+    """One of two training images is cut short; the other is also in the validation split."""
+    root = tmp_path / "set"
+    root.mkdir()
+    config = write_clean_coco(root)
+    file = root / "images" / "1.jpg"
+    file.write_bytes(file.read_bytes()[:-200])
+    (root / "images" / "2.jpg").write_bytes((root / "images" / "0.jpg").read_bytes())
+    return config
+
+
+def _check(config: DataConfig):
+    return check_before_training(
+        config, read_split(config, "train"), read_split(config, "val"), workers=2
+    )
+
+
+def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
+    train, val, warned = _check(broken)
+    why = "the JPEG data end early (incomplete file)"
+    text = f"{broken.root}/images/1.jpg: {why}"
+    assert train.unreadable == {1: why} and val.unreadable == {}
+    assert len(warned) == 2 and not caplog.records  # who called warns, once its log is open
+    assert "image_truncated: 1 of 2 images" in warned[0] and text in warned[0]
+    assert warned[1].startswith("leakage: 1 of 2 training images are in the validation split too")
+
+
+def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatch, caplog):
+    first = _check(broken)
+    checks = []
+    original = validate.check_images
+    monkeypatch.setattr(
+        validate, "check_images", lambda *a, **k: checks.append(1) or original(*a, **k)
+    )
+    caplog.set_level(logging.INFO, "ppdist.data")
+    again = _check(broken)
+    assert again.train.unreadable == first.train.unreadable and again.lines == first.lines
+    assert not checks and "unchanged since the last check" in caplog.text
+    assert "image_truncated" in again.lines[0]  # it is said every time
+    file = os.path.join(broken.root, "images", "1.jpg")
+    with open(file, "ab") as end:
+        end.write(b"\xff\xd9")
+    assert _check(broken)[0].unreadable == {} and len(checks) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": 1}', b"\xff\xfe"])
+def test_a_damaged_memory_of_a_check_does_not_matter(home, broken, content):
+    first = _check(broken)[0].unreadable
+    (kept,) = (home / "ppdist").iterdir()
+    kept.write_bytes(content)
+    assert _check(broken)[0].unreadable == first
+
+
+def test_a_home_that_cannot_be_written_to_does_not_matter(tmp_path, broken, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert len(_check(broken)[0].unreadable) == 1
+
+
+def test_checking_can_be_left_out(home, broken):
+    train, _, lines = _check(broken.model_copy(update={"check_images": "none"}))
+    assert train.unreadable == {} and lines == () and not home.exists()
+
+
+def test_bad_images_stop_training_where_they_are_errors(home, broken):
+    with pytest.raises(
+        DataError, match=r"1\.jpg: the JPEG data end early.*; remove it, or set"
+    ) as caught:
+        _check(broken.model_copy(update={"bad_images": "error"}))
+    assert caught.value.code == "image_truncated"
+
+
+def test_a_split_without_any_good_image_stops_training(home, broken):
+    for name in ("0.jpg", "1.jpg"):
+        open(os.path.join(broken.root, "images", name), "wb").close()
+    with pytest.raises(
+        DataError, match=r"train\.json: not one image can be used, first .*0\.jpg"
+    ) as caught:
+        _check(broken)
+    assert caught.value.code == "no_good_image"
+
+
+@pytest.mark.parametrize("change", ["no lines", "no bad", "no val", "bad is a list", "odd pair"])
+def test_a_memory_of_another_form_does_not_matter(home, broken, change):
+    first = _check(broken)
+    (kept,) = (home / "ppdist").iterdir()
+    content = json.loads(kept.read_text())
+    if change.startswith("no "):
+        (content["bad"] if change == "no val" else content).pop(change[3:])
+    else:
+        content["bad"] = [] if change == "bad is a list" else {"train": [7], "val": []}
+    kept.write_text(json.dumps(content))
+    again = _check(broken)
+    assert again.train.unreadable == first.train.unreadable and again.lines == first.lines
+
+
+def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
+    (Path(broken.root) / "images" / "1.jpg").write_bytes(
+        (Path(broken.root) / "images" / "0.jpg").read_bytes()
+    )
+
+    def denied(files, **options):
+        text = f"{files[-1].path}: Permission denied"
+        good = [ImageCheck(digest=file.path) for file in files[:-1]]
+        return [*good, ImageCheck(("image_unreadable", text), passing=True)]
+
+    monkeypatch.setattr(validate, "check_images", denied)
+    with pytest.raises(DataError) as caught:  # the one image of validation
+        _check(broken)
+    assert caught.value.code == "no_good_image"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    assert not home.exists() and _check(broken).train.unreadable == {}
+    assert home.exists()
+
+
+def test_a_change_of_permissions_alone_asks_for_another_look(home, broken, caplog):
+    caplog.set_level(logging.INFO, "ppdist.data")
+    _check(broken)
+    os.chmod(os.path.join(broken.root, "images", "0.jpg"), 0o600)
+    _check(broken)
+    assert "unchanged since the last check" not in caplog.text
+    _check(broken)
+    assert "unchanged since the last check" in caplog.text
+
+
+def test_one_list_for_both_splits_is_no_leakage(home, tmp_path):
+    write_clean_coco(tmp_path)
+    assert _check(config(tmp_path, "coco", "train.json", "train.json")).lines == ()

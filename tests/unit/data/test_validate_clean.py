@@ -1,0 +1,178 @@
+"""Clean copies of sets with defects."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ppdist.common.errors import DataError, UserError
+from ppdist.config.data import DataConfig
+from ppdist.data import validate as validation
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.convert import Format, Images, snippet
+from ppdist.data.validate import clean_copy, validate
+from tests.unit.data.corpus import (
+    config,
+    write_clean_coco,
+    write_dirty_coco,
+    write_dirty_voc,
+    write_dirty_yolo,
+    write_picture,
+)
+
+
+def _cleaned(settings: DataConfig, out: Path, form: Format = "coco", images: Images = "copy"):
+    """What `clean_copy` gave, and the settings that read it."""
+    cleaned = clean_copy(validate(settings, decode=True, workers=1), form, out, images=images)
+    text = snippet(cleaned.raws, form, out, images=images)
+    return cleaned, DataConfig(**yaml.safe_load(text)["data"])
+
+
+def _names(settings: DataConfig, split: str) -> list[str]:
+    return [os.path.basename(record.path) for record in read_split(settings, split).records]
+
+
+@pytest.mark.parametrize(
+    "write, form",
+    [
+        (write_dirty_coco, "coco"),
+        (write_dirty_coco, "voc"),
+        (write_dirty_coco, "yolo"),
+        (write_dirty_voc, "voc"),
+        (write_dirty_yolo, "yolo"),
+        (write_dirty_yolo, "coco"),
+    ],
+)
+def test_a_clean_copy_has_nothing_but_notes(tmp_path, write, form):
+    (tmp_path / "dirty").mkdir()
+    config = write(tmp_path / "dirty")
+    report = validate(config, decode=True, workers=2)
+    lines, raws = clean_copy(report, form, tmp_path / "clean", images="copy")
+    text = snippet(raws, form, tmp_path / "clean", images="copy")
+    again = validate(DataConfig(**yaml.safe_load(text)["data"]), decode=True, workers=2)
+    assert {row.kind.severity for row in again.rows()} <= {"note"}, again.rows()
+    for row in report.rows():
+        if row.kind.severity != "note":
+            assert any(f" {row.name}: {row.kind.fix}" in line for line in lines), row.name
+
+
+def test_a_clean_copy_of_clean_data_changes_nothing(tmp_path):
+    (tmp_path / "a").mkdir()
+    config = write_clean_coco(tmp_path / "a")
+    report = validate(config, decode=True, workers=1)
+    lines, raws = clean_copy(report, "coco", tmp_path / "b", images="link")
+    assert lines == []
+    text = snippet(raws, "coco", tmp_path / "b", images="link")
+    copied = DataConfig(**yaml.safe_load(text)["data"])
+    for split in ("train", "val"):
+        for ours, theirs in zip(
+            read_split(config, split).records, read_split(copied, split).records
+        ):
+            assert np.array_equal(ours.boxes_M4, theirs.boxes_M4)
+            assert os.path.realpath(theirs.path) == os.path.realpath(ours.path)
+
+
+def _write(root: Path, split: str, sizes: dict[str, tuple[int, int]]) -> None:
+    """A COCO file of these images, annotated to be so large, with a box each."""
+    entries = list(enumerate(sizes.items(), 1))
+    content = {
+        "images": [
+            {"id": n, "file_name": name, "width": width, "height": height}
+            for n, (name, (width, height)) in entries
+        ],
+        "annotations": [
+            {"id": n, "image_id": n, "category_id": 1, "bbox": [1, 2, 20, 20]} for n, _ in entries
+        ],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    (root / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_of_equal_images_one_good_one_always_stays(tmp_path):
+    root, good, bad = tmp_path / "set", (64, 48), (50, 50)
+    for number, name in enumerate(("a", "b", "v", "w", "x")):
+        write_picture(root / "images" / f"{name}.png", number)
+    for original, copy in (("a", "a2"), ("v", "v_in_train"), ("w", "w_in_train"), ("b", "b2")):
+        shutil.copy(root / "images" / f"{original}.png", root / "images" / f"{copy}.png")
+    train = {"a": bad, "a2": good, "b": good, "b2": good, "v_in_train": good, "w_in_train": good}
+    _write(root, "train", {f"{name}.png": size for name, size in train.items()})
+    _write(root, "val", {"v.png": bad, "w.png": good, "x.png": good})
+    cleaned, again = _cleaned(config(root, "coco", "train.json", "val.json"), tmp_path / "out")
+    assert _names(again, "train") == ["a2.png", "b.png", "v_in_train.png"]
+    assert _names(again, "val") == ["w.png", "x.png"]
+    assert cleaned.lines == [
+        "train: 1 size_mismatch: left out",
+        "train: 1 image_duplicate: once",
+        "train: 1 leakage: left out of training",
+        "val: 1 size_mismatch: left out",
+    ]
+    assert validate(again, decode=True, workers=1).errors == 0
+
+
+def test_one_list_for_both_splits_stays_in_both_however_often_it_is_cleaned(tmp_path):
+    write_clean_coco(tmp_path / "set")
+    settings = config(tmp_path / "set", "coco", "train.json", "train.json")
+    for number in range(2):
+        cleaned, settings = _cleaned(settings, tmp_path / f"out{number}")
+        assert _names(settings, "train") == _names(settings, "val") == ["0.jpg", "1.jpg"]
+        assert not any("leakage" in line for line in cleaned.lines)
+
+
+@pytest.mark.parametrize("form, images", [("coco", "none"), ("voc", "none"), ("yolo", "link")])
+def test_what_was_written_is_what_the_settings_read(tmp_path, form, images):
+    """Without the images that were left out, the folder that all of them share is another one."""
+    root = tmp_path / "set"
+    _write(_made(root), "train", {"sub/0.jpg": (64, 48), "bad.jpg": (64, 48)})
+    _write(root, "val", {"sub/1.jpg": (64, 48)})
+    for number in range(2):
+        write_picture(root / "images" / "sub" / f"{number}.jpg", number)
+    (root / "images" / "bad.jpg").write_bytes(b"no image")
+    cleaned, again = _cleaned(
+        config(root, "coco", "train.json", "val.json"), tmp_path / "out", form, images
+    )
+    assert [image.path.name for image in cleaned.raws["train"].images] == ["0.jpg"]
+    assert _names(again, "train") == ["0.jpg"] and _names(again, "val") == ["1.jpg"]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_other_classes_in_validation_leave_nothing_written(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    file = tmp_path / "val.json"
+    file.write_text(file.read_text().replace('"cat"', '"dog"'))
+    report = validate(settings, decode=False, workers=1)
+    with pytest.raises(DataError) as caught:
+        clean_copy(report, "yolo", tmp_path / "out", images="copy")
+    assert caught.value.code == "classes_differ"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    settings = write_clean_coco(tmp_path)
+    report, out = validate(settings, decode=False, workers=1), tmp_path / "out"
+    original = validation.convert
+
+    def full(raw, form, folder, *, images, split):
+        lines = original(raw, form, folder, images=images, split=split)
+        if split == "val":
+            raise UserError(
+                "cannot be written: No space left on device", code="disk_full", where=str(folder)
+            )
+        return lines
+
+    monkeypatch.setattr(validation, "convert", full)
+    with pytest.raises(UserError, match="No space left"):
+        clean_copy(report, "voc", out, images="copy")
+    assert [*out.iterdir()] == []
+    monkeypatch.undo()
+    assert clean_copy(report, "voc", out, images="copy").raws.keys() == {"train", "val"}
+    with pytest.raises(DataError, match="is not empty; choose a new folder") as caught:
+        clean_copy(report, "voc", out, images="copy")
+    assert caught.value.code == "folder_not_empty"

@@ -1,0 +1,239 @@
+"""Image files checked in child processes that may die."""
+
+import os
+import signal
+import time
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+from PIL import ImageFile as PillowFile
+
+from ppdist.common.errors import DataError
+from ppdist.data import validate as validation
+from ppdist.data.image import damage, read_image
+from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
+from tests.unit.data.corpus import (
+    SIZE,
+    exif,
+    hollow_jpeg,
+    lying_png,
+    picture,
+    write_images,
+    write_picture,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def kinds(folder) -> dict[str, str]:
+    return write_images(folder)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_each_defect_of_a_file_is_found_and_nothing_else(folder, kinds, decode):
+    files = []
+    for name in kinds:
+        size = (50, 50) if name == "other_size.jpg" else SIZE
+        files.append(ImageFile(str(folder / name), size))
+    checks = dict(zip(kinds, check_images(files, decode=decode, workers=2)))
+    assert checks["copy.jpg"].digest == checks["good0.jpg"].digest != checks["good1.jpg"].digest
+    for name, kind in kinds.items():
+        found = [checks[name].problem[0], *checks[name].notes]
+        expected = "" if kind == "image_duplicate" else kind
+        assert [one for one in found if one] == [expected] * bool(expected), name
+        if checks[name].problem[0]:
+            assert checks[name].problem[1].startswith(str(folder / name))
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("size", [SIZE, SIZE[::-1], (50, 50)])
+def test_header_decoding_and_training_agree_on_the_size(tmp_path, suffix, orientation, size):
+    file = write_picture(tmp_path / f"a.{suffix}", 0, exif=exif(orientation))
+    seen = [check_image(str(file), size, decode=decode) for decode in (False, True)]
+    assert seen[0] == seen[1]
+    assert seen[0].notes == (("exif_orientation",) if orientation > 1 else ())
+    try:
+        read_image(file, size[::-1])
+        assert seen[0].problem == ("", "")
+    except DataError as error:
+        assert seen[0].problem == ("size_mismatch", str(error))
+    turned = orientation > 4
+    if suffix != "tif" or not turned:
+        assert (seen[0].problem[0] == "") == (size == SIZE or (turned and size == SIZE[::-1]))
+
+
+def test_damage_amid_a_jpeg_is_found_by_decoding_alone(tmp_path):
+    file = tmp_path / "a.jpg"
+    Image.fromarray(picture(0, (320, 240))).save(file, quality=90)
+    file.write_bytes(hollow_jpeg(file.read_bytes()))
+    assert check_images([ImageFile(str(file), None)], decode=False, workers=1)[0].problem == (
+        "",
+        "",
+    )
+    (found,) = check_images([ImageFile(str(file), None)], decode=True, workers=1)
+    assert found.problem[0] == "image_unreadable" and "made up" in found.problem[1]
+
+
+def test_a_large_file_is_judged_by_its_head_and_end(tmp_path):
+    noise = np.random.RandomState(0).randint(0, 256, (300, 400, 3)).astype(np.uint8)
+    for suffix in ("jpg", "png"):
+        file = tmp_path / f"a.{suffix}"
+        Image.fromarray(noise).save(file, **({"quality": 95} if suffix == "jpg" else {}))
+        whole = file.read_bytes()
+        assert len(whole) > 80_000
+        first = check_image(str(file), (400, 300), decode=False)
+        assert first.problem == ("", "")
+        file.write_bytes(whole + bytes(20_000))  # padding is not damage
+        assert check_image(str(file), (400, 300), decode=False).problem == ("", "")
+        file.write_bytes(whole[:-9000])
+        cut = check_image(str(file), (400, 300), decode=False)
+        assert cut.problem[0] == "image_truncated" and cut.digest != first.digest
+
+
+@pytest.mark.parametrize("suffix", ["bmp", "webp", "tif"])
+def test_a_large_file_of_any_format_is_found_to_be_cut_short(tmp_path, suffix):
+    noise = np.random.RandomState(0).randint(0, 256, (300, 400, 3)).astype(np.uint8)
+    file = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(file, **({"quality": 98} if suffix == "webp" else {}))
+    whole = file.read_bytes()
+    assert check_image(str(file), (400, 300), decode=False).problem == ("", "")
+    for length in (len(whole) - 2, 80_000):
+        assert length > 74_000
+        file.write_bytes(whole[:length])
+        kind, text = check_image(str(file), (400, 300), decode=False).problem
+        assert kind == ("image_unreadable" if suffix == "tif" else "image_truncated"), length
+        assert text.startswith(f"{file}: ")
+
+
+def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
+    def decoded(*arguments, **options):
+        raise AssertionError("decoded")
+
+    files = [
+        write_picture(tmp_path / f"a.{end}", 0) for end in ("jpg", "png", "bmp", "webp", "tif")
+    ]
+    monkeypatch.setattr(PillowFile.ImageFile, "load", decoded)
+    monkeypatch.setattr(validation, "read_image", decoded)
+    for file in files:
+        assert check_image(str(file), SIZE, decode=False).problem == ("", ""), file
+
+
+def test_a_problem_that_may_pass_is_told_from_one_of_the_file(tmp_path, monkeypatch):
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes(b"no image")
+    assert not check_image(str(bad), None, decode=False).passing
+    assert check_image(str(tmp_path / "absent.jpg"), None, decode=False).passing
+    found = check_image(str(tmp_path), None, decode=False)
+    assert found.passing and found.problem == ("image_unreadable", f"{tmp_path}: Is a directory")
+    good = write_picture(tmp_path / "good.png", 0)
+    full = cv2.error("Insufficient memory")
+    full.code, full.err = cv2.Error.StsNoMem, "Insufficient memory"
+    for error in (full, MemoryError(), OSError(5, "Input/output error")):
+        monkeypatch.setattr(cv2, "imdecode", _raising(error))
+        found = check_image(str(good), SIZE, decode=True)
+        assert found.passing and found.problem[0] == "image_unreadable", error
+        assert ("Input/output error" if isinstance(error, OSError) else "not enough memory") in (
+            found.problem[1]
+        )
+
+
+def _raising(error: BaseException):
+    def fail(*arguments):
+        raise error
+
+    return fail
+
+
+def _deadly(path: str, size: object, *, decode: bool) -> ImageCheck:
+    name = os.path.basename(path)
+    if "segv" in name:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "hang" in name:
+        time.sleep(60)
+    if "once" in name and not os.path.exists(path):
+        with open(path, "x"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return ImageCheck(digest=path)
+
+
+def test_a_file_that_kills_or_hangs_its_child_is_named_and_the_others_are_seen(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(validation, "check_image", _deadly)
+    names = [f"{number}" for number in range(100)]
+    names[7], names[40], names[41], names[99] = "segv1", "segv2", "hang", "once"
+    files = [ImageFile(str(tmp_path / name), None) for name in names]
+    checks = check_images(files, decode=True, workers=3, timeout=1.0)
+    assert len(checks) == 100
+    for name, file, found in zip(names, files, checks):
+        if "segv" in name:
+            assert found.problem[0] == "image_crashes_decoder"
+            expected = f"{file.path}: decoding it kills the process (SIGSEGV)"
+            assert found.problem[1] == expected and found.passing
+        elif "hang" in name:
+            assert found.problem == ("image_hangs_decoder", f"{file.path}: not decoded after 1 s")
+            assert found.passing
+        else:  # also the one that was killed once, by the system as it seems
+            assert found == ImageCheck(digest=file.path)
+
+
+def test_a_scan_leaves_no_process_behind(folder, kinds):
+    def children() -> set[str]:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return set(file.read().split())
+
+    before = children()
+    check_images([ImageFile(str(folder / name), None) for name in kinds], decode=True, workers=3)
+    assert children() <= before
+
+
+def test_no_file_gives_no_look():
+    assert check_images([], decode=True, workers=2) == []
+
+
+def test_a_whole_file_is_not_damaged_however_it_was_written(tmp_path):
+    image = Image.fromarray(picture(0))
+    for suffix, modes, options in (
+        ("jpg", ("RGB", "L", "CMYK"), ({}, {"progressive": True}, {"optimize": True})),
+        ("png", ("RGB", "RGBA", "L", "LA", "P", "1"), ({}, {"optimize": True})),
+        ("bmp", ("RGB", "RGBA", "L", "P", "1"), ({},)),
+        ("webp", ("RGB", "RGBA"), ({}, {"lossless": True})),
+        ("tif", ("RGB", "L", "1"), ({}, {"compression": "tiff_lzw"})),
+    ):
+        for mode in modes:
+            for option in options:
+                file = tmp_path / f"a.{suffix}"
+                image.convert(mode).save(file, **option)
+                assert damage(file.read_bytes()) is None, (suffix, mode, option)
+    blank = Image.new("L", (4000, 4000))
+    for suffix in ("jpg", "png"):
+        blank.save(tmp_path / f"blank.{suffix}", optimize=True)
+        assert damage((tmp_path / f"blank.{suffix}").read_bytes()) is None
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "webp"])
+def test_every_prefix_of_a_file_is_cut_short(tmp_path, suffix):
+    content = write_picture(tmp_path / f"a.{suffix}", 0).read_bytes()
+    for length in range(12, len(content) - 1, 7):
+        found = damage(content[:length])
+        assert found is not None and found.code == "image_truncated", length
+
+
+def test_sizes_that_a_file_cannot_hold_are_refused_before_they_are_allocated(tmp_path):
+    png = bytearray(write_picture(tmp_path / "a.png", 0).read_bytes())
+    png[16:24] = (30_000).to_bytes(4, "big") * 2
+    jpeg = bytearray(write_picture(tmp_path / "a.jpg", 0).read_bytes())
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = (30_000).to_bytes(2, "big") * 2
+    for content in (png, jpeg):
+        found = damage(bytes(content))
+        assert found is not None and found.code == "image_unreadable"
+        assert "claims 30000x30000 pixels" in found.text
+    assert damage(lying_png()).code == "image_truncated"

@@ -1,0 +1,290 @@
+"""Sums through the memory of a host, on real ranks and against what sockets give."""
+
+import ctypes
+import mmap
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.errors import RankError, failure_of
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import LARGEST_MB, SIZES_MB, fastest_bucket_mb
+from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce, _messages, _pieces, _share
+from ppdist.distributed.store import drowsy_threads
+from ppdist.launch.watchdog import RankEnd
+from tests.distributed import run_on_ranks
+
+
+def sums(argument):
+    """Sums of tensors of odd sizes that do not fit one message, against the sum by sockets."""
+    comm.init("cpu", DistributedConfig(bucket_mb=1))
+    assert (comm._host is not None) == argument["memory"]
+    draw = np.random.default_rng(comm.rank())
+    shapes = [(3,), (700, 1001), (1,), (5, 7), (400_000,)]
+    ours = [paddle.to_tensor(draw.normal(size=shape).astype("float32")) for shape in shapes]
+    transposed = paddle.to_tensor(draw.normal(size=(30, 50)).astype("float32")).t()
+    ours.append(transposed)
+    theirs, means = ([tensor.clone() for tensor in ours] for _ in range(2))
+    small = comm.all_reduce_sum(paddle.to_tensor([1.0 + comm.rank(), float("nan")])).tolist()
+    comm.sum_tensors(ours)
+    comm.mean_tensors(means)
+    comm.mean_tensors([])
+    for tensor in theirs:
+        paddle.distributed.all_reduce(tensor)
+    rows = comm.all_gather(paddle.to_tensor([[1.0 + comm.rank(), -0.0]]).t())
+    assert rows.shape == [comm.world_size(), 2, 1]
+    return {
+        "rows": rows.tolist(),
+        "small": small[0],
+        "nan": small[1] != small[1],
+        "mean": max(float((a / comm.world_size() - b).abs().max()) for a, b in zip(ours, means)),
+        "error": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
+        "sum": [np.ascontiguousarray(tensor.numpy()).tobytes().hex()[-64:] for tensor in ours],
+    }
+
+
+def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
+    first, second = run_on_ranks(
+        2, "tests.unit.distributed.test_shm_allreduce:sums", {"memory": True}, hosts=1
+    )
+    assert first == second
+    assert first["rows"] == [[[1.0], [-0.0]], [[2.0], [-0.0]]]
+    assert first["small"] == 3.0 and first["nan"] and first["error"] == first["mean"] == 0.0
+
+
+@pytest.mark.slow
+def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
+    results = run_on_ranks(
+        4, "tests.unit.distributed.test_shm_allreduce:sums", {"memory": True}, hosts=2
+    )
+    assert all(result == results[0] for result in results)
+    assert results[0]["small"] == 10.0 and results[0]["error"] < 2e-6
+    assert results[0]["mean"] == 0.0
+
+
+def late(argument):
+    """Rank 1 comes late, then too late, then not at all."""
+    comm.init("cpu", DistributedConfig())
+    me, said, one = comm.rank(), [], paddle.to_tensor([1.0])
+    began, heard = time.monotonic(), []
+    signal.signal(signal.SIGALRM, lambda number, frame: heard.append(time.monotonic() - began))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    time.sleep(2.0 * me)
+    said.append(comm.all_reduce_sum(one).tolist())
+    said.append(heard[0] < 1.5)
+    comm._host._patience = 60.0 if me else 0.5
+    comm.barrier()
+    time.sleep(2.0 * me)
+    for _ in range(2):  # rank 0 meets a rank that is late, then rank 1 one that has ended
+        try:
+            comm.all_reduce_sum(one)
+        except RankError as error:
+            said.append(f"{error.code}: {error}")
+            break
+    return [*said, os.getpid()]
+
+
+@pytest.mark.slow
+def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
+    (*first, pid_0), (*second, pid_1) = run_on_ranks(
+        2, "tests.unit.distributed.test_shm_allreduce:late", hosts=1
+    )
+    assert first == [
+        [2.0],
+        True,
+        "rank_timeout: rank 0 waited 0.5 s (distributed.timeout_seconds) for rank 1 (process "
+        f"{pid_1} of this host), which lives but did not come to the same exchange",
+    ]
+    gone = f"lost_rank: rank 0 (process {pid_0} of this host) ended while rank 1 waited for it"
+    assert second == [[2.0], True, gone]
+
+
+def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(monkeypatch):
+    monkeypatch.setattr("ppdist.distributed.shm_allreduce._BETWEEN_HOSTS_SECONDS", 0.15)
+    me = os.getpid()
+
+    def wait(arrived):
+        """What the first of two ranks is told when the other has arrived so often."""
+        size = 3 * 64 + 3 * 64
+        memory = SharedMemoryAllReduce(
+            mmap.mmap(-1, size), rank=2, processes={2: me, 3: me}, message_bytes=64,
+            patience_seconds=0.4,
+        )  # fmt: skip
+        for cell, fact in enumerate((arrived, heartbeat.step(), 0, 2)):  # a sum of two values
+            memory._counters[8 + cell] = fact
+        values = np.ones(2, np.float32)
+        with pytest.raises(RankError) as told:
+            memory.sum([(values.ctypes.data, 2)], lambda sums_F: None)
+        return str(told.value)
+
+    assert wait(0).startswith(
+        "rank 2 waited 0.15 s (other hosts wait 30 s for this one, which cannot be configured) for "
+        "rank 3"
+    )
+    # While the first rank of a host waits for other hosts, nobody of its own blames it.
+    assert wait(2).startswith("rank 2 waited 0.4 s (distributed.timeout_seconds) for rank 3")
+
+
+def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_the_cause():
+    lost = failure_of(RankError("", code="lost_rank"))
+    slow = failure_of(RankError("", code="rank_timeout"))
+    assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
+    late = RankEnd(0, 0, 1, slow, 0.0)
+    assert late.waited_in_vain and not late.is_consequence
+
+
+def apart(argument):
+    """Rank 1 leaves out a sum, or takes part in another one; then both wait at the same place."""
+    comm.init("cpu", DistributedConfig())
+    one, two = paddle.to_tensor([1.0]), paddle.to_tensor([1.0, 2.0])
+    said = []
+    for name in argument:
+        comm.barrier()
+        heartbeat.beat("step", 7)
+        comm._host._counters[8 * comm.rank()] = comm._host._arrivals = 100 * len(said)
+        comm.barrier()
+        try:
+            if name == "left out" and comm.rank() == 1:
+                heartbeat.beat("step", 8)  # the same sum, of the next step
+                comm.all_reduce_sum(one)
+            elif name == "another" and comm.rank() == 1:
+                comm.all_gather(two)
+            else:
+                comm.all_reduce_sum(one)
+        except RankError as error:
+            assert error.code == "collectives_differ"
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_come_to_different_collectives_all_say_which(record_property):
+    began = time.monotonic()
+    first, second = run_on_ranks(
+        2, "tests.unit.distributed.test_shm_allreduce:apart", ["left out", "another"], hosts=1
+    )
+    record_property("seconds with the start of the ranks", round(time.monotonic() - began, 1))
+    assert (
+        "rank 0 in a sum of 1 values of step 8, rank 1 in a sum of 1 values of step 9" in first[0]
+    )
+    assert (
+        "rank 1 in a sum of 1 values of step 9, rank 0 in a sum of 1 values of step 8" in second[0]
+    )
+    assert "rank 0 in a sum of 1 values of step 8, rank 1 in a gather of 2 values" in first[1]
+    assert first[1].startswith("the ranks are not in the same collective, number ")
+    assert all("one of them left one out" in said for said in [*first, *second])
+
+
+def refuse(argument):
+    """The first rank of the host has no memory to share."""
+    if comm.rank() == 0:
+        os.memfd_create = lambda name: os.open("/", os.O_RDONLY)  # nothing can be reserved there
+    comm.init("cpu", DistributedConfig())
+    return [comm._host is None, comm.all_reduce_sum(paddle.to_tensor([1.0])).tolist()]
+
+
+def test_where_memory_cannot_be_shared_all_ranks_talk_through_sockets():
+    assert (
+        run_on_ranks(2, "tests.unit.distributed.test_shm_allreduce:refuse", hosts=1)
+        == [[True, [2.0]]] * 2
+    )
+
+
+def test_messages_cover_every_value_once_and_shares_every_element():
+    places = [(0, 3), (1000, 10), (5000, 1)]
+    messages = list(_messages(places, 4))
+    assert [sum(count for _, count in message) for message in messages] == [4, 4, 4, 2]
+    assert [piece for message in messages for piece in message] == [
+        (0, 3), (1000, 1), (1004, 4), (1020, 4), (1036, 1), (5000, 1),
+    ]  # fmt: skip
+    for count in (1, 15, 16, 17, 1000):
+        shares = [_share(count, me, 3) for me in range(3)]
+        assert [at for share in shares for at in range(share.start, share.stop)] == [*range(count)]
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_value_is_added_up_in_the_order_of_ranks_whoever_does_it(monkeypatch, ranks, across):
+    monkeypatch.setattr("ppdist.distributed.shm_allreduce._AT_A_TIME", 13)
+    draw = np.random.default_rng(0)
+    arrays = [[draw.normal(size=size).astype(np.float32) for size in (3, 100, 1, 70)]
+              for _ in range(ranks)]  # fmt: skip
+    expected = []
+    for parts in zip(*arrays):
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        expected.append((total + np.float32(across)) * np.float32(1 / 3))
+    memory = mmap.mmap(-1, (1 + ranks) * 64 + (ranks + 1) * 256)  # messages of 64 values
+    processes = dict.fromkeys(range(ranks), os.getpid())
+    failed = []
+
+    def work(rank):
+        try:
+            own = SharedMemoryAllReduce(
+                memory, rank=rank, processes=processes, message_bytes=256, patience_seconds=20
+            )
+            places = [(each.ctypes.data, each.size) for each in arrays[rank]]
+            own.sum(
+                places, (lambda sums_F: np.add(sums_F, 1, out=sums_F)) if across else None, 1 / 3
+            )
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for values in arrays:
+        assert all(np.array_equal(a, b) for a, b in zip(values, expected))
+
+
+def test_pieces_cover_what_lies_between_two_elements_of_a_message_once():
+    message = [(0, 3), (1000, 10), (5000, 1)]
+    assert list(_pieces(message, 0, 14)) == [(0, 0, 3), (3, 1000, 10), (13, 5000, 1)]
+    assert list(_pieces(message, 2, 5)) == [(2, 8, 1), (3, 1000, 2)]
+    assert list(_pieces(message, 5, 5)) == []
+
+
+def test_threads_that_gloo_makes_may_be_woken_later_and_no_others():
+    def slack():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(ctypes.CDLL(None).prctl(30)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before = slack()
+    with drowsy_threads():
+        assert slack() == 30_000_000
+    assert slack() == before < 1_000_000
+
+
+def auto(argument):
+    began = time.perf_counter()
+    comm.init("cpu", DistributedConfig(bucket_mb="auto"))
+    chosen, seconds = comm.bucket_mb(), time.perf_counter() - began
+    comm.resume_bucket(3)
+    return [chosen, seconds, comm.bucket_mb()]
+
+
+def test_all_ranks_choose_the_same_size_of_message():
+    first, second = run_on_ranks(2, "tests.unit.distributed.test_shm_allreduce:auto", hosts=1)
+    assert first[0] == second[0] and first[0] in SIZES_MB
+    assert first[2] == second[2] == 3  # that of a checkpoint goes before a measured one
+
+
+def test_the_smallest_of_the_fastest_sizes_is_taken(monkeypatch):
+    took = {1: 0.03, 2: 0.02, 4: 0.0101, 8: 0.0102, 16: 0.01}
+    monkeypatch.setattr("ppdist.distributed.comm._seconds", lambda try_size, mb: took[mb])
+    assert fastest_bucket_mb(lambda mb: None, lambda value: [value, None]) == 4
+    assert (
+        fastest_bucket_mb(lambda mb: None, lambda value: [LARGEST_MB, None]) == LARGEST_MB
+    )  # slow link

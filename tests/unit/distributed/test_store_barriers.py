@@ -1,0 +1,67 @@
+"""The ranks' meetings at the store: their connections wait with nothing."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm, store
+from tests.distributed import run_on_ranks
+
+
+def delayed(_):
+    """Of each TCP connection of a rank that has met the others, whether it holds messages back."""
+    comm.init("cpu", DistributedConfig())
+    comm.barrier()
+    found = []
+    for connection in store._connections():
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            continue
+        found.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    comm.barrier()
+    return found
+
+
+def test_no_connection_to_the_store_waits_with_small_messages_for_larger_ones():
+    of_rank_0, of_rank_1 = run_on_ranks(2, "tests.unit.distributed.test_store_barriers:delayed")
+    assert len(of_rank_0) >= 3 and of_rank_1  # rank 0 serves itself and the other
+    assert not any(of_rank_0) and not any(of_rank_1)
+
+
+def stopped(_):
+    """Both ranks are stopped while rank 1 waits for an answer of the store, which rank 0 holds."""
+    comm.init("cpu", DistributedConfig())
+    processes = comm.exchange(os.getpid())
+    if comm.rank() == 0:
+        child = os.fork()
+        if child == 0:
+            for order in (processes, processes[::-1]):
+                for process in processes:
+                    os.kill(process, signal.SIGSTOP)
+                    time.sleep(0.3)
+                for process in order:
+                    os.kill(process, signal.SIGCONT)
+                    time.sleep(0.3)
+            os._exit(0)
+        os.waitpid(child, 0)
+    return comm.exchange("here")
+
+
+@pytest.mark.slow
+def test_a_training_that_is_paused_amid_a_meeting_goes_on():
+    assert (
+        run_on_ranks(2, "tests.unit.distributed.test_store_barriers:stopped")
+        == [["here", "here"]] * 2
+    )
+
+
+def test_connections_that_close_meanwhile_do_no_harm():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as connection:
+        for each in store._connections():
+            assert each.fileno() >= 0
+        store.send_at_once()
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,221 @@
+"""Whole runs with a teacher: their files, their evaluation, going on, and weights for others."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import CheckpointError, UserError
+from ppdist.config import load_config
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine.build import build_model, build_training
+from ppdist.engine.distillation import build_distillation
+from ppdist.engine.preflight import flat_config
+from ppdist.export.export import export_detector
+from ppdist.models.onednn.layers import OneDNNConv2D
+from ppdist.models.weights import arrays_of, load_weights
+from tests.distributed import run_on_ranks
+from tests.unit.engine.test_distillation import ALL, distilled_config, write_teacher
+from tests.unit.engine.tiny import init_cpu, tiny_config
+from tests.unit.export.test_export import tiny_spec
+
+HERE = "tests.unit.engine.test_distillation_runs"
+
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=2", "log.every_steps=1",
+    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8", "train.max_steps=4",
+    "train.cpu_convolutions=auto",
+)  # fmt: skip
+
+
+def run(data, output_dir, *overrides, resume=False, changed=False, evaluate=False, model="ppyoloe"):
+    comm.init("cpu", DistributedConfig())
+    experiment = build_training(
+        tiny_config(data, [*OVERRIDES, *overrides], model),
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=output_dir if resume else None,
+        command=["test"],
+        resume_changed=changed,
+    )
+    with experiment.log:
+        assert experiment.trainer.fit() == 0
+    return experiment
+
+
+def groups_of(output_dir):
+    folder = output_dir / "checkpoints" / "last"
+    names = ("model", "ema", "optimizer", "distillation")
+    return {name: load_file(folder / f"{name}.safetensors") for name in names}
+
+
+def teach(teacher: Path) -> tuple[str, ...]:
+    return (f"distill.teacher={teacher}", *ALL)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return write_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def taught(shapes, teacher, tmp_path_factory):
+    """The output_dir of a run of four steps."""
+    folder = tmp_path_factory.mktemp("taught")
+    experiment = run(shapes, folder, *teach(teacher))
+    layers = experiment.trainer.train_step.distillation._teacher.sublayers()
+    fast = any(
+        type(layer) is OneDNNConv2D for layer in experiment.trainer.train_step.model.sublayers()
+    )
+    assert any(type(layer) is OneDNNConv2D for layer in layers) == fast
+    return folder
+
+
+def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher):
+    text = (taught / "train.log").read_text()
+    assert (
+        f"teacher: {teacher}/checkpoints/last, 2.02 M parameters (3.6 times the student's); it "
+        f"teaches logits, features, boxes" in text
+    )
+    assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_with_other_anchors_than_its_teacher_does_not_begin(shapes, tmp_path):
+    teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
+    other = f"model.anchors={[[[20, 20]] * 3] * 3}"
+    with pytest.raises(UserError, match=r"checkpoints/last: its anchors are others than the stud"):
+        run(shapes, tmp_path / "out", *teach(teacher), other, model="yolov5")
+
+
+def test_weights_of_a_student_need_no_teacher(taught, tmp_path):
+    moved = shutil.copytree(taught, tmp_path / "moved", symlinks=True)
+    file = moved / "checkpoints" / "last" / "config.yml"
+    text = file.read_text()
+    assert "teacher: " in text
+    lines = [f"  teacher: {tmp_path}/nowhere" if "teacher: " in x else x for x in text.split("\n")]
+    file.write_text("\n".join(lines))
+    config = load_config(file)
+    model = build_model(config)
+    report = load_weights(model, taught / "checkpoints" / "last")
+    assert set(report.loaded) == set(model.state_dict()) and not (report.fresh or report.ignored)
+
+
+def test_a_resumed_run_learns_exactly_what_an_uninterrupted_one_learns(
+    taught, shapes, teacher, tmp_path
+):
+    lesson = teach(teacher)
+    run(shapes, tmp_path, *lesson, "train.max_steps=2")
+    run(shapes, tmp_path, *lesson, resume=True)
+    whole, parts = groups_of(taught), groups_of(tmp_path)
+    for name, group in whole.items():
+        assert group.keys() == parts[name].keys()
+        different = [key for key in group if not np.array_equal(group[key], parts[name][key])]
+        assert different == [], name
+    kinds = {key.partition("/")[0] for key in whole["distillation"]}
+    assert kinds == {"model", "optimizer", "ema"}
+    assert not any("distillation" in key for name in ("model", "ema", "optimizer")
+                   for key in whole[name])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_path):
+    here = shutil.copytree(taught, tmp_path / "here", symlinks=True)
+    moved = shutil.copytree(teacher, tmp_path / "moved", symlinks=True)
+    run(shapes, here, *teach(moved), "train.max_steps=5", resume=True)
+    manifest = moved / "checkpoints" / "last" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")  # of other weights
+    later = (*teach(moved), "train.max_steps=6")
+    with pytest.raises(CheckpointError, match="it learned from another teacher than is now in"):
+        run(shapes, here, *later, resume=True)
+    run(shapes, here, *later, resume=True, changed=True)
+    assert "from here on another teacher teaches" in (here / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_compared(
+    taught, shapes, teacher, tmp_path
+):
+    alone = shutil.copytree(taught, tmp_path / "alone", symlinks=True)
+    run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
+    assert not (alone / "checkpoints" / "last" / "distillation.safetensors").exists()
+    lesson = teach(teacher)
+    with pytest.raises(CheckpointError, match=r"no distillation.safetensors, which") as refused:
+        run(shapes, alone, "train.max_steps=6", *lesson, resume=True, changed=True)
+    assert "set distill.features: null, or begin a new run" in f"{refused.value}"
+    later = ("train.max_steps=6", *lesson, "distill.features=null")
+    run(shapes, alone, *later, resume=True, changed=True)
+
+
+@pytest.mark.slow
+def test_a_student_is_evaluated_and_exported_by_its_averaged_weights_without_adapters(
+    shapes, teacher, tmp_path
+):
+    lesson = (*teach(teacher), "train.max_steps=3")
+    experiment = run(shapes, tmp_path / "run", *lesson, evaluate=True)
+    average = load_file(tmp_path / "run" / "checkpoints" / "last" / "ema.safetensors")
+    evaluated = arrays_of(experiment.trainer.evaluated_model)
+    assert evaluated.keys() == average.keys()
+    assert all(np.array_equal(evaluated[key], average[key]) for key in average)
+    assert '"mAP": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    model = build_model(tiny_config(shapes))
+    load_weights(model, tmp_path / "run")
+    export_detector(model, tmp_path / "exported", tiny_spec(), nms_in_graph=False)  # compares
+    assert (tmp_path / "exported" / "infer.yml").is_file()
+
+
+@pytest.mark.slow
+def test_a_teacher_of_equal_widths_leaves_nothing_to_adapt_and_nothing_of_it_to_keep(
+    shapes, tmp_path
+):
+    twin = write_teacher(tmp_path / "twin", "model.width_multiple=0.125", seen=False)
+    run(shapes, tmp_path / "run", *teach(twin), "train.max_steps=1")
+    assert '"loss_distill_features": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    folder = tmp_path / "run" / "checkpoints" / "last"
+    assert not (folder / "distillation.safetensors").exists()
+    run(shapes, tmp_path / "run", *teach(twin), "train.max_steps=2", resume=True)
+
+
+def test_hosts_compare_what_their_teachers_are(teacher, tmp_path):
+    other = write_teacher(tmp_path / "other", "model.num_classes=4", seen=False)
+    facts = [flat_config(distilled_config(tmp_path, path)) for path in (teacher, other)]
+    digests = [each["distill.teacher (its content)"] for each in facts]
+    assert digests[0] != digests[1] and not any("cannot be read" in each for each in digests)
+
+
+def look_for_the_teacher(argument):
+    init_cpu()
+    folder, teachers = argument
+    config = distilled_config(Path(folder), Path(teachers[comm.rank()]))
+    with pytest.raises(UserError) as refused:
+        build_distillation(config.distill, config.model, build_model(config), config.seed)
+    return f"{refused.value}"
+
+
+def test_no_rank_waits_for_one_that_does_not_find_the_teacher(teacher, tmp_path):
+    paths = [f"{teacher}", f"{tmp_path}/absent"]
+    argument = [f"{tmp_path}", paths]
+    said = run_on_ranks(2, f"{HERE}:look_for_the_teacher", argument, seconds=60)
+    assert all("absent: no checkpoint there" in each for each in said), said
+
+
+def runs_on_ranks(argument):
+    shapes, teacher, runs = argument
+    for output, steps, resume in runs:
+        overrides = (*teach(Path(teacher)), "train.batch_size_per_card=2")
+        run(Path(shapes), Path(output), *overrides, f"train.max_steps={steps}", resume=resume)
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_exactly_as_if_nobody_had_stopped_them(shapes, teacher, tmp_path):
+    whole, halves = f"{tmp_path}/whole", f"{tmp_path}/halves"
+    runs = [(whole, 4, False), (halves, 2, False), (halves, 4, True)]
+    run_on_ranks(2, f"{HERE}:runs_on_ranks", [f"{shapes}", f"{teacher}", runs], seconds=300)
+    first, second = groups_of(Path(whole)), groups_of(Path(halves))
+    for name, group in first.items():
+        assert group.keys() == second[name].keys()
+        assert all(np.array_equal(group[key], second[name][key]) for key in group), name
+    assert first["distillation"]

@@ -1,0 +1,148 @@
+"""Loss scaling and float32 gradients of AMP, as far as a CPU can run them."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.config.train import AmpConfig
+from ppdist.data.types import Batch
+from ppdist.distributed import comm
+from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.losses.base import Loss, LossOutput
+from ppdist.optim.grad_sync import DuringBackward
+from ppdist.optim.lr_scheduler import LearningRates
+from tests.distributed import run_on_ranks
+
+RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
+
+
+class Scale(nn.Layer):
+    """y = w * mean of each image, w in bfloat16 and computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
+        self.to(dtype="bfloat16")
+
+    def normalize(self, images_B3HW):
+        return images_B3HW.astype("float32")
+
+    def forward(self, images_B3HW):
+        return self.w.astype("float32") * images_B3HW.mean([1, 2, 3])
+
+
+class Total(Loss):
+    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+        return LossOutput(outputs_B.sum(), paddle.to_tensor(float(len(outputs_B))), {})
+
+
+class RecordingOptimizer:
+    """Takes the place of an update that no CPU has: notes the gradient of every step."""
+
+    def __init__(self, parameter) -> None:
+        self.parameter = parameter
+        self.gradients: list[float] = []
+        self._master_weights: dict = {}
+        self._parameter_list = [parameter]
+
+    def clear_grad(self) -> None:
+        self.parameter.clear_gradient()
+
+    def set_lr(self, lr: float) -> None:
+        pass
+
+    def step(self) -> None:
+        assert self.parameter.grad.dtype == paddle.float32
+        self.gradients.append(self.parameter.grad.item())
+
+
+def batch(value: float) -> Batch:
+    image = paddle.full([1, 3, 2, 2], value)
+    empty = paddle.zeros([1, 1])
+    return Batch(image, paddle.zeros([1, 1, 4]), empty, empty, empty, empty, empty)
+
+
+def build() -> tuple[TrainStep, RecordingOptimizer]:
+    model = Scale()
+    optimizer = RecordingOptimizer(model.w)
+    step = TrainStep(
+        model=model,
+        loss=Total(),
+        optimizer=optimizer,
+        ema=None,
+        amp=AmpConfig(),
+        clip_norm=None,
+        averaging=DuringBackward(),  # as on GPUs
+        sharding=None,
+        loss_divisor=1.0,
+        average_statistics=False,
+    )
+    return step, optimizer
+
+
+def enable_scaling(scaler: paddle.amp.GradScaler) -> None:
+    """The state that GradScaler gives itself where it believes in float16."""
+    donor = {"scale": [1024.0], "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
+             "decr_every_n_nan_or_inf": 1, "incr_count": 0, "decr_count": 0,
+             "use_dynamic_loss_scaling": True}  # fmt: skip
+    scaler._enable = True
+    scaler.load_state_dict(donor)
+    for name in ("_found_inf", "_temp_found_inf_value_false", "_temp_found_inf_fp16",
+                 "_temp_found_inf_bf16", "_temp_found_inf_fp32"):  # fmt: skip
+        setattr(scaler, name, paddle.to_tensor([False]))
+    scaler._cache_found_inf = None
+    scaler.update()  # makes its table of optimizers
+
+
+def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_property):
+    comm.init("cpu", DistributedConfig())
+    step, optimizer = build()
+    enable_scaling(step.scaler)
+    paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
+    scales = []
+    for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
+        result = step(iter([batch(value)]), 1, number, RATES, False, Clock())
+        assert result.applied == (value < 5)
+        scales.append(step.scaler._scale.item())
+    assert scales == [1024.0, 512.0, 256.0, 256.0]
+    record_property("figure", "1024 to 256 by two overflows")
+    assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled
+
+
+def test_a_loss_scale_that_is_still_too_high_is_no_fault_until_it_is_below_one():
+    comm.init("cpu", DistributedConfig())
+    step, _ = build()
+    enable_scaling(step.scaler)
+    paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()
+
+    def searching(value, scale):
+        state = step.scaler.state_dict()
+        step.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
+        result = step(iter([batch(value)]), 1, 0, RATES, False, Clock())
+        assert not result.applied
+        return result.searching
+
+    assert searching(1e15, 2.0**80)  # the scaled gradient overflows, the loss does not
+    assert searching(1e30, 2.0)  # 1 from here on
+    assert not searching(1e30, 1.0)
+    assert not searching(float("inf"), 1024.0)
+
+
+def accumulate(argument):
+    comm.init("cpu", DistributedConfig())
+    step, optimizer = build()
+    rank = comm.rank()
+    for number in range(2):
+        micro = iter([batch(1.0 + rank), batch(3.0 + rank)])
+        step(micro, 2, number, RATES, False, Clock())
+    return optimizer.gradients
+
+
+def test_two_ranks_accumulate_gradients_of_low_precision_and_update_in_float32():
+    expected = [(1 + 3 + 2 + 4) / 4] * 2
+    assert run_on_ranks(2, "tests.unit.engine.test_train_step_amp:accumulate") == [
+        expected,
+        expected,
+    ]

@@ -1,0 +1,337 @@
+"""A whole run on real files: what it leaves, resuming, stopping, numbers that are not finite."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine.build import build_training
+from ppdist.models.yolov5 import P5_ANCHORS
+from tests.distributed import run_on_ranks
+from tests.unit.data.classified import write_patterns
+from tests.unit.engine.tiny import tiny_config
+
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
+    "checkpoint.every_steps=3", "optimizer.reference_batch_size=8", "data.bad_images=error",
+)  # fmt: skip
+# ten images in batches of four: three steps an epoch, the last one smaller
+
+
+def run(
+    data,
+    output_dir,
+    *overrides,
+    model="ppyoloe",
+    resume=False,
+    resume_changed=False,
+    evaluate=False,
+    before=lambda trainer: None,
+):
+    comm.init("cpu", DistributedConfig())
+    config = tiny_config(data, [*OVERRIDES, *overrides], model)
+    experiment = build_training(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=output_dir if resume else None,
+        command=["test"],
+        resume_changed=resume_changed,
+    )
+    with experiment.log:
+        before(experiment.trainer)
+        return experiment.trainer.fit()
+
+
+def weights(output_dir, link="last", group="model"):
+    return load_file(output_dir / "checkpoints" / link / f"{group}.safetensors")
+
+
+def records(output_dir):
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
+    assert run(shapes, tmp_path, "train.epochs=2", evaluate=True) == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"config.yml", "environment.json", "train.log", "metrics.jsonl", "checkpoints"}
+    links = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert links >= {"last", "best", "step-00000006"}
+    steps = [record["step"] for record in records(tmp_path) if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    first = records(tmp_path)[0]
+    assert first["step"] == 0 and first["derived"]["total_batch"]["value"] > 0
+    needed = {"step", "epoch", "loss", "lr", "images_per_second", "data_seconds", "step_seconds"}
+    assert all(needed <= set(record) for record in records(tmp_path) if "loss" in record)
+    assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [3, 6]
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["ranks"] == 1
+    assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
+
+
+def assert_same_run(first, second):
+    for group in ("model", "ema", "optimizer"):
+        a, b = weights(first, group=group), weights(second, group=group)
+        assert set(a) == set(b)
+        for key in a:
+            assert np.array_equal(a[key], b[key]), (group, key)
+    losses = [[r["loss"] for r in records(folder) if "loss" in r] for folder in (first, second)]
+    assert losses[0] == losses[1]
+
+
+# What a step depends on besides weights, by what has most of it: model, overrides.
+RESUMED = {
+    "ppyoloe": ("ppyoloe", ["train.cpu_convolutions=auto"]),
+    "an auxiliary head": (
+        "ppyoloe", ["model.size=t", "model.auxiliary=true", "loss.auxiliary_attached_epochs=3"],
+    ),
+    "yolov5": (
+        "yolov5",
+        ["data.resize=letterbox", "data.augment.mosaic=1", "data.augment.close_mosaic_epochs=1",
+         "data.augment.mixup=0.5", "data.augment.affine={scale: 0.5, translate: 0.1}",
+         "schedule={warmup_epochs: 3, warmup_bias_lr: 0.1, warmup_momentum: 0.8}",
+         "optimizer={nesterov: true, decay_biases: false}", "train.ema.ramp_steps=100",
+         "loss.anchor_threshold=1.2"],  # fits anchors of its own, which a resumed run must not
+    ),
+    "a classifier with dropout": ("yolov5_cls", ["model.dropout=0.3"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("an auxiliary head", "yolov5")))
+        for each in RESUMED
+    ],
+)
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, tmp_path):
+    model, overrides = RESUMED[case]
+    data = shapes
+    if model == "yolov5_cls":
+        data = tmp_path / "data"
+        write_patterns(data / "train", 4, seed=0)
+        overrides = [*overrides, "data.train={images: train}", "data.val={images: train}"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(data, whole, *overrides, model=model)
+    run(data, parts, *overrides, "train.max_steps=7", model=model)  # in the middle of an epoch
+    run(data, parts, *overrides, model=model, resume=True)
+    assert_same_run(whole, parts)
+    losses = [record["loss"] for record in records(whole) if "loss" in record]
+    assert len(set(losses)) == len(losses) > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp_path):
+    seen = {}
+
+    def note(trainer):
+        batches, progress = trainer.feed.batches, trainer.progress
+
+        def noting(step, scores):
+            seen[step] = scores
+            return batches(step, scores)
+
+        trainer.feed.batches = noting
+        # What so short a run learns is 0 for every class.
+        trainer.evaluator.class_scores = lambda metrics: [progress.step / 20, 0.9, None]
+
+    def train(folder, *overrides, resume=False):
+        sampled = ["data.sampling.name=difficulty", "data.workers=1", "data.cache=ram"]
+        run(shapes, folder, *sampled, *overrides, evaluate=True, resume=resume, before=note)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole)
+    expected = {0: None, 3: [0.15, 0.9, None], 6: [0.3, 0.9, None], 9: [0.45, 0.9, None]}
+    assert seen == expected
+    train(parts, "train.max_steps=7")  # evaluated at its end, too
+    train(parts, resume=True)
+    assert seen == {**expected, 7: expected[6]}
+    assert_same_run(whole, parts)
+
+
+def test_anchors_fitted_before_training_are_part_of_the_checkpoint(shapes, tmp_path):
+    before = {"anchors": None}
+
+    def note(trainer):
+        before["anchors"] = trainer.train_step.model.anchors_LA2
+
+    overrides = ["loss.anchor_threshold=1.2", "train.max_steps=1"]
+    run(shapes, tmp_path, *overrides, model="yolov5", before=note)
+    saved = weights(tmp_path)["head.anchors"] * np.float32([8, 16, 32])[:, None, None]
+    np.testing.assert_array_equal(saved, before["anchors"])
+    assert np.abs(saved - np.array(P5_ANCHORS)).max() > 1
+    assert "others fitted to them" in (tmp_path / "train.log").read_text()
+    given = "model.anchors=[[[4,4],[5,5],[6,6]],[[8,8],[9,9],[10,10]],[[12,12],[14,14],[16,16]]]"
+    run(shapes, tmp_path / "given", *overrides, given, model="yolov5", before=note)
+    assert before["anchors"][0, 0].tolist() == [4, 4]  # what the user gave stays
+
+
+def two_ranks(argument):
+    folder = Path(argument["output"])
+    shapes = Path(argument["shapes"])
+    run(shapes, folder, *argument["overrides"], resume=argument["resume"], evaluate=True)
+    return None
+
+
+@pytest.mark.slow
+def test_two_resumed_ranks_end_bit_for_bit_like_uninterrupted_ones(shapes, tmp_path):
+    def launch(name, overrides, resume):
+        argument = {"output": str(tmp_path / name), "shapes": str(shapes), "resume": resume}
+        argument["overrides"] = ["train.batch_size_per_card=3", *overrides]
+        run_on_ranks(2, "tests.unit.engine.test_trainer:two_ranks", argument)
+
+    launch("whole", [], False)
+    launch("parts", ["train.max_steps=5"], False)
+    launch("parts", [], True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
+    def interrupt(trainer):
+        original = trainer.train_step.__call__
+
+        def step(batches, count, step, rates, stop, *rest):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(batches, count, step, rates, stop, *rest)
+
+        trainer.train_step = SimpleStep(trainer.train_step, step)
+
+    code = run(shapes, tmp_path, before=interrupt)
+    assert code == 75
+    last = (tmp_path / "checkpoints" / "last").resolve().name
+    assert last == "step-00000006"  # step 5 heard the signal, step 6 carried it to all ranks
+    assert run(shapes, tmp_path, resume=True) == 0
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000012"
+
+
+class SimpleStep:
+    """A TrainStep with another __call__."""
+
+    def __init__(self, inner, call):
+        self.inner, self.call = inner, call
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, *arguments):
+        return self.call(*arguments)
+
+
+def poison_one_rank(argument):
+    """Rank 1 multiplies its loss by NaN at step 1; the weights must stay equal on both ranks."""
+    outcome = []
+
+    def poison(trainer):
+        step = trainer.train_step
+
+        def poisoned(loss, arguments, output):
+            bad = comm.rank() == 1 and arguments[4] == 1
+            return output._replace(total=output.total * (float("nan") if bad else 1.0))
+
+        step.loss.register_forward_post_hook(poisoned)
+
+        def call(*arguments):
+            result = step(*arguments)
+            outcome.append(result.applied)
+            return result
+
+        trainer.train_step = SimpleStep(step, call)
+
+    folder = Path(argument["output"]) / str(comm.rank())
+    overrides = ["train.max_steps=4", "train.batch_size_per_card=2"]
+    run(Path(argument["shapes"]), folder, *overrides, before=poison)
+    return outcome
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all_ranks(shapes, tmp_path):
+    argument = {"output": str(tmp_path), "shapes": str(shapes)}
+    first, second = run_on_ranks(2, "tests.unit.engine.test_trainer:poison_one_rank", argument)
+    assert first == second == [True, False, True, True]
+    assert all(np.isfinite(value).all() for value in weights(tmp_path / "0").values())
+
+
+def test_a_run_that_starts_anew_leaves_nothing_of_an_earlier_one_to_resume_from(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=9")
+    run(shapes, tmp_path, "train.max_steps=1", "train.batch_size_per_card=2")
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000001", "last"}
+    assert (tmp_path / "checkpoints-old-1" / "last").resolve().name == "step-00000009"
+
+
+def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=1")
+    with pytest.raises(CheckpointError, match=r"steps are of 4 images, those of this run of 2"):
+        run(shapes, tmp_path, "train.batch_size_per_card=2", resume=True)
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes, tmp_path):
+    def stop_now(trainer):
+        def call(batches, count, step, rates, stop, *rest):
+            return original(batches, count, step, rates, True, *rest)
+
+        original = trainer.train_step
+        trainer.train_step = SimpleStep(original, call)
+        trainer.evaluate_every = 1
+
+    assert run(shapes, tmp_path, evaluate=True, before=stop_now) == 75
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000001"
+    assert not [record for record in records(tmp_path) if "mAP" in record]
+    assert run(shapes, tmp_path, "train.max_steps=2", evaluate=True, resume=True,
+               before=lambda trainer: setattr(trainer, "evaluate_every", 1)) == 0  # fmt: skip
+    assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [1, 2]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000001"
+    assert "cannot write" not in (tmp_path / "train.log").read_text()
+    ended = json.loads((tmp_path / "checkpoints" / "last" / "state.json").read_text())
+    assert (ended["step"], ended["best_step"]) == (2, 1)
+
+
+def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():
+    import paddle
+
+    from ppdist.engine.state import _array, copy_into
+
+    weight = paddle.to_tensor([1.5, -2.25, 3e-8]).astype("bfloat16")
+    array = _array(weight)
+    assert array.dtype == np.float32
+    target = {"w": paddle.zeros([3], "bfloat16")}
+    copy_into(target, {"w": array})
+    assert bool((target["w"] == weight).all())
+
+
+def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--resume: no checkpoint in .*start anew"):
+        run(shapes, tmp_path, resume=True)
+
+
+def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
+    run(shapes, tmp_path, "train.max_steps=1")
+    wider = "model.width_multiple=0.25"
+    with pytest.raises(CheckpointError, match=r"  model\.width_multiple: 0\.125 then, 0\.25 now\n"):
+        run(shapes, tmp_path, wider, resume=True)
+    with pytest.raises(CheckpointError, match=r"model of the checkpoint is another one: back"):
+        run(shapes, tmp_path, wider, resume=True, resume_changed=True)
+
+
+def test_an_output_dir_that_cannot_be_written_is_the_users_error(shapes, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir: cannot write to"):
+        run(shapes, tmp_path / "file")
+
+
+def test_amp_on_cpu_is_refused(shapes, tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.amp\.enabled: true, but this run is on CPU"):
+        run(shapes, tmp_path, "train.amp.enabled=true")
+
+
+def test_a_size_that_strides_do_not_divide_is_refused(shapes, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.image_size: \[60, 64\]: expected multiples"):
+        run(shapes, tmp_path, "model.image_size=[60,64]")

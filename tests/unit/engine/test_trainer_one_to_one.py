@@ -1,0 +1,39 @@
+"""A run of a one-to-one model from start to end: evaluated, stopped, resumed, the same weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import CheckpointError
+from tests.unit.engine.test_state_resume import assert_same_checkpoint, run
+
+SWITCHES = ("model.one_to_one=true", "loss.static_assigner_epochs=1")
+
+
+def records(output_dir: Path) -> list[dict]:
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
+    shapes: Path, tmp_path: Path
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
+    run(shapes, halves, *SWITCHES, "train.max_steps=2")
+    run(shapes, halves, *SWITCHES, "train.max_steps=4", resume="auto")
+    assert_same_checkpoint(whole, halves)
+
+    steps = [record for record in records(whole) if "loss_one_to_one" in record]
+    assert len(steps) == 4 and all(record["loss_one_to_one"] > 0 for record in steps)
+    for record in steps:
+        usual = record["loss_cls"] + 2.5 * record["loss_iou"] + 0.5 * record["loss_dfl"]
+        assert math.isclose(record["loss"], usual + record["loss_one_to_one"], rel_tol=1e-4)
+    scores = [record for record in records(whole) if "val_loss" in record]
+    assert scores and all(math.isfinite(record["val_loss"]) for record in scores)
+
+    with pytest.raises(CheckpointError, match=r"model\.one_to_one: true then, false now"):
+        run(shapes, halves, "train.max_steps=5", resume="auto")

@@ -1,0 +1,238 @@
+"""Checkpoints beside a real training: what it costs, and what a disk that refuses does to it."""
+
+import errno
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.checkpoint import measure_saving
+from ppdist.common import files
+from ppdist.common.errors import ConfigError
+from ppdist.distributed import comm
+from ppdist.engine import checkpoint
+from ppdist.engine.build import build_training
+from ppdist.engine.checkpoint import newest_valid, point, read_checkpoint
+from ppdist.engine.monitor import Stopwatch
+from ppdist.engine.state import capture_state
+from tests.distributed import run_on_ranks
+from tests.forked import ROOT
+from tests.unit.engine.tiny import init_cpu, tiny_config
+
+HERE = "tests.unit.engine.test_trainer_saving"
+
+
+@pytest.fixture(autouse=True)
+def no_second_try(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_AGAIN_SECONDS", ())
+
+
+def build(data, output_dir, *overrides, resume=False, evaluate=False):
+    """A run of 12 steps, three to an epoch, that saves after every third."""
+    init_cpu()
+    own = ["train.batch_size_per_card=4", "train.epochs=4", "checkpoint.every_steps=3"]
+    config = tiny_config(data, [*own, *overrides])
+    return build_training(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=output_dir if resume else None,
+        command=["test"],
+    )
+
+
+def train(*arguments, before=lambda trainer: None, **options):
+    experiment = build(*arguments, **options)
+    with experiment.log:
+        before(experiment.trainer)
+        return experiment.trainer.fit()
+
+
+def final(output_dir):
+    found, passed_over = newest_valid(output_dir / "checkpoints")
+    assert found is not None and passed_over == []
+    return found
+
+
+def assert_same(first, second):
+    assert first.state["step"] == second.state["step"]
+    for group in ("model", "ema", "optimizer"):
+        ours, theirs = first.arrays(group), second.arrays(group)
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if not np.array_equal(ours[key], theirs[key])] == []
+
+
+def refuse_steps(monkeypatch, *steps):
+    """The disk is full whenever one of these steps is written."""
+    write = checkpoint._write_durably
+
+    def full(path, pieces):
+        if any(f"step-{step:08d}" in f"{path}" for step in steps):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, pieces)
+
+    monkeypatch.setattr(checkpoint, "_write_durably", full)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shapes, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("undisturbed")
+    assert train(shapes, output_dir) == 0
+    return final(output_dir)
+
+
+def test_training_on_does_not_change_a_snapshot(shapes, tmp_path):
+    experiment = build(shapes, tmp_path)
+    with experiment.log:
+        trainer = experiment.trainer
+        trainer._begin()
+        trainer._seek()
+        trainer._step(Stopwatch())
+        snapshot = capture_state(trainer.train_step, trainer.progress, trainer.derived)
+        kept = {
+            (group, key): array.copy()
+            for group, arrays in snapshot.groups.items()
+            for key, array in arrays.items()
+        }
+        trainer._step(Stopwatch())
+        moved = capture_state(trainer.train_step, trainer.progress, trainer.derived)
+    assert {group for group, _ in kept} == {"model", "ema", "optimizer"}
+    for (group, key), array in kept.items():
+        np.testing.assert_array_equal(snapshot.groups[group][key], array)
+    assert any(not np.array_equal(moved.groups["model"][key], array)
+               for (group, key), array in kept.items() if group == "model")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_slow_storage_does_not_stall_training(
+    shapes, tmp_path, undisturbed, monkeypatch, record_property
+):
+    """A write that would take longer than all steps together: the run waits for it once, at its
+    end."""
+    ended, stalls = threading.Event(), []
+    write = checkpoint._write_durably
+
+    def throttled(path, pieces):
+        assert ended.wait(120)
+        return write(path, pieces)
+
+    def watch(trainer):
+        save, finish = trainer._save, trainer._finish_saving
+
+        def timed():
+            began = time.perf_counter()
+            save()
+            stalls.append(time.perf_counter() - began)
+
+        def finish_and_write():
+            ended.set()
+            finish()
+
+        trainer._save, trainer._finish_saving = timed, finish_and_write
+
+    monkeypatch.setattr(checkpoint, "_write_durably", throttled)
+    assert train(shapes, tmp_path, before=watch) == 0
+    record_property("longest_stall_seconds", max(stalls))
+    assert_same(final(tmp_path), undisturbed)
+    steps = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert steps == {"step-00000003", "step-00000012"}  # the first was at it all the time
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    shapes, tmp_path, undisturbed, monkeypatch
+):
+    refuse_steps(monkeypatch, 6, 9)
+    assert train(shapes, tmp_path) == 0
+    assert_same(final(tmp_path), undisturbed)
+    said = (tmp_path / "train.log").read_text()
+    for step in (6, 9):
+        assert f"THE CHECKPOINT OF STEP {step} IS NOT WRITTEN" in said
+    assert "No space left on device; it needs" in said and "MB free" in said
+    assert "training goes on and tries again" in said
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_checkpoint_is_refused_fails_and_resumes_from_the_one_before(
+    shapes, tmp_path, undisturbed, monkeypatch
+):
+    with monkeypatch.context() as context:
+        refuse_steps(context, 12)
+        with pytest.raises(RuntimeError, match=r"STEP 12 IS NOT WRITTEN: .*--resume, which"):
+            train(shapes, tmp_path)
+    assert final(tmp_path).state["step"] == 9
+    assert "training goes on" not in (tmp_path / "train.log").read_text()
+    assert train(shapes, tmp_path, resume=True) == 0
+    assert_same(final(tmp_path), undisturbed)
+
+
+def refused_at_the_end(argument):
+    """Only rank 0 writes; rank 1 must hear of it."""
+    checkpoint._AGAIN_SECONDS = ()
+    write = checkpoint._write_durably
+
+    def full(path, pieces):
+        if comm.is_main() and "step-00000002" in f"{path}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, pieces)
+
+    checkpoint._write_durably = full
+    short = ["train.max_steps=2", "checkpoint.every_steps=1"]
+    try:
+        train(Path(argument["shapes"]), Path(argument["output"]), *short)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_all_ranks_fail_when_the_last_checkpoint_is_refused(shapes, tmp_path):
+    argument = {"shapes": str(shapes), "output": str(tmp_path)}
+    told = run_on_ranks(2, f"{HERE}:refused_at_the_end", argument, seconds=240)
+    assert told[0] == told[1] and "STEP 2 IS NOT WRITTEN" in told[0]
+    assert final(tmp_path).state["step"] == 1
+
+
+def test_a_kill_between_a_checkpoint_and_its_links_is_mended_when_the_run_goes_on(shapes, tmp_path):
+    assert train(shapes, tmp_path, "train.max_steps=6", evaluate=True) == 0
+    folder = tmp_path / "checkpoints"
+    best = read_checkpoint(folder / "best").state["best_step"]
+    other = next(step for step in (3, 6) if step != best)
+    point(folder / "best", folder / f"step-{other:08d}")
+    (folder / "last").unlink()
+    experiment = build(shapes, tmp_path, "train.max_steps=6", resume=True)
+    experiment.log.close()
+    assert (folder / "best").resolve().name == f"step-{best:08d}"
+    assert (folder / "last").resolve().name == "step-00000006"
+
+
+def test_a_second_training_into_the_same_folder_is_refused(shapes, tmp_path, monkeypatch):
+    code = "import sys, time\nfrom pathlib import Path\nfrom ppdist.common.files import hold\n" \
+           "hold(Path(sys.argv[1]))\nprint(flush=True)\ntime.sleep(300)"  # fmt: skip
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, f"{tmp_path}"], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline()
+        monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
+        with pytest.raises(
+            ConfigError, match=f"another training writes there .process {other.pid}"
+        ):
+            train(shapes, tmp_path)
+    finally:
+        other.kill()
+        other.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}  # nothing was touched
+
+
+def test_the_cost_of_a_checkpoint_is_measured_in_its_parts(shapes, tmp_path):
+    init_cpu()
+    config = tiny_config(shapes, ["train.batch_size_per_card=4"])
+    report = measure_saving(config, saves=2, scratch=tmp_path)
+    assert report["standing_still_seconds"] > 0 and report["writing_seconds"] > 0
+    percents = report["percent_of_a_minute"]
+    assert 0 < percents["standing_still"] < percents["waiting_for_the_write"]
+    assert report["bytes"] > 100_000 and report["saves"] == 2

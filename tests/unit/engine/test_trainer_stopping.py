@@ -1,0 +1,190 @@
+"""A request to stop: within an evaluation, and the second one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.process import STOP_SIGNALS
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine import trainer
+from ppdist.engine.evaluator import EvaluationStopped
+from tests.distributed import run_on_ranks
+from tests.unit.engine.test_evaluator import IMAGES, Oracle, evaluator, five_images
+from tests.unit.launch.hosts import ROOT, hosts_of_a_test, wait_for
+
+SIGNALS = STOP_SIGNALS
+
+
+def asked_to_stop_on(one_rank):
+    comm.init("cpu", DistributedConfig())
+    share = list(range(IMAGES))[comm.rank() :: comm.world_size()]
+    under_test, model = evaluator(share), Oracle(five_images())
+    try:
+        under_test.evaluate(model, lambda: comm.rank() == one_rank)
+    except EvaluationStopped:
+        seen = len(model.modes)
+        return {"batches": seen, "mAP50": under_test.evaluate(model)["mAP50"]}
+    return None
+
+
+def test_one_rank_that_is_asked_to_stop_ends_the_evaluation_on_all_and_the_next_is_whole():
+    results = run_on_ranks(2, "tests.unit.engine.test_trainer_stopping:asked_to_stop_on", 0)
+    assert [result["batches"] for result in results] == [1, 1]  # of 2 and 1
+    assert [result["mAP50"] for result in results] == [pytest.approx(1.0)] * 2
+
+
+def meetings_under_signals(argument):
+    comm.init("cpu", DistributedConfig())
+    asked = []
+    trainer._SAME_REQUEST_SECONDS = 1e9
+    trainer.listen(lambda: asked.append(1))
+    done = threading.Event()
+
+    def send():
+        while not done.wait(0.002):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    met = [comm.exchange(comm.rank()) for _ in range(15)]
+    done.set()
+    sender.join()
+    return {"met": met, "asked": len(asked)}
+
+
+def test_signals_amid_meetings_do_not_break_them():
+    results = run_on_ranks(2, "tests.unit.engine.test_trainer_stopping:meetings_under_signals")
+    assert all(result == {"met": [[0, 1]] * 15, "asked": 1} for result in results)
+
+
+@pytest.fixture
+def no_nohup() -> None:
+    """The tests themselves may run under it, or in the background of a shell."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_repeats_are_the_same_request_and_a_later_signal_ends_the_process(
+    second, code, no_nohup, monkeypatch, capfd
+) -> None:
+    asked, codes, now = [], [], 100.0
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now)
+    monkeypatch.setattr(trainer.os, "_exit", codes.append)
+    trainer.listen(lambda: asked.append(now))
+    for pause in (0.0, 0.2, 0.2):  # as Paddle's launcher repeats it
+        now += pause
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == [100.0] and codes == []
+    assert capfd.readouterr().err.count("a second signal stops at once") == 1
+    now += 3
+    os.kill(os.getpid(), second)
+    assert asked == [100.0] and codes == [code]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_of_the_signals_of_schedulers_asks(number, no_nohup) -> None:
+    asked = []
+    trainer.listen(lambda: asked.append(number))
+    os.kill(os.getpid(), number)
+    assert asked == [number]
+
+
+def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup, and the ranks of fleetrun
+    trainer.until_first_step()
+    trainer.listen(lambda: None)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS if n != signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_nohup) -> None:
+    code = (
+        "import os\nfrom ppdist.common import process\nprocess.hold_signals()\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+        "from ppdist.engine import trainer\n"  # with Paddle, and its handler
+        "trainer.until_first_step()\nprint('went on')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stdout) == (75, ""), ended.stderr
+    assert f"stopped by {number.name} before the first step: nothing is lost" in ended.stderr
+    assert "Aborted" not in ended.stderr and "FatalError" not in ended.stderr
+
+
+def test_what_a_rank_has_reported_is_its_exit_code_whatever_comes_while_it_ends(tmp_path) -> None:
+    code = (
+        "import os, signal\nfrom ppdist.common import process\n"
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+        "class Late:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "late = Late()\n"  # goes when Python takes its modules, and its handlers, away
+        "process.run(lambda: 75)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PPDIST_EXIT_DIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=600)
+    assert ended.returncode == 75
+
+
+@pytest.mark.slow
+def test_a_stop_amid_an_evaluation_does_not_wait_for_it_and_a_resumed_run_makes_it_up(
+    tmp_path: Path, monkeypatch, record_property
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn = [sys.executable, str(ROOT / "tools/data.py"), "synthetic", "--out", "data"]
+    command = [*drawn, "--train", "16", "--val", "1200"]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    words = ["--nproc_per_node", "2", str(ROOT / "tools/train.py"), "--eval"]
+    words += ["-c", str(ROOT / "configs/examples/demo.yml"), "-o", "data.root=data"]
+    words += ["output_dir=run", "train.epochs=1", "data.workers=0", "evaluate.every_epochs=1"]
+    with hosts_of_a_test() as start:
+        first = start("first", *words)
+        wait_for(lambda: _processes_in_evaluation() == 2, 300)
+        time.sleep(2)
+        began = time.monotonic()
+        os.kill(_ranks()[1], signal.SIGTERM)
+        ended = first.ended(300)
+        took = time.monotonic() - began
+        record_property("figure", f"ended after {took:.1f} s")
+        print(f"ended after {took:.1f} s")
+        assert ended.code == 75, ended.errors
+        assert "mAP" not in Path("run/metrics.jsonl").read_text()
+        again = start("again", *words, "--resume").ended(600)
+    assert again.code == 0, again.errors
+    assert Path("run/metrics.jsonl").read_text().count('"mAP50"') == 1
+
+
+def _pulses() -> list:
+    from ppdist.distributed import heartbeat
+
+    folders = [path.parent for path in Path("/tmp").glob("ppdist-*/0/pulse-1")]
+    found = []
+    for folder in folders:
+        log_dir = str(Path("log_first").absolute())
+        if log_dir in (folder / "job.json").read_text():
+            found += [heartbeat.read(heartbeat.file_of(folder, rank)) for rank in (0, 1)]
+    return [each for each in found if each is not None]
+
+
+def _processes_in_evaluation() -> int:
+    return sum(each.phase == "evaluate" for each in _pulses())
+
+
+def _ranks() -> list[int]:
+    return [each.pid for each in _pulses()]

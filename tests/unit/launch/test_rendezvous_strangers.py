@@ -1,0 +1,307 @@
+"""Strangers, and ranks of earlier jobs, neither join a run nor delay or end it."""
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ppdist.launch import rendezvous
+from ppdist.launch.rendezvous import ControlChannel, Handshake
+from ppdist.launch.topology import TOKEN_VARIABLE, make_plan, name_of_job
+from tests.distributed import _free_ports, run_on_ranks
+from tests.unit.launch import hosts as launched
+from tests.unit.launch.test_rendezvous import TRAIN, A, B, Host, host
+
+TOKEN = "correct horse battery staple"
+assert "proof" in asdict(TRAIN)
+
+
+class Member(Host):
+    """A fleetrun with a token of its own."""
+
+    def __init__(self, greeting: Handshake, port: int, token: str, seconds: float = 15) -> None:
+        super().__init__(greeting.signed(token), port, seconds)
+        self.token = token
+
+    def _meet(self) -> None:
+        try:
+            self.line = rendezvous.rendezvous(
+                self.greeting, self.port, self.seconds, self.said.append, (), self.token
+            )
+        except ValueError as error:
+            self.error = str(error)
+
+
+def finished(*members: Member) -> None:
+    for each in members:
+        each.thread.join(30)
+    for each in sorted(members, key=lambda each: each.greeting.is_first):
+        each.end()
+
+
+def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
+    port = _free_ports(1)[0]
+    members = [Member(host(own), port, TOKEN) for own in (A, B)]
+    for each in members:
+        each.start()
+    finished(*members)
+    assert [each.error for each in members] == ["", ""]
+    drawn = {each.line.drawn for each in members if each.line is not None}
+    assert len(drawn) == 1
+    assert name_of_job(TOKEN, *drawn) == name_of_job(TOKEN, *drawn)
+    assert name_of_job(TOKEN, *drawn) != name_of_job("", *drawn), "the token is part of it"
+    assert name_of_job("") != name_of_job(""), "a host alone draws"
+    assert name_of_job(TOKEN, "") == name_of_job(TOKEN, "") != name_of_job("", "")
+
+
+@pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
+def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(others: str) -> None:
+    port = _free_ports(1)[0]
+    first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)
+    first.start()
+    stranger.start()
+    stranger.thread.join(30)
+    assert f"has another {TOKEN_VARIABLE}, or none: set the same on every host" in stranger.error
+    assert first.thread.is_alive()
+    second = Member(host(B), port, TOKEN)
+    second.start()
+    finished(first, second)
+    assert (first.error, second.error) == ("", "")
+    refused = f"refused who says it is host {B}: it has another {TOKEN_VARIABLE}, or none"
+    assert sum(line.startswith(refused) for line in first.said) == 1
+
+
+@pytest.mark.slow
+def test_a_first_host_without_the_token_of_the_others_is_told_so() -> None:
+    port = _free_ports(1)[0]
+    members = Member(host(A), port, "", seconds=4), Member(host(B), port, TOKEN, seconds=4)
+    for each in members:
+        each.start()
+    finished(*members)
+    said = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
+    assert said in members[0].error or said in members[1].error
+    assert all(each.error and each.line is None for each in members)
+
+
+def test_a_greeting_that_was_changed_on_the_way_is_not_signed() -> None:
+    signed = host(B).signed(TOKEN)
+    assert signed.is_signed(TOKEN) and TOKEN not in json.dumps(signed.message())
+    for change in ({"processes": 3}, {"arguments": ("-c", "other.yml")}, {"identity": "x"}):
+        assert not replace(signed, **change).is_signed(TOKEN)
+    assert not replace(signed, proof="").is_signed(TOKEN)
+    assert not replace(signed, proof="ä").is_signed(TOKEN)
+    assert not signed.is_signed("") and host(B).is_signed("")
+
+
+def test_a_stranger_who_speaks_as_fleetrun_does_cannot_end_a_job_with_a_token() -> None:
+    port = _free_ports(1)[0]
+    first = Member(host(A), port, TOKEN)
+    first.start()
+    launched.wait_for(lambda: answers(port), 10)
+    for change in ({"processes": 7}, {"hosts": (B, A)}, {"ppdist": "9"}, {"host": A}, {}):
+        with socket.create_connection((A, port), 5) as stranger:
+            message = host(B, **{"proof": "0" * 64}).message() | change
+            stranger.sendall(json.dumps(message).encode() + b"\n")
+            assert b"refused" in stranger.recv(4096)
+    second = Member(host(B), port, TOKEN)
+    second.start()
+    finished(first, second)
+    assert (first.error, second.error) == ("", "")
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((A, port)) == 0
+
+
+@contextmanager
+def sending(address: str, port: int, content: bytes) -> Iterator[None]:
+    """Somebody sends this again and again, and calls anew when it is sent away."""
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.is_set():
+            with suppress(OSError), socket.create_connection((address, port), 1) as one:
+                one.settimeout(1)
+                while not over.is_set():
+                    one.sendall(content)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def meeting_seconds(port: int) -> float:
+    """How long a host takes that finds the first one waiting."""
+    first, second = Member(host(A), port, ""), Member(host(B), port, "")
+    first.start()
+    time.sleep(1.0)
+    began = time.monotonic()
+    second.start()
+    finished(first, second)
+    assert (first.error, second.error) == ("", "")
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content", [b"x" * 65536, b"[" * 65536, b"\n" * 1000, b'{"type": "hello"}\n' * 100]
+)
+def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
+    port = _free_ports(1)[0]
+    with sending(A, port, content):
+        assert meeting_seconds(port) < 15
+
+
+@pytest.mark.slow
+def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> None:
+    port, over = _free_ports(1)[0], threading.Event()
+
+    def crowd() -> None:
+        open_ones: list[socket.socket] = []
+        while not over.is_set():
+            with suppress(OSError):
+                open_ones.append(socket.create_connection((A, port), 1))
+            if len(open_ones) > 400:
+                open_ones.pop(0).close()
+            time.sleep(0.001)
+        for each in open_ones:
+            each.close()
+
+    thread = threading.Thread(target=crowd, daemon=True)
+    thread.start()
+    try:
+        seconds = meeting_seconds(port)
+    finally:
+        over.set()
+        thread.join(20)
+    record_property("meeting_seconds", seconds)
+    assert seconds < 20
+
+
+@pytest.mark.slow
+def test_callers_during_a_run_cost_it_no_time() -> None:
+    with socket.create_server((A, 0)) as listener:
+        listener.setblocking(False)
+        line = ControlChannel(A, (A, B), {}, listener, print)
+        longest = 0.0
+        with sending(A, listener.getsockname()[1], b"x" * 65536):
+            for _ in range(20):
+                began = time.monotonic()
+                line.watch([])
+                longest = max(longest, time.monotonic() - began)
+                time.sleep(0.05)
+    assert longest < 2.0
+
+
+def joins_late(argument: object) -> list[list[int]]:
+    """Rank 1's place is first asked for by a process of an earlier job."""
+    from ppdist.common.errors import LaunchError
+    from ppdist.distributed import comm, store
+
+    os.environ["PPDIST_JOB"] = "this job"
+    if comm.rank() == 1:
+        os.environ["PPDIST_JOB"] = "an earlier job"
+        with pytest.raises(
+            LaunchError, match=r"rank 1 .* found another job at 127\.0\.0\.1:"
+        ) as caught:
+            comm.exchange(1)
+        assert "started for a job that has ended" in str(caught.value)
+        assert "this job" not in str(caught.value)
+        os.environ["PPDIST_JOB"], store._reached = "this job", False  # as a new process
+        store._meetings = itertools.count()
+        return [comm.exchange(1), comm.exchange(2)]
+    return [comm.exchange(0), comm.exchange(3)]
+
+
+def test_a_rank_of_an_earlier_job_is_refused_and_disturbs_no_meeting() -> None:
+    results = run_on_ranks(2, "tests.unit.launch.test_rendezvous_strangers:joins_late")
+    assert results == [[[0, 1], [3, 2]]] * 2
+
+
+SECRET = "a-secret-of-the-environment-4711"
+
+
+def what_was_left(*folders: Path) -> list[str]:
+    """Files that hold the secret."""
+    found = []
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                if path.is_file() and SECRET.encode() in path.read_bytes():
+                    found.append(str(path))
+    return found
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["well", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failure", "killed"))],
+)
+def test_no_file_of_a_run_holds_what_the_environment_keeps_secret(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    temporary = Path(tempfile.mkdtemp(prefix="s"))  # pytest's own is too long for a socket
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    script = launched.write(
+        "Path(f'up{rank}').touch()\n"
+        "while not Path('go').exists(): time.sleep(0.05)\n"
+        "assert 'PPDIST_JOB_TOKEN' not in os.environ and len(os.environ['PPDIST_JOB']) == 64\n"
+        "def main():\n"
+        f"    if rank == 1 and {ending == 'failure'}: raise RuntimeError('boom')\n"
+        f"    if {ending == 'killed'}: time.sleep(120)\n"
+        "run(main)\n"
+    )
+    variables = {"API_KEY": SECRET, TOKEN_VARIABLE: f"token {SECRET}", "TMPDIR": str(temporary)}
+    with launched.hosts_of_a_test() as start:
+        run = start("a", "--nproc_per_node", "2", script, variables=variables)
+        launched.wait_for(lambda: Path("up0").exists() and Path("up1").exists())
+        assert what_was_left(tmp_path, temporary) == [], "while it runs"
+        modes = {path.name: path.stat().st_mode & 0o777 for path in temporary.iterdir()}
+        assert modes and set(modes.values()) == {0o700}
+        if ending == "killed":
+            run.process.kill()
+        else:
+            Path("go").touch()
+        ended = run.ended()
+    assert ended.code == {"well": 0, "failure": 1, "killed": -9}[ending], ended.errors
+    if ending == "killed":
+        launched.wait_for(lambda: not alive(temporary))
+    assert what_was_left(tmp_path, temporary) == []
+    assert ending == "killed" or not list(temporary.iterdir())
+
+
+def alive(mark: Path) -> list[str]:
+    """Processes with this folder in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"TMPDIR={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(str(path))
+    return found
+
+
+def test_the_token_stays_with_fleetrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ppdist.launch.options import parse_options
+    from tests.unit.launch.test_topology import machine
+
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").touch()
+    environment = {TOKEN_VARIABLE: TOKEN, "PPDIST_JOB": "of a run around this one", "HOME": "/x"}
+    plan = make_plan(parse_options(["t.py"], environment), environment, machine())
+    assert plan.environment["HOME"] == "/x"
+    assert not {TOKEN_VARIABLE, "PPDIST_JOB"} & set(plan.environment)

@@ -1,0 +1,120 @@
+"""From one attempt of a job to the next, without starting any process."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch import cli as front
+from ppdist.launch.rendezvous import Connection, ControlChannel
+from ppdist.launch.topology import Machine, name_of_job, proof
+from ppdist.launch.watchdog import Outcome, signals_noted
+from tests.unit.launch.test_topology import machine
+
+A, B = "10.9.0.1", "10.9.0.2"
+FAILED = Outcome(1, "rank 1 failed first", told="rank 1 failed first")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").touch()
+    monkeypatch.setattr(front.Restarts, "pause", 0.01)
+
+
+def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
+    """Runs a job whose attempts end so; its exit code, and how many attempts it had."""
+    left = list(ends)
+
+    def run(*arguments: object) -> Outcome:
+        end = left.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    words = ["--max_restart", str(restarts), "t.py"]
+    with signals_noted() as received:
+        code = front.fleetrun(words, {}, lambda: machine(), run, received)
+    return code, len(ends) - len(left)
+
+
+def test_an_attempt_that_cannot_be_started_counts_as_one_and_another_follows() -> None:
+    missing = LaunchError("port 6070 is taken", code="port_in_use")
+    assert attempts(FAILED, missing, Outcome(0, "")) == (0, 3)
+    assert attempts(FAILED, missing, missing, restarts=2) == (1, 3)
+    with pytest.raises(LaunchError):  # the very first: the command is wrong
+        attempts(missing)
+
+
+def test_a_signal_while_the_machine_is_looked_at_ends_with_75(
+    monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """nvidia-smi may take seconds."""
+
+    def look() -> Machine:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return machine()
+
+    monkeypatch.setattr(front, "this_machine", look)
+    monkeypatch.setattr(sys, "argv", ["fleetrun", "t.py"])
+    assert front.main() == 75
+    assert "stopped by SIGUSR1 before any rank of this attempt began" in capfd.readouterr().err
+
+
+def test_a_full_disk_is_said_with_its_folder(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(LaunchError, match=r"ppdist-.*/0 cannot be written \(No space left"):
+        attempts(Outcome(0, ""))
+
+
+def test_a_signal_in_the_pause_ends_the_job_with_75(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front.Restarts, "pause", property(lambda self: 60.0 * self.attempt))
+    monkeypatch.setattr(front, "_announcement", lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+    assert attempts(FAILED) == (75, 1)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_for_one_host_in_the_pause_ends_it_on_all(stopped: int) -> None:
+    one, other = (Connection(end) for end in socket.socketpair())
+    lines = [
+        ControlChannel(A, (A, B), {B: one}, None, print),
+        ControlChannel(B, (A, B), {A: other}, None, print),
+    ]
+    received: list[list[int]] = [[], []]
+    codes: dict[int, int] = {}
+
+    def pause(number: int) -> None:
+        assert not front._sleep(60, lines[number], received[number])
+        outcome = front._stopped_before(received[number])
+        codes[number] = lines[number].finish(outcome, received[number]).code
+
+    threads = [threading.Thread(target=pause, args=(number,), daemon=True) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    received[stopped].append(signal.SIGTERM)
+    for thread in threads:
+        thread.join(20)
+    assert codes == {0: 75, 1: 75}
+
+
+def test_a_failure_of_another_host_in_the_pause_is_no_signal() -> None:
+    one, other = (Connection(end) for end in socket.socketpair())
+    line = ControlChannel(A, (A, B), {B: one}, None, print)
+    other.send({"type": "ended", "host": B, "code": 1, "message": "no room", "age_ms": 0})
+    assert front._sleep(60, line, [])
+
+
+def test_a_token_of_any_bytes_works() -> None:
+    token = os.fsdecode(b"\xff\xfe secret")
+    assert proof(token, {"a": 1}) != proof("other", {"a": 1})
+    assert len(name_of_job(token, "drawn")) == 64

@@ -1,0 +1,52 @@
+"""Batch norm over gloo ranks equals batch norm of one process over all images."""
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.models.layers import synchronize_batch_norm
+from tests.distributed import run_on_ranks
+
+CHANNELS = 3
+
+
+def data():
+    rng = np.random.RandomState(0)
+    x = rng.standard_normal((5, CHANNELS, 4, 6)).astype("float32") * 3 + 100  # far from 0
+    return x, rng.standard_normal(x.shape).astype("float32")
+
+
+def normalise(share):
+    """share: [start, stop) of the images for each rank; uneven on purpose."""
+    comm.init("cpu", DistributedConfig())
+    paddle.seed(1)
+    layer = synchronize_batch_norm(nn.Sequential(nn.BatchNorm2D(CHANNELS)))
+    layer[0].weight.set_value(np.array([0.5, 1.0, 2.0], "float32"))
+    start, stop = share[comm.rank()]
+    x, dy = (paddle.to_tensor(part[start:stop]) for part in data())
+    x.stop_gradient = False
+    y = layer(x)
+    (y * dy).sum().backward()
+    gradients = [layer[0].weight.grad, layer[0].bias.grad]
+    return {
+        "y": y.tolist(),
+        "dx": x.grad.tolist(),
+        "dparameters": [comm.all_reduce_sum(g).tolist() for g in gradients],
+        "mean": layer[0]._mean.tolist(),
+        "variance": layer[0]._variance.tolist(),
+        "keys": sorted(layer.state_dict()),
+    }
+
+
+def test_two_gloo_ranks_normalise_like_one_process():
+    ranks = run_on_ranks(2, "tests.unit.models.test_layers_sync_bn:normalise", [[0, 4], [4, 5]])
+    alone = normalise([[0, 5]])
+    for key in ("y", "dx"):
+        together = np.concatenate([rank[key] for rank in ranks])
+        np.testing.assert_allclose(together, alone[key], rtol=2e-5, atol=2e-5)
+    for rank in ranks:
+        assert rank["keys"] == alone["keys"]
+        for key in ("dparameters", "mean", "variance"):
+            np.testing.assert_allclose(rank[key], alone[key], rtol=2e-5, atol=1e-4)
