@@ -150,7 +150,7 @@ def build_evaluator(
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
     )
     measured = None if loss is None else ValidationLoss(loss, loader)
-    if config.data.classifies:
+    if model.task == "classify":
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
     return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
 
@@ -275,7 +275,7 @@ def _say_derived(
     """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
     log.table("derived", derived.rows())
     log.metrics({"step": start or 0, "derived": derived.record()})
-    scores = ClassificationEvaluator if config.data.classifies else Evaluator
+    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
     chosen = hyper_parameters(config.model, config.seed, derived)
     log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
     for warning in advice(config, derived):
