@@ -40,7 +40,7 @@ from ppdist.engine.schedule_setup import (
     set_up_schedule,
     settings,
 )
-from ppdist.engine.state import AUTO, find_start, own_folder, settle_run, tell
+from ppdist.engine.state import AUTO, claim_folder, find_start, log_start, settle_run
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.visualize import BatchPictures
@@ -198,7 +198,7 @@ def build_training(
     bad_images.known |= run.bad_images
     noticed += comm.run_on_main(lambda: files.hold(output_dir))
     comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    own_folder(output_dir, start, run)
+    claim_folder(output_dir, start, run)
     log = comm.together(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
@@ -212,7 +212,7 @@ def build_training(
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         _check_teacher(trainer.train_step)
         trainer.progress.run = run
-        tell(start, derived, log)
+        log_start(start, derived, log)
         _say_derived(config, derived, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})

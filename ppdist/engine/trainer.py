@@ -29,7 +29,7 @@ from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
 from ppdist.engine.monitor import Epochs, Records, Stopwatch, StragglerMonitor
-from ppdist.engine.recovery import Recovery, check_replica_consistency, rate_factor
+from ppdist.engine.recovery import Recovery, check_replica_consistency, lr_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import Snapshot, TrainState, capture_state, restore_state
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
@@ -213,8 +213,8 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step_begin(progress.step + 1)
             result = None
-            if progress.step + 1 in self.recovery.left_out:
-                self.recovery.leave_out(progress)
+            if progress.step + 1 in self.recovery.skipped_steps:
+                self.recovery.skip_step(progress)
                 progress.step += 1
                 batches = self._batches()
             else:
@@ -252,7 +252,9 @@ class Trainer:
 
     def _no_use(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
-        return self.early_stopping.reason(self.progress.standing) if self.early_stopping else ""
+        return (
+            self.early_stopping.reason(self.progress.early_stopping) if self.early_stopping else ""
+        )
 
     def _stopped(self) -> int:
         self._end("signal")
@@ -300,7 +302,7 @@ class Trainer:
             self.progress.best, self.progress.best_step = -math.inf, 0
             self.progress.losses = LossCurves()
         if rescored or not self.early_stopping:  # to go on without it is to begin it anew
-            self.progress.standing = None
+            self.progress.early_stopping = None
         if own:
             self._saved_step = self.progress.step
             comm.run_on_main(self._mend_links)
@@ -328,7 +330,7 @@ class Trainer:
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)
         if result.too_large:
-            self.recovery.make_smaller(result, progress)
+            self.recovery.shrink_micro_batches(result, progress)
             return None
         self.records.add(result, clock.seconds["data"], watch)
         self.epochs.add(result, clock.seconds["data"], watch, rates.lr)
@@ -340,7 +342,7 @@ class Trainer:
         if result.applied:
             progress.bad_steps = 0
             progress.losses.trained(result.losses["loss"])
-        elif self.recovery.meet(result, progress):
+        elif self.recovery.handle_bad_step(result, progress):
             self._forget_what_was_saved_since()
             return None
         speed = self.records.images_per_second()
@@ -351,7 +353,7 @@ class Trainer:
 
     def _rates(self, step: int) -> LearningRates:
         """What a step (0-based) uses."""
-        return self.derived.schedule.rates(step).scaled(rate_factor(self.progress.returns))
+        return self.derived.schedule.rates(step).scaled(lr_factor(self.progress.rollbacks))
 
     def _forget_what_was_saved_since(self) -> None:
         """After a return to earlier weights: what was saved beyond them will be made again."""
@@ -382,7 +384,7 @@ class Trainer:
         warning, sure = check_replica_consistency(self.train_step)
         if warning:
             self.log.warning(f"after step {self.progress.step}: {warning}")
-        if sure or not self.recovery.doubt(self.progress):
+        if sure or not self.recovery.roll_back_once(self.progress):
             return False
         self._forget_what_was_saved_since()
         return True
@@ -392,7 +394,7 @@ class Trainer:
 
         This rank's loader has warned of its own already; rank 0 alone writes the log.
         """
-        for line in self.bad_images.meet(found):
+        for line in self.bad_images.add(found):
             self.log.warning(f"cannot be used, another image takes its place: {line}")
         if self.progress.run is not None:
             self.progress.run.bad_images = self.bad_images.known
@@ -427,8 +429,8 @@ class Trainer:
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
             progress.class_scores = validation.evaluator.class_scores(metrics)
             if self.early_stopping:
-                progress.standing = self.early_stopping.judged(
-                    progress.standing, progress.step, metrics
+                progress.early_stopping = self.early_stopping.updated(
+                    progress.early_stopping, progress.step, metrics
                 )
             if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
                 self.log.warning(warning)
