@@ -130,7 +130,7 @@ def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
             f"data.{split}.annotations=annotations/instances_{split}.json",
         ]
     config = load(arguments, *overrides)
-    if config.data.classifies:
+    if config.model.task == "classify":
         raise errors.ConfigError(
             f"--synthetic draws objects for detectors, but model.name: {config.model.name} is a "
             "classifier",

@@ -125,7 +125,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         make_parent(arguments.json)
     if arguments.fix:
-        if config.data.classifies:
+        if config.data.task == "classify":
             raise errors.ConfigError(
                 f"data.format {config.data.format} has no boxes to fix",
                 code="no_boxes_to_fix",
@@ -211,7 +211,7 @@ def stats(arguments: argparse.Namespace) -> None:
         make_folder(arguments.plots)
     sets = {split: read_split(config.data, split) for split in ("train", "val")}
     check_same_classes(*sets.values())
-    boxes = not config.data.classifies
+    boxes = config.data.task == "detect"
     objects = {
         split: objects_of(dataset, config.model.image_size, config.data.resize)
         for split, dataset in sets.items()

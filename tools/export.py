@@ -74,7 +74,9 @@ def main() -> int:
 
     formats = formats_of(arguments)
     config = load_config(arguments.config, arguments.override)
-    if config.data.classifies and (arguments.without_nms or arguments.accuracy is not None):
+    if config.model.task == "classify" and (
+        arguments.without_nms or arguments.accuracy is not None
+    ):
         raise errors.ConfigError(
             "--without-nms and --accuracy are for boxes, and a classifier has none",
             code="options_conflict",

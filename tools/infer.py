@@ -101,7 +101,7 @@ def of_config(arguments: argparse.Namespace) -> "Report":
     from ppdist.export.spec import describe, validation_set
 
     config = load_config(arguments.config, arguments.override)
-    threshold = threshold_of(arguments, config.data.classifies)
+    threshold = threshold_of(arguments, config.model.task)
     comm.init(config.device, config.distributed)
     model = build_model(config)
     load_all_weights(model, Path(arguments.weights))
@@ -136,7 +136,7 @@ def of_export(arguments: argparse.Namespace) -> "Report":
 
     directory, out = arguments.model, arguments.out
     spec = read_spec(directory)
-    threshold = threshold_of(arguments, spec.task == "classify")
+    threshold = threshold_of(arguments, spec.task)
     only_onnx = arguments.int8 or spec.paddle is None
     backend = arguments.backend or ("onnx" if only_onnx else "paddle")
     options = RuntimeOptions(
@@ -150,8 +150,8 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     return Objects(out, spec, ExportedPredictor(directory, options), threshold, warn)
 
 
-def threshold_of(arguments: argparse.Namespace, classifies: bool) -> float:
-    if classifies and arguments.threshold is not None:
+def threshold_of(arguments: argparse.Namespace, task: str) -> float:
+    if task == "classify" and arguments.threshold is not None:
         raise errors.ConfigError(
             "--threshold is for boxes, and a classifier has none",
             code="options_conflict",

@@ -224,7 +224,7 @@ def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
 
 def require_detector(config: "ExperimentConfig", what: str) -> None:
     """Raises: ConfigError: the model is a classifier."""
-    if config.data.classifies:
+    if config.model.task == "classify":
         raise ConfigError(
             f"{config.model.name} is a classifier, but {what} is measured of detectors alone; of "
             "classifiers train and loader are",

@@ -11,12 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
+
+Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
 
 
 class Section(BaseModel):

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.base import Section
+from ppdist.config.base import Section, Task
 
 Resize = Literal["stretch", "letterbox"]  # `data.resize`
 
@@ -130,6 +130,6 @@ class DataConfig(Section):
     )
 
     @property
-    def classifies(self) -> bool:
-        """Whether images have one class each, for a classifier, instead of boxes."""
-        return self.format in ("folder", "csv")
+    def task(self) -> Task:
+        """What the annotations teach: boxes with classes, or one class for each image."""
+        return "classify" if self.format in ("folder", "csv") else "detect"

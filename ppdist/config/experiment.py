@@ -12,7 +12,7 @@ from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.evaluate import EvaluateConfig, NMSConfig
 from ppdist.config.loss import LOSS_NAMES, LossConfig, PPYOLOELossConfig
-from ppdist.config.model import ModelConfig, PPYOLOEConfig
+from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
@@ -56,11 +56,10 @@ class ExperimentConfig(Section):
 
     @property
     def suppression(self) -> NMSConfig:
-        """What leaves the predictions of this model that count, wherever it predicts: `nms`, for a
-        one-to-one head without any suppression."""
-        if isinstance(self.model, PPYOLOEConfig) and self.model.one_to_one:
-            return self.nms.model_copy(update={"iou_threshold": None})
-        return self.nms
+        """`nms`, without suppression where the model needs none."""
+        if self.model.needs_nms:
+            return self.nms
+        return self.nms.model_copy(update={"iou_threshold": None})
 
     @classmethod
     def completed(cls, tree: Node) -> Node:

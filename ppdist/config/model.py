@@ -1,10 +1,10 @@
 """The `model` section: one Section for each family, told apart by `name`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ppdist.config.base import Section
+from ppdist.config.base import Section, Task
 
 YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
 _Side = Annotated[float, Field(gt=0)]
@@ -14,6 +14,7 @@ _Anchor = tuple[_Side, _Side]
 class PPYOLOEConfig(Section):
     """Which PP-YOLOE."""
 
+    task: ClassVar[Task] = "detect"
     name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
     variant: Literal["crn", "plus"] = Field(
         default="plus",
@@ -61,6 +62,11 @@ class PPYOLOEConfig(Section):
         description="input [height, width] in pixels, multiples of the largest stride",
     )
 
+    @property
+    def needs_nms(self) -> bool:
+        """Whether predictions of one object overlap, so that they need suppression."""
+        return not self.one_to_one
+
     @field_validator("body")
     @classmethod
     def _body_has_parts(cls, body: str, info: ValidationInfo) -> str:
@@ -80,6 +86,8 @@ class PPYOLOEConfig(Section):
 class YOLOv5Config(Section):
     """Which YOLOv5."""
 
+    task: ClassVar[Task] = "detect"
+    needs_nms: ClassVar[bool] = True
     name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
     size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
         default="s",
@@ -127,6 +135,8 @@ class YOLOv5Config(Section):
 class YOLOv5ClsConfig(Section):
     """Which YOLOv5 classifier."""
 
+    task: ClassVar[Task] = "classify"
+    needs_nms: ClassVar[bool] = False
     name: Literal["yolov5_cls"] = Field(default="yolov5_cls", description="classifier family")
     size: Literal["n", "s", "m", "l", "x"] = Field(
         default="s", description="depth and width multiples"

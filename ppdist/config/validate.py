@@ -13,9 +13,9 @@ from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS
 
 def misfits(config: Any) -> Iterator[str]:
     """Everything that does not fit, in the user's words; `config` is an ExperimentConfig."""
-    name, classifies = config.model.name, config.data.classifies
-    if classifies != (name == "yolov5_cls"):
-        has, learns = ("classes", "boxes") if classifies else ("boxes", "classes")
+    name, task = config.model.name, config.model.task
+    if config.data.task != task:
+        has, learns = ("boxes", "classes") if task == "classify" else ("classes", "boxes")
         yield (
             f"data.format: {config.data.format} has {has} of images, model.name: {name} learns "
             f"{learns}; choose the other model or the other format"
@@ -25,10 +25,10 @@ def misfits(config: Any) -> Iterator[str]:
             f"loss.name: {config.loss.name} is the loss of another model than model.name: {name}; "
             f"leave loss.name out"
         )
-    known = CLASSIFICATION_METRICS if classifies else DETECTION_METRICS
+    known = CLASSIFICATION_METRICS if task == "classify" else DETECTION_METRICS
     metrics = {"evaluate.metric": (config.evaluate.metric, known)}
     if config.early_stopping is not None:
-        more = ("val_loss",) if classifies else ("f1", "val_loss")
+        more = ("val_loss",) if task == "classify" else ("f1", "val_loss")
         metrics["early_stopping.metric"] = config.early_stopping.metric, (*known, *more)
     for key, (metric, measured) in metrics.items():
         if metric not in (None, *measured):
@@ -77,7 +77,7 @@ def _of_teacher(config: Any) -> Iterator[str]:
     distill, name = config.distill, config.model.name
     if distill is None:
         return
-    if config.data.classifies:
+    if config.model.task == "classify":
         yield "distill: teaches detectors, not classifiers; leave it out"
     if name == "yolov5" and distill.boxes and distill.boxes.temperature is not None:
         yield (
@@ -93,7 +93,7 @@ def _ignored(config: Any) -> Iterator[str]:
             f"train.accumulate_steps: {train.accumulate_steps} follows from train.total_batch: "
             f"{train.total_batch}; leave one of them out"
         )
-    if config.data.classifies:
+    if config.model.task == "classify":
         of_boxes = {
             "data.augment.mosaic": augment.mosaic,
             "data.augment.mosaic_whole": augment.mosaic_whole,
@@ -128,7 +128,8 @@ def _ignored(config: Any) -> Iterator[str]:
 def _of_suppression(config: Any) -> Iterator[str]:
     for key in ("iou_threshold", "candidates"):
         default = type(config.nms).model_fields[key].default
-        if getattr(config.nms, key) not in (default, None) and config.suppression != config.nms:
+        given = getattr(config.nms, key) not in (default, None)
+        if given and config.model.task == "detect" and config.suppression != config.nms:
             yield (
                 f"nms.{key}: means nothing to model.one_to_one: true, which needs no suppression; "
                 f"leave it out"

@@ -555,7 +555,7 @@ class TrainLoader(_Loader):
             ranks_on_host: ranks that share this machine, this one included.
         """
         largest = max(size[0] for size in sampler.sizes), max(size[1] for size in sampler.sizes)
-        kind = ClassifyTrainSamples if config.classifies else TrainSamples
+        kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
         reductions_N = reductions(dataset, config.augment, largest, config.resize)
         samples = kind(
             dataset,
@@ -608,7 +608,7 @@ class EvalLoader(_Loader):
         if shape_multiple is not None:
             sizes_N2 = Records.of(dataset.records).sizes_N2
             shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
-        kind = ClassifyEvalSamples if config.classifies else EvalSamples
+        kind = ClassifyEvalSamples if config.task == "classify" else EvalSamples
         samples = kind(dataset, config.bad_images, resize=config.resize)
         self._learnable = samples.learnable
         super().__init__(

@@ -236,7 +236,7 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
         files = [image_file(image) for image in raw.images]
         checks = check_images(files, decode=decode, workers=workers)
         issues += _of_images(raw, checks)
-        if not config.classifies:
+        if config.task == "detect":
             issues += _of_boxes(raw)
         splits[split] = ValidatedSplit(raw, checks, issues)
         for path, first in duplicates(splits[split].images).items():

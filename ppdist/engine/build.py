@@ -40,7 +40,7 @@ from ppdist.engine.schedule_setup import (
     set_up_schedule,
     settings,
 )
-from ppdist.engine.state import AUTO, find_start, own_folder, settle_run, tell
+from ppdist.engine.state import AUTO, claim_folder, find_start, log_start, settle_run
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.visualize import BatchPictures
@@ -150,7 +150,7 @@ def build_evaluator(
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
     )
     measured = None if loss is None else ValidationLoss(loss, loader)
-    if config.data.classifies:
+    if model.task == "classify":
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
     return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
 
@@ -198,7 +198,7 @@ def build_training(
     bad_images.known |= run.bad_images
     noticed += comm.run_on_main(lambda: files.hold(output_dir))
     comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    own_folder(output_dir, start, run)
+    claim_folder(output_dir, start, run)
     log = comm.together(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
@@ -212,7 +212,7 @@ def build_training(
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         _check_teacher(trainer.train_step)
         trainer.progress.run = run
-        tell(start, derived, log)
+        log_start(start, derived, log)
         _say_derived(config, derived, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
@@ -275,7 +275,7 @@ def _say_derived(
     """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
     log.table("derived", derived.rows())
     log.metrics({"step": start or 0, "derived": derived.record()})
-    scores = ClassificationEvaluator if config.data.classifies else Evaluator
+    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
     chosen = hyper_parameters(config.model, config.seed, derived)
     log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
     for warning in advice(config, derived):

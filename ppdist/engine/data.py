@@ -318,7 +318,7 @@ class Blocklist:
         self._limit = limit
         self._stop_at_too_many()
 
-    def meet(self, found: Mapping[int, str]) -> list[str]:
+    def add(self, found: Mapping[int, str]) -> list[str]:
         """Adds what the ranks found; every rank calls it, after a step in which any found one.
 
         Args:

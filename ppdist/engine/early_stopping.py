@@ -1,24 +1,24 @@
-"""When it is time to end a training that gets no better, and when to warn that it only memorises.
+"""Early stopping and the warning of over-fitting.
 
-Both judge by numbers that all ranks hold alike, so they say the same on each.
+Both follow from numbers that are the same on all ranks, so they decide the same on each.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ppdist.config.train import EarlyStoppingConfig
 
 LOWER_IS_BETTER = ("val_loss",)
-# So many evaluations, and a fifth of those so far, have a median that counts as one value.
+# Losses are smoothed by the median of the last fifth of all evaluations, of five at least.
 _FEWEST, _SHARE = 5, 5
-_APART = 0.2  # above its lowest
+_RISE = 0.2  # of the validation loss above its lowest
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a run that may end early has come to; goes into checkpoints."""
+class EarlyStoppingState:
+    """How long a run has not improved; its fields are those in checkpoints."""
 
     metric: str
     best: float | None = None  # None: nothing was measured yet
@@ -27,7 +27,7 @@ class Standing:
 
 
 class EarlyStopping:
-    """The rule; where a run stands by it is in `Progress`."""
+    """The rule; its state is part of `TrainState`."""
 
     def __init__(self, config: EarlyStoppingConfig, metric: str) -> None:
         """Args: metric: by which the best checkpoint is chosen."""
@@ -35,47 +35,49 @@ class EarlyStopping:
         self._patience = config.patience
         self._min_delta = config.min_delta
 
-    def judged(
-        self, standing: Standing | None, step: int, metrics: Mapping[str, float]
-    ) -> Standing:
-        """Where the run stands after an evaluation.
+    def updated(
+        self, state: EarlyStoppingState | None, step: int, metrics: Mapping[str, float]
+    ) -> EarlyStoppingState:
+        """The state after an evaluation.
 
         Args:
-            standing: before it; None: this is the first.  One by another metric counts for nothing.
+            state: before it; None: this is the first.  One of another metric starts anew.
             step: optimizer steps done.
         """
-        if standing is None or standing.metric != self._metric:
-            standing = Standing(self._metric)
+        if state is None or state.metric != self._metric:
+            state = EarlyStoppingState(self._metric)
         value = metrics[self._metric]
         sign = -1.0 if self._metric in LOWER_IS_BETTER else 1.0
         better = math.isfinite(value) and (
-            standing.best is None or sign * (value - standing.best) > self._min_delta
+            state.best is None or sign * (value - state.best) > self._min_delta
         )
         if better:
-            return Standing(self._metric, value, step)
-        in_vain = standing.in_vain + 1
-        return Standing(self._metric, standing.best, standing.best_step, in_vain)
+            return EarlyStoppingState(self._metric, value, step)
+        return replace(state, in_vain=state.in_vain + 1)
 
-    def reason(self, standing: Standing | None) -> str:
-        """Why to end here, in words; "": there is none."""
-        if standing is None or standing.metric != self._metric or standing.in_vain < self._patience:
+    def reason(self, state: EarlyStoppingState | None) -> str:
+        """Why to stop here, in words; "": there is no reason."""
+        if state is None or state.metric != self._metric or state.in_vain < self._patience:
             return ""
         by = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        if standing.best is None:
-            return f"{self._metric} was not a number in {standing.in_vain} evaluations"
+        if state.best is None:
+            return f"{self._metric} was not finite in {state.in_vain} evaluations"
         return (
-            f"{self._metric} has not been better{by} than {standing.best:.4f}, that of step "
-            f"{standing.best_step}, in {standing.in_vain} evaluations (early_stopping.patience: "
+            f"{self._metric} has not improved{by} on the {state.best:.4f} of step "
+            f"{state.best_step} in {state.in_vain} evaluations (early_stopping.patience: "
             f"{self._patience})"
         )
 
 
 @dataclass
 class LossCurves:
-    """Training loss beside validation loss; goes into checkpoints.
+    """Training loss beside validation loss; its fields are those in checkpoints.
 
-    pairs: of each evaluation the mean training loss of the steps since the one before it, and the
-    validation loss.  summed, steps: of the training loss since the last evaluation.
+    Attributes:
+        pairs: of each evaluation, the mean training loss since the one before, and the validation
+            loss.
+        summed, steps: of the training loss since the last evaluation.
+        warned: the warning comes once.
     """
 
     pairs: tuple[tuple[float, float], ...] = ()
@@ -84,17 +86,15 @@ class LossCurves:
     warned: bool = False
 
     def trained(self, loss: float) -> None:
-        """A step that was applied."""
+        """Adds a step that was applied."""
         self.summed += loss
         self.steps += 1
 
     def evaluated(self, val_loss: float) -> str:
-        """Returns: a warning, once, when the model has long been getting worse on images that it
-        does not train on, while it gets better on those that it does; most times nothing.
+        """Adds an evaluation; returns a warning of over-fitting, or "".
 
-        Both losses are smoothed by the median of the last fifth of the evaluations, of five at
-        least.  The warning comes when the validation loss is 20 % above its lowest, and the
-        training loss below what it was then.
+        It comes once both losses are smoothed, the validation loss is 20 % above its lowest, and
+        the training loss is below what it was then.
         """
         if self.steps and math.isfinite(val_loss):
             self.pairs = (*self.pairs, (self.summed / self.steps, val_loss))
@@ -106,13 +106,13 @@ class LossCurves:
         smooth = [tuple(median(each) for each in zip(*window)) for window in windows]
         lowest = min(smooth, key=lambda pair: pair[1])
         now = smooth[-1]
-        if now[1] <= (1 + _APART) * lowest[1] or now[0] >= lowest[0]:
+        if now[1] <= (1 + _RISE) * lowest[1] or now[0] >= lowest[0]:
             return ""
         self.warned = True
         ago = len(smooth) - 1 - smooth.index(lowest)
         return (
-            f"over-fitting: in the last {ago} evaluations the validation loss has risen from "
+            f"over-fitting: in the last {ago} evaluations the validation loss rose from "
             f"{lowest[1]:.4g} to {now[1]:.4g} while the training loss fell from {lowest[0]:.4g} "
-            f"to {now[0]:.4g} (medians of {size}): the model learns its training images by "
-            f"heart; more images, stronger data.augment, a smaller model or early_stopping help"
+            f"to {now[0]:.4g} (medians of {size}): more images, stronger data.augment, a smaller "
+            f"model or early_stopping help"
         )

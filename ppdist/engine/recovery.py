@@ -1,12 +1,6 @@
-"""What all ranks do together about a step that failed: pass over it, go back, take smaller bites.
+"""Recovery from failed steps: skip, roll back, smaller micro-batches, unequal replicas.
 
-Every decision here follows from sums or values that all ranks hold, so it is the same on each.
-
-Whether all ranks hold the same training state, and what is done about a rank that does not.
-
-A flipped bit of memory, or a sum that went wrong on one rank only, makes ranks train different
-models from there on without a word.  So now and then each adds up the bits of what it holds, and
-they compare.
+Every decision follows from sums or values that all ranks hold, so it is the same on each.
 """
 
 import contextlib
@@ -32,39 +26,20 @@ from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import TrainState, restore_state
 from ppdist.engine.train_step import StepResult, TrainStep, loss_scale
 
-MOST_RETURNS = 3  # of a whole run; the last continues at an eighth of the learning rate
-_RATE_FACTOR = 0.5
+MAX_ROLLBACKS = 3  # of a whole run; the last continues at an eighth of the learning rate
+_LR_FACTOR = 0.5  # of each
 _SHOWN = 8  # images in a message
-_NOT_FINITE = "loss or gradient not finite"
-
-
-def _left_out(text: str) -> set[int]:
-    """`7,12`  Raises: ConfigError: it is something else."""
-    if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
-        raise ConfigError(
-            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
-            code="skip_step_invalid",
-            fix="fleetrun --max_restart sets it by itself",
-        )
-    return {int(step) for step in text.split(",") if step}
-
-
-def _returned(progress: TrainState, step: int, reason: str) -> dict[str, Any]:
-    """The record of a return from a step to where the run is now."""
-    return {"step": progress.step, "returned_from_step": step, "reason": reason}
-
-
-def rate_factor(returns: int) -> float:
-    """By what the learning rate is multiplied after so many returns to earlier weights."""
-    return _RATE_FACTOR**returns
+_OUT_OF_MEMORY_FILE = "out_of_memory.json"
+_DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
+_ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Recovery:
-    """Every rank has one, and calls each method at the same time as the others.
+    """What a run does about failed steps.  Every method is collective, unless it says otherwise.
 
     Attributes:
-        left_out: the numbers, from 1, of steps that are not to be computed, because twice the run
-            ended there.
+        skipped_steps: numbers, from 1, of steps at which the run ended twice; they are not made.
     """
 
     def __init__(
@@ -78,7 +53,7 @@ class Recovery:
         bad_steps_limit: int,
     ) -> None:
         """Args: bad_steps_limit: `train.bad_steps_limit`."""
-        self.left_out = _left_out(os.environ.get(SKIP_STEP_VARIABLE, ""))
+        self.skipped_steps = _steps_of(os.environ.get(SKIP_STEP_VARIABLE, ""))
         self._train_step = train_step
         self._feed = feed
         self._batch_size = derived.batch_size_per_card
@@ -86,99 +61,102 @@ class Recovery:
         self._folder = output_dir
         self._limit = bad_steps_limit
         self._good: Snapshot | None = None
-        self._doubted = -1  # the step of the snapshot that `doubt` has gone back to
+        self._repeated = -1  # the step of the snapshot from which `roll_back_once` has repeated
 
     def begin(self, progress: TrainState, snapshot: Snapshot) -> None:
-        """Before the first step of this process.
+        """Prepares for the first step of this process.
 
         Args: snapshot: where the run is.
         """
         self.keep(snapshot)
-        known = [most for most in (progress.most_images, noted()) if most is not None]
-        progress.most_images = min(known, default=None)
-        self._feed.parts = parts_of(self._batch_size, progress.most_images)
+        known = [most for most in (progress.max_micro_batch, _noted()) if most is not None]
+        progress.max_micro_batch = min(known, default=None)
+        self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """The state to go back to from now on, unless taken amid steps that were not finite.
+        """Rolls back to this snapshot from now on, unless it was taken amid bad steps.  Local.
 
-        A run that resumes from such a one (it was the best, or the end) goes back no further.
+        A run that resumes from such a one (it was the best, or the end) rolls back no further.
         """
         if self._good is None or not snapshot.state["bad_steps"]:
             self._good = snapshot
 
-    def meet(self, result: StepResult, progress: TrainState) -> bool:
-        """Looks at a step that was not applied because something was not finite.
+    def handle_bad_step(self, result: StepResult, progress: TrainState) -> bool:
+        """Decides what follows a step that was not applied because something was not finite.
 
-        Returns: whether the run is back at earlier weights, and `progress` with it.
-        Raises: FloatingPointError, on every rank: going back did not help.
+        Returns: whether the run was rolled back, and `progress` with it.
+        Raises: FloatingPointError, on every rank: rolling back did not help.
         """
         step = progress.step + 1
         found = f"loss {result.losses['loss']:g}, gradient norm {result.gradient_norm:g}"
         scale = loss_scale(self._train_step.scaler)
         if result.searching:
             self._log.warning(
-                f"step {step}: {found}: too large for float16, so no rank applied it; the loss "
-                f"scale is {scale:g} from here on"
+                f"step {step}: {found}: too large for float16, so no rank applied it; the "
+                f"loss scale is now {scale:g}"
             )
             return False
         progress.bad_steps += 1
         hint = ""
         if 0 < scale < 1:
             hint = (
-                "; float16 no longer reaches: set train.amp.dtype: bfloat16, which needs no scale"
+                "; float16 does not reach that far: set train.amp.dtype: bfloat16, which needs no "
+                "loss scale"
             )
         self._log.warning(f"step {step}: {found}: not finite, so no rank applied it{hint}")
-        self._write_down(step, "not finite", result.own_images, result.own_loss)
+        self._record(step, "not finite", result.own_images, result.own_loss)
         if progress.bad_steps < self._limit:
             return False
-        if progress.returns >= MOST_RETURNS:
+        if progress.rollbacks >= MAX_ROLLBACKS:
             raise FloatingPointError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
-                f"{step}, and {MOST_RETURNS} returns to earlier weights with half the learning "
-                f"rate did not help; their images are in {self._folder / 'bad_steps.jsonl'}; lower "
-                f"optimizer.lr, set train.clip_norm, or turn train.amp off; checkpoints up to here "
+                f"{step}, and {MAX_ROLLBACKS} rollbacks, each with half the learning rate, did not "
+                f"help; their images are listed in {self._folder / 'bad_steps.jsonl'}; lower "
+                f"optimizer.lr, set train.clip_norm, or turn train.amp off; earlier checkpoints "
                 f"are intact{hint}"
             )
-        self._go_back(progress)
-        progress.returns += 1
-        factor = rate_factor(progress.returns)
+        self._roll_back(progress)
+        progress.rollbacks += 1
+        factor = lr_factor(progress.rollbacks)
         self._log.warning(
-            f"not finite for {self._limit} steps in a row, up to step {step}: back to the weights "
-            f"after step {progress.step}, and from there on with {factor:g} of the learning rate "
-            f"(return {progress.returns} of at most {MOST_RETURNS}); the images of these steps are "
-            f"in {self._folder / 'bad_steps.jsonl'}"
+            f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
+            f"weights after step {progress.step}, with {factor:g} of the learning rate from there "
+            f"on (rollback {progress.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
+            f"steps are listed in {self._folder / 'bad_steps.jsonl'}"
         )
-        self._log.metrics({**_returned(progress, step, _NOT_FINITE), "lr_factor": factor})
+        record = _record_of_rollback(progress, step, "loss or gradient not finite")
+        self._log.metrics({**record, "lr_factor": factor})
         return True
 
-    def doubt(self, progress: TrainState) -> bool:
-        """When ranks held different weights, and nobody knows which of them were right.
+    def roll_back_once(self, progress: TrainState) -> bool:
+        """Rolls back where replicas differ and nobody knows which of them is right.
 
-        Returns: whether the run is back at the state that was kept, before they differed; once for
-            each state, because steps that make them differ again would be made for ever.
+        Returns: whether it did; once for each snapshot, because steps that make replicas differ
+            again would be repeated for ever.
         """
         assert self._good is not None, "begin was not called"
-        if self._doubted == self._good.step:
+        if self._repeated == self._good.step:
             return False
-        self._doubted = self._good.step
+        self._repeated = self._good.step
         step = progress.step
-        self._go_back(progress)
+        self._roll_back(progress)
         self._log.warning(
-            f"after step {step}: back to the weights after step {progress.step}, as each rank has "
-            f"kept them; the steps since are made again"
+            f"after step {step}: rolled back to the weights after step {progress.step}, as each "
+            f"rank has kept them; repeating the steps since"
         )
-        self._log.metrics(_returned(progress, step, "ranks held different weights"))
+        record = _record_of_rollback(progress, step, "ranks held different weights")
+        self._log.metrics(record)
         return True
 
-    def _go_back(self, progress: TrainState) -> None:
+    def _roll_back(self, progress: TrainState) -> None:
         assert self._good is not None, "begin was not called"
         restored, _ = restore_state(self._good, self._train_step)
         self._train_step.forget()
-        progress.go_back_to(restored)
+        progress.roll_back_to(restored)
         self._log.rollback(progress.step)
 
-    def make_smaller(self, result: StepResult, progress: TrainState) -> None:
-        """Halves the micro-batches after a step for which some rank had too little memory.
+    def shrink_micro_batches(self, result: StepResult, progress: TrainState) -> None:
+        """Halves the micro-batches after a step for which some rank ran out of memory.
 
         Raises: ConfigError, on every rank: they have one image already.
         """
@@ -188,21 +166,21 @@ class Recovery:
             [rank for rank, (ran_out, _) in enumerate(told_W) if ran_out],
             [host for _, host in told_W],
         )
-        most = halved(self._batch_size, self._feed.parts, step, ranks)
-        progress.most_images = most
+        most = _halved(self._batch_size, self._feed.parts, step, ranks)
+        progress.max_micro_batch = most
         self._feed.parts = parts_of(self._batch_size, most)
         self._log.warning(
-            f"step {step}: {ranks} ran out of memory; from here on all ranks take micro-batches of "
-            f"at most {most} of the {self._batch_size} images (train.batch_size_per_card) and "
+            f"step {step}: {ranks} ran out of memory; from here on all ranks use micro-batches of "
+            f"at most {most} instead of {self._batch_size} images (train.batch_size_per_card), "
             f"{self._feed.parts} times as many; total batch, learning rate and order of the images "
-            f"stay, and the step is made again"
+            f"stay; repeating the step"
         )
 
     @contextlib.contextmanager
     def watching_memory(self, step: int) -> Iterator[None]:
-        """Around a step: when this rank runs out of memory where it cannot tell the others, it ends
-        with what to do, and leaves it to the next attempt of the job.
+        """Around a step: notes an out-of-memory that the other ranks cannot hear of.  Local.
 
+        The next attempt of the job then starts with smaller micro-batches.
         Raises: MemoryError: on this rank alone.
         """
         try:
@@ -211,28 +189,28 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             me = f"rank {comm.rank()} (host {comm.host()})"
-            most = halved(self._batch_size, self._feed.parts, step, me)
-            note(most)
-            where = " where the others wait for it in a collective" * (comm.world_size() > 1)
+            most = _halved(self._batch_size, self._feed.parts, step, me)
+            _note(most)
+            where = " while the others wait for it in a collective" * (comm.world_size() > 1)
             raise MemoryError(
                 f"step {step}: {me} ran out of memory{where};"
-                f" fleetrun --max_restart goes on with micro-batches of at most {most} images; "
-                f"without it, lower train.batch_size_per_card and raise train.accumulate_steps by "
-                f"as much, and start again with --resume"
+                f" fleetrun --max_restart resumes with micro-batches of at most {most} images; "
+                f"without it, lower train.batch_size_per_card, raise train.accumulate_steps by the "
+                f"same factor, and start again with --resume"
             ) from error
 
-    def leave_out(self, progress: TrainState) -> None:
-        """Passes over a step of `left_out`, once it is next, without opening its images."""
+    def skip_step(self, progress: TrainState) -> None:
+        """Skips the next step, one of `skipped_steps`, without opening its images."""
         step = progress.step + 1
         images = self._feed.images_of(progress.step, progress.class_scores)
-        self._train_step.leave_out(progress.step)
-        shown = self._write_down(step, "left out", images, math.nan)
+        self._train_step.skip(progress.step)
+        shown = self._record(step, "left out", images, math.nan)
         self._log.warning(
-            f"step {step} is left out, because the run ended there twice; its images: {shown}"
+            f"step {step} is skipped, because the run ended there twice; its images: {shown}"
         )
 
-    def _write_down(self, step: int, why: str, images: list[int], loss: float) -> str:
-        """Adds what each rank had in a step to bad_steps.jsonl; returns the first images of all.
+    def _record(self, step: int, why: str, images: list[int], loss: float) -> str:
+        """Adds the images of each rank to bad_steps.jsonl; returns the first of all.
 
         Args:
             images: positions in the set, of this rank.
@@ -263,34 +241,47 @@ class Recovery:
             with (self._folder / "bad_steps.jsonl").open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            self._log.warning(f"bad_steps.jsonl cannot be written ({error}): {text}")
+            self._log.warning(f"cannot write bad_steps.jsonl ({error}): {text}")
 
 
-_DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
-_ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
-_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+def _record_of_rollback(progress: TrainState, step: int, reason: str) -> dict[str, Any]:
+    """For metrics.jsonl: from a step to where the run is now."""
+    return {"step": progress.step, "returned_from_step": step, "reason": reason}
 
 
-_OUT_OF_MEMORY_FILE = "out_of_memory.json"
+def lr_factor(rollbacks: int) -> float:
+    """By what the learning rate is multiplied after so many rollbacks."""
+    return _LR_FACTOR**rollbacks
 
 
-def parts_of(batch_size: int, most_images: int | None) -> int:
-    """In how many parts micro-batches must come so that none has more than `most_images`; None: 1.
+def _steps_of(text: str) -> set[int]:
+    """Parses `7,12`.  Raises: ConfigError: it is something else."""
+    if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
+        raise ConfigError(
+            f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
+            code="skip_step_invalid",
+            fix="fleetrun --max_restart sets it by itself",
+        )
+    return {int(step) for step in text.split(",") if step}
+
+
+def parts_of(batch_size: int, max_micro_batch: int | None) -> int:
+    """In how many parts a micro-batch is split; None: 1.
 
     A power of two, so that halving again halves the parts there are.
     """
     parts = 1
-    while most_images is not None and math.ceil(batch_size / parts) > max(1, most_images):
+    while max_micro_batch is not None and math.ceil(batch_size / parts) > max(1, max_micro_batch):
         parts *= 2
     return parts
 
 
-def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
-    """The most images of a micro-batch from now on, where some rank has no memory for them all.
+def _halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
+    """Half of the images of a micro-batch.
 
     Args:
         step: for the message, from 1.
-        ranks: who had none, for the message.
+        ranks: who ran out of memory, for the message.
     Raises: ConfigError: it has one image already.
     """
     images = math.ceil(batch_size / parts)
@@ -307,23 +298,17 @@ def halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
     return math.ceil(images / 2)
 
 
-def note(most_images: int) -> None:
-    """Leaves for the next attempt of this job that micro-batches must be smaller.
-
-    For a rank that ran out of memory where it cannot tell the others any more.
-    """
+def _note(max_micro_batch: int) -> None:
+    """Notes for the next attempt of this job that micro-batches must be smaller."""
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder:
-        with contextlib.suppress(OSError):  # then the next attempt finds out for itself
-            text = json.dumps({"most_images": most_images})
+        with contextlib.suppress(OSError):  # then the next attempt runs out of memory, too
+            text = json.dumps({"most_images": max_micro_batch})
             (Path(folder) / _OUT_OF_MEMORY_FILE).write_text(text, encoding="utf-8")
 
 
-def noted() -> int | None:
-    """What an attempt of this job before left by `note`, on any host; None: nothing.
-
-    Every rank calls it.
-    """
+def _noted() -> int | None:
+    """What an earlier attempt of this job noted, on any host; None: nothing.  Collective."""
     found, folder = None, os.environ.get(JOB_DIR_VARIABLE)
     if folder:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -334,12 +319,14 @@ def noted() -> int | None:
 
 @paddle.no_grad()
 def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
-    """Compares weights, running statistics and their average over ranks; a rank whose differ gets
-    those of the others, and their optimizer state.  Every rank calls it, when all should be alike.
+    """Compares weights, running statistics and EMA over ranks, and repairs those that differ.
+    Collective.
 
-    Right is what more than half of the ranks hold, or what alone is finite.  Otherwise, as of two
-    ranks, nobody can tell; all get what most hold, and of equally many the lowest rank.
-    What the optimizer holds is not compared: where it differs, so do the weights one step later.
+    A flipped bit, or a sum that went wrong on one rank, would silently make the ranks train
+    different models.  Right is what more than half of the ranks hold, or what alone is finite.
+    Otherwise, as of two ranks, nobody can tell; all get what most hold, and of equally many what
+    the lowest rank holds.  They get its optimizer state, too.  That is not compared: where it
+    differs, so do the weights one step later.
 
     Returns: "", or a warning that names the ranks that differed; False: which of them were right
         cannot be told.  The same on every rank.
@@ -369,21 +356,20 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
     hosts_W = [host for _, host, _ in told_W]
     others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     whose = (
-        f"now has those of rank {source}"
+        f"repaired with those of rank {source}"
         if sure
-        else f"which of them are right cannot be told; all have those of rank {source} for now"
+        else f"which of them are right is unknown, so all have those of rank {source} for now"
     )
     warning = (
         f"{comm.ranks_named(wrong, hosts_W)} held other weights than "
-        f"{comm.ranks_named(right, hosts_W)} (first {differing[0]}{others}) and {whose}; faulty "
-        f"memory or a faulty card does that: if the same rank is named again, have it looked at"
+        f"{comm.ranks_named(right, hosts_W)} (first {differing[0]}{others}); {whose}; faulty "
+        f"memory or a faulty card causes that: check the hardware of a rank that is named again"
     )
     return warning, sure
 
 
 def trusted(groups: list[list[int]], finite_W: list[bool]) -> tuple[list[int], bool]:
-    """Of groups of ranks that hold the same, the one whose state the others get, and whether it is
-    known to be right.
+    """The group of ranks whose state the others get, and whether it is known to be right.
 
     Args: finite_W: whether all that a rank holds is finite.
     """
@@ -401,7 +387,7 @@ def _compared(step: TrainStep) -> Iterator[tuple[str, paddle.Tensor]]:
 
 
 def _by_type(step: TrainStep) -> list[list[paddle.Tensor]]:
-    """All that ranks have in common, in lists of one type, in the same order on every rank."""
+    """All that ranks share, in lists of one dtype, in the same order on every rank."""
     tensors = [tensor for _, tensor in _compared(step)]
     if step.sharding is None:  # else each rank has a share of its own
         state = dict(step.optimizer.state_dict())
@@ -426,7 +412,7 @@ def _sums(tensors: tuple[paddle.Tensor, ...]) -> list[int]:
 
 
 def _digest(sums: list[int]) -> paddle.Tensor:
-    """[4] float32: one number out of many, in parts that survive any way to travel."""
+    """[4] float32: one number out of many, in 16 bits each, which any transport keeps."""
     mixed = 0
     for each in sums:
         mixed = (mixed * _ODD + each) % 2**_DIGEST_BITS

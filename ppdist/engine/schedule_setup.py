@@ -410,7 +410,7 @@ def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
     Args:
         config: an ExperimentConfig.
     """
-    detects = not config.data.classifies
+    detects = config.model.task == "detect"
     yield from _of_reference(derived)
     yield from _of_rate(derived, config.model.name, detects)
     yield from _of_length(derived, detects)

@@ -1,27 +1,24 @@
-"""What a checkpoint holds of a training run: taken from it, and given back to it.
+"""Everything a run resumes from: taken, given back, and compared with the configuration.
 
-What may differ between the configuration of a run and that with which it goes on.
-
-A key that is in neither table below changes what is learned from here on: rates, phases, order of
-images, losses.  A run goes on with another value of such a key only when it is told to.
-
-Where a run goes on: which checkpoint, whether it fits, and how every rank gets it.
+    fit:      capture_state -> checkpoint
+    --resume: find_start -> settle_run -> claim_folder -> restore_state
 
 Rank 0 alone reads and writes checkpoints; the others receive what it has read.  So output_dir need
 not be on a file system that hosts share, and `--resume` means what it means on rank 0's host.
 
-A run has an id, drawn where it begins and handed on by its checkpoints.  Once the folder of its
-checkpoints holds none of other runs, the id is noted with the job on every host (see
-`process.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun starts anew tells the checkpoints of
+A run has an id, drawn where it begins and kept in its checkpoints.  Once the folder of its
+checkpoints holds none of other runs, every host notes the id with the job (see
+`process.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun restarts tells the checkpoints of
 its own job from those that an earlier run has left in the same output_dir.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.common.files import replace_file
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import Section, parse_config
@@ -47,28 +45,35 @@ from ppdist.engine.checkpoint import (
 )
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
-from ppdist.engine.early_stopping import LossCurves, Standing
+from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
 from ppdist.engine.preflight import flattened
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
 from ppdist.optim.optimizer import load_optimizer_arrays, of_trained, optimizer_arrays
 
+_LOGGER = logging.getLogger("ppdist")
+AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
+_CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
+_RUN_ID_FILE = "run.json"
+_OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
+_Groups = dict[str, dict[str, np.ndarray]]
+
 
 @dataclass
 class Run:
-    """What stays of a run from checkpoint to checkpoint, and tells it from others."""
+    """Identity of a run, the same in all of its checkpoints."""
 
-    id: str  # drawn where it began
+    id: str  # drawn where it begins
     images: int  # in the training set
-    data: str  # a fingerprint of it
+    data: str  # fingerprint of it
     schedule_steps: int
     bad_images: dict[int, str] = field(default_factory=dict)  # position in the set -> why
-    teacher: str | None = None  # a fingerprint of its weights
+    teacher: str | None = None  # fingerprint of its weights
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Run | None":
-        """That of a checkpoint's state; None: the checkpoint is older than runs with an id."""
+        """From the state of a checkpoint; None: the checkpoint is older than run ids."""
         if not state.get("run"):
             return None
         run = cls(**state["run"])
@@ -78,7 +83,7 @@ class Run:
 
 @dataclass
 class TrainState:
-    """Where the run is; what stands before `stop` goes into checkpoints."""
+    """Where a run is; all but `stop` goes into checkpoints."""
 
     step: int = 0
     best: float = -math.inf
@@ -87,22 +92,25 @@ class TrainState:
     evaluated_step: int = 0
     class_scores: ClassScores | None = None  # by the last evaluation
     run: Run | None = None
-    returns: int = 0  # to earlier weights, each for half the learning rate; see engine/recovery.py
-    most_images: int | None = None  # of a micro-batch, once a rank had no memory for all of it
-    standing: Standing | None = None  # with early_stopping, since the first evaluation
+    rollbacks: int = 0  # each halves the learning rate; see engine/recovery.py
+    max_micro_batch: int | None = None  # images, once a rank had no memory for a whole one
+    early_stopping: EarlyStoppingState | None = None  # None: not configured, or no evaluation yet
     losses: LossCurves = field(default_factory=LossCurves)
     stop: bool = False  # this process was asked to stop
 
-    def go_back_to(self, earlier: "TrainState") -> None:
-        """Takes on where the run was; keeps what it has learned about itself since."""
+    def roll_back_to(self, earlier: "TrainState") -> None:
+        """Takes on where the run was; keeps rollbacks, micro-batch and identity."""
         self.step, self.bad_steps = earlier.step, 0
         self.best, self.best_step = earlier.best, earlier.best_step
         self.evaluated_step, self.class_scores = earlier.evaluated_step, earlier.class_scores
-        self.standing, self.losses = earlier.standing, earlier.losses
+        self.early_stopping, self.losses = earlier.early_stopping, earlier.losses
 
 
 def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup) -> Snapshot:
-    """Every rank calls it; what rank 0 does not know alone is brought together."""
+    """A copy of everything a run resumes from.  Collective.
+
+    The names in it are those of the files: renaming one would lose older checkpoints.
+    """
     optimizer = optimizer_arrays(step.optimizer, step.model)
     groups = {
         "model": {key: _array(value) for key, value in step.model.state_dict().items()},
@@ -126,31 +134,31 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
         "evaluated_step": progress.evaluated_step,
         "class_scores": progress.class_scores,
         "run": None if progress.run is None else asdict(progress.run),
-        "returns": progress.returns,
-        "most_images": progress.most_images,
-        "standing": None if progress.standing is None else asdict(progress.standing),
+        "returns": progress.rollbacks,
+        "most_images": progress.max_micro_batch,
+        "standing": None if progress.early_stopping is None else asdict(progress.early_stopping),
         "losses": asdict(progress.losses),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
     }
-    return Snapshot(progress.step, _apart(groups), state)
+    return Snapshot(progress.step, _without_distillation(groups), state)
 
 
 def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
-    """Gives a run what was taken from one with as many images in a step; every rank calls it.
+    """Gives a run what was taken from one with as many images in a step.  Collective.
 
-    Returns: where the run is now; a warning, if something was lost or begun on the way.
+    Returns: where the run is now; a warning, if something was lost or starts anew.
     Raises: CheckpointError: it belongs to a model of another shape, or is not whole.
     """
     state = saved.state
-    groups = _together(saved, step.distillation)
+    groups = _with_distillation(saved, step.distillation)
     arrays = groups["model"] or {}
     live = {key: list(value.shape) for key, value in step.model.state_dict().items()}
     there = {key: list(value.shape) for key, value in arrays.items()}
     if live != there:
         odd = sorted(key for key in live | there if live.get(key) != there.get(key))
         raise CheckpointError(
-            f"the model of the checkpoint is another one: {odd[0]} is "
+            f"the checkpoint is of another model: {odd[0]} has shape "
             f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here",
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
@@ -158,10 +166,10 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     optimizer_state = groups["optimizer"]
     if optimizer_state is None:
         raise CheckpointError(
-            f"the checkpoint of step {state['step']} has no optimizer.safetensors, without which "
-            "the run cannot go on as it was",
+            f"the checkpoint of step {state['step']} has no optimizer.safetensors, so the run "
+            "cannot resume",
             code="checkpoint_without_optimizer",
-            fix="begin a new one with its weights: model.pretrained=PATH",
+            fix="start a new run with its weights: model.pretrained=PATH",
         )
     copy_into(step.model.state_dict(), arrays)
     optimizer_state, begun = of_trained(step.optimizer, step.model, optimizer_state)
@@ -173,30 +181,29 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
+    saved_stopping = state.get("standing")
     progress = TrainState(
         step=state["step"],
         best=-math.inf if state["best"] is None else state["best"],
         best_step=state["best_step"],
         bad_steps=state["bad_steps"],
-        # Absent in checkpoints before there were these:
+        # Absent in older checkpoints:
         evaluated_step=state.get("evaluated_step", state["step"]),
         class_scores=state.get("class_scores"),
         run=Run.of(state),
-        returns=state.get("returns", 0),
-        most_images=state.get("most_images"),
-        standing=Standing(**state["standing"]) if state.get("standing") else None,
+        rollbacks=state.get("returns", 0),
+        max_micro_batch=state.get("most_images"),
+        early_stopping=EarlyStoppingState(**saved_stopping) if saved_stopping else None,
         losses=LossCurves(**state.get("losses", {})),
     )
     return progress, "; ".join(filter(None, [begun, lost]))
 
 
-_Groups = dict[str, dict[str, np.ndarray]]
-_OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
+def _without_distillation(groups: _Groups) -> _Groups:
+    """Moves what only distillation needs into a group of its own, as `<group>/<key>`.
 
-
-def _apart(groups: _Groups) -> _Groups:
-    """What only distillation needs in a group of its own, `<group>/<key>`, so that weights and
-    average are those of a model that was never taught, and its optimizer's state, too."""
+    So the other groups are those of a model without a teacher.
+    """
     own: dict[str, np.ndarray] = {}
     kept: _Groups = {}
     for name in ("model", "optimizer", "ema"):
@@ -208,10 +215,10 @@ def _apart(groups: _Groups) -> _Groups:
     return groups | kept | ({"distillation": own} if own else {})
 
 
-def _together(
+def _with_distillation(
     saved: Snapshot, distillation: Distillation | None
 ) -> dict[str, dict[str, np.ndarray] | None]:
-    """The groups as they were before `_apart`; without a teacher, without what it needs.
+    """The groups as before `_without_distillation`; without a teacher also without its part.
 
     Raises: CheckpointError: there is a teacher now whose adapters the checkpoint lacks.
     """
@@ -221,11 +228,11 @@ def _together(
     own = saved.arrays("distillation")
     if own is None:
         raise CheckpointError(
-            f"the checkpoint of step {saved.state['step']} has no distillation.safetensors, which "
-            "distill.features needs: it was trained without",
+            f"the checkpoint of step {saved.state['step']} was trained without distill.features: "
+            "it has no distillation.safetensors",
             code="checkpoint_without_distillation",
             fix=(
-                "set distill.features: null, or begin a new run with its weights: "
+                "set distill.features: null, or start a new run with its weights: "
                 "model.pretrained=PATH"
             ),
         )
@@ -247,61 +254,16 @@ def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> 
 
 
 def _array(tensor: paddle.Tensor) -> np.ndarray:
-    """A float32 array of a tensor of low precision (numpy has no bfloat16), else one of its own."""
+    """As numpy; low precisions as float32, because numpy has no bfloat16."""
     low = tensor.dtype in (paddle.float16, paddle.bfloat16)
     return (tensor.astype("float32") if low else tensor).numpy()
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """GradScaler state as JSON holds it."""
+    """The state of a GradScaler as JSON holds it."""
     return {
         key: value.tolist() if hasattr(value, "tolist") else value for key, value in state.items()
     }
-
-
-# A key, or the beginning of several -> why another value teaches the model nothing else.
-FREE = {
-    "output_dir": "where files lie",
-    "device": "rounds otherwise, as another machine may",
-    "data.root": "where files lie; the set itself is compared",
-    "distill.teacher": "where files lie; the weights themselves are compared",
-    "data.cache": "where decoded images are kept; batches are the same",
-    "data.cache_dir": "where files lie",
-    "data.workers": "batches do not depend on who prepares them",
-    "data.worker_timeout_seconds": "when a worker counts as hung",
-    "data.check_images": "what is looked at before training",
-    "data.bad_images": "what to do about images that nobody could learn from anyway",
-    "data.bad_images_limit": "when a run gives up",
-    "model.pretrained": "read where a run begins; a checkpoint has weights of its own",
-    "model.auto_anchor": "decided where a run begins; a checkpoint holds its anchors",
-    "train.max_steps": "where to stop; the schedule spans train.epochs",
-    "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
-    "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
-    "train.total_batch": "ranks x batch x micro-steps is compared instead",
-    "train.auto_batch_memory": "looked at where a run begins",
-    "train.auto_batch_most": "looked at where a run begins",
-    "train.cpu_convolutions": "rounds otherwise",
-    "train.bad_steps_limit": "when a run that has diverged goes back",
-    "distributed.bucket_mb": "how the same gradients travel",
-    "distributed.shard_optimizer": "who holds the same moments",
-    "distributed.timeout_seconds": "when a rank counts as lost",
-    "distributed.hang_seconds": "when a rank counts as hung",
-    "distributed.check_weights_every": "when to look",
-    "checkpoint": "when and how many are written",
-    "evaluate.batch_size_per_card": "scores do not depend on it",
-    "evaluate.every_epochs": "when to look",
-    "early_stopping": "when to end",
-    "log": "what is said",
-}
-# What changes how well the same weights score: the best so far cannot be compared any more.  With
-# data.sampling: difficulty the order of images goes by scores, and then these keys matter, too.
-SCORES = {
-    "data.val": "which images score",
-    "evaluate.metric": "what the best is",
-    "evaluate.rectangular": "the inputs that score",
-    "nms": "which boxes score",
-}
-_BY_SCORES = (*SCORES, "evaluate.every_epochs")
 
 
 class Change(NamedTuple):
@@ -317,121 +279,55 @@ class Change(NamedTuple):
 
 @dataclass
 class Changes:
-    """Keys with other values than in a checkpoint, by what follows."""
+    """Keys with other values than in a checkpoint, by consequence."""
 
-    free: list[Change] = field(default_factory=list)
-    scores: list[Change] = field(default_factory=list)
-    learned: list[Change] = field(default_factory=list)
-
-
-def changes(then: Section, now: Section, by_scores: bool) -> Changes:
-    """Compares two configurations key by key.
-
-    Args: by_scores: the order of images goes by the scores of evaluations.
-    """
-    found = Changes()
-    before, after = (dict(flattened("", each.model_dump(mode="json"))) for each in (then, now))
-    for key in sorted(before | after):
-        values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
-        if values[0] == values[1]:
-            continue
-        change = Change(key, *values)
-        if by_scores and _listed_config_changes(key, _BY_SCORES):
-            found.learned.append(change)
-        elif _listed_config_changes(key, tuple(FREE)):
-            found.free.append(change)
-        elif _listed_config_changes(key, tuple(SCORES)):
-            found.scores.append(change)
-        else:
-            found.learned.append(change)
-    return found
-
-
-def _listed_config_changes(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool) -> Changes:
-    """What differs from the configuration in a checkpoint.
-
-    Args:
-        by_scores: see `changes`.
-        allow: also what changes the training (`--resume-changed`).
-    Raises: CheckpointError: keys differ that change what is learned; it lists them.
-    """
-    file = checkpoint / "config.yml"
-    try:
-        then = parse_config(file, (), type(config))
-    except ConfigError as error:
-        if allow:
-            return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
-        raise CheckpointError(
-            f"--resume: {file} cannot be compared with the present configuration, another version "
-            f"wrote it: {error}",
-            code="config_of_other_version",
-            fix="add --resume-changed to go on with the present one",
-        ) from error
-    found = changes(then, config, by_scores)
-    if found.learned and not allow:
-        lines = "\n".join(f"  {change}" for change in found.learned)
-        raise CheckpointError(
-            f"--resume: {checkpoint} was trained with other settings, which change what is "
-            f"learned:\n{lines}\ntake the old values ({file}), or add --resume-changed: the run "
-            "then goes on at the same step with the new values of all that is listed, so a "
-            "schedule of another length goes on in its middle, at another rate",
-            code="config_changed",
-        )
-    return found
-
-
-_LOGGER = logging.getLogger("ppdist")
-AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
-_CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
-_NOTE = "run.json"
+    free: list[Change] = field(default_factory=list)  # none
+    scores: list[Change] = field(default_factory=list)  # scores cannot be compared any more
+    learned: list[Change] = field(default_factory=list)  # training changes
 
 
 @dataclass
 class Start:
-    """Where a run begins: anew, or after the step of a checkpoint.  The same on every rank."""
+    """Where a run starts: anew, or after the step of a checkpoint.  The same on every rank."""
 
-    job: str | None  # id of the run that earlier attempts of this job have begun
-    snapshot: Snapshot | None = None  # None: anew
+    job: str | None  # id of the run that earlier attempts of this job have started
+    snapshot: Snapshot | None = None  # None: it starts anew
     path: Path | None = None  # of the checkpoint, on rank 0's host
     own: bool = False  # it lies in this run's output_dir
-    rescored: str = ""  # settings by which the best so far was measured otherwise than it will be
+    rescored: str = ""  # changed settings that make the best score so far incomparable
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps that this run has done; None: it begins only now."""
+        """Optimizer steps that this run has done; None: it starts only now."""
         if self.snapshot is not None:
             return self.snapshot.step
         return None if self.job is None else 0
 
 
 def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed: bool) -> Start:
-    """Every rank calls it.
+    """Finds and reads the checkpoint to resume from.  Collective.
 
-    An attempt that fleetrun starts anew goes on from the newest whole checkpoint that the job has
-    written, whatever the command says; before there is one, and otherwise, the command holds.
+    An attempt that fleetrun restarts resumes from the newest valid checkpoint that the job has
+    written, whatever the command says; until there is one, the command holds.
 
     Args:
-        asked: a checkpoint, or an output_dir for its newest whole one; None: begin anew; "auto":
-            output_dir where that holds checkpoints, whole or not, and else anew.
+        asked: a checkpoint, or an output_dir for its newest valid one; None: start anew; "auto":
+            output_dir if it holds checkpoints, valid or not, else anew.
         config: the ExperimentConfig of this run.
-        changed: go on also with settings that change what is learned (`--resume-changed`).
+        changed: resume also with settings that change training (`--resume-changed`).
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
         it was trained with other settings.
     """
     held: dict[str, bytes] = {}
-    job = job_run()
+    job = _id_of_job()
     folder = output_dir / "checkpoints"
 
     def look() -> dict[str, Any] | None:
-        found, passed_over = _of_job(job, folder)
+        found, skipped = _of_job(job, folder)
         if found is None and asked is not None and (asked != AUTO or holds_any(folder)):
-            found, passed_over = _asked_for(output_dir if asked == AUTO else Path(asked))
+            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked))
         if found is None:
             return None
         by_scores = config.data.sampling.name == "difficulty"
@@ -446,7 +342,8 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": "; ".join(map(str, differing.scores)),
             "notes": _notes(differing, found),
-            "warnings": [f"passed over: {reason}" for reason in passed_over] + _warnings(differing),
+            "warnings": [f"skipped checkpoint {reason}" for reason in skipped]
+            + _warnings(differing),
         }
 
     head = comm.run_on_main(look)
@@ -457,7 +354,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
         comm.resume_bucket(state.get("bucket_mb"))
     path = Path(head["path"])
     groups = {
-        name: unpacked(_received(held.pop(name, b""), size), path / f"{name}.safetensors")
+        name: unpacked(_broadcast_file(held.pop(name, b""), size), path / f"{name}.safetensors")
         for name, size in head["sizes"].items()
     }
     return Start(
@@ -472,24 +369,24 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
 
 
 def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint `--resume` means, and why newer ones were passed over."""
+    """The checkpoint that `--resume` means, and why newer ones were skipped."""
     if (asked / "manifest.json").exists():
         return read_checkpoint(asked.resolve()), []
     checkpoint, reasons = newest_valid(asked / "checkpoints")
     if checkpoint is not None:
         return checkpoint, reasons
-    found = f"; passed over: {'; '.join(reasons)}" if reasons else ""
+    skipped = f"; skipped: {'; '.join(reasons)}" if reasons else ""
     where = f" on rank 0's host {comm.host()}" if comm.world_size() > comm.local_size() else ""
     raise CheckpointError(
-        f"no checkpoint in {asked / 'checkpoints'}{where}{found}",
+        f"no valid checkpoint in {asked / 'checkpoints'}{where}{skipped}",
         code="checkpoint_missing",
         where="--resume",
-        fix="give --resume a checkpoint directory, or leave it out to start anew",
+        fix="give --resume a checkpoint folder or an output_dir, or leave it out to start anew",
     )
 
 
 def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and why newer ones were passed over."""
+    """The newest valid checkpoint of a run, and why newer ones were skipped."""
     if run is None:
         return None, []
     checkpoint, reasons = newest_valid(folder)
@@ -502,17 +399,19 @@ def _notes(found: Changes, checkpoint: Checkpoint) -> list[str]:
     if world != comm.world_size():
         notes.append(f"ranks: {world} then, {comm.world_size()} now; each step has the same images")
     if found.free:
-        notes.append(f"other settings, which teach it nothing else: {_listed(found.free)}")
+        notes.append(f"changed settings that do not affect training: {_listed(found.free)}")
     return notes
 
 
 def _warnings(found: Changes) -> list[str]:
     warnings = []
     if found.learned:
-        warnings.append(f"--resume-changed: from here on it is another: {_listed(found.learned)}")
+        warnings.append(
+            f"--resume-changed: changed settings that affect training: {_listed(found.learned)}"
+        )
     if found.scores:
         warnings.append(
-            f"scores are measured otherwise ({_listed(found.scores)}): best begins anew"
+            f"scores cannot be compared any more ({_listed(found.scores)}): best starts anew"
         )
     return warnings
 
@@ -521,8 +420,8 @@ def _listed(found: Sequence[Change]) -> str:
     return "; ".join(map(str, found))
 
 
-def _received(data: bytes, size: int) -> bytes:
-    """A file that rank 0 holds; every rank calls it."""
+def _broadcast_file(data: bytes, size: int) -> bytes:
+    """The content of a file that rank 0 holds.  Collective."""
     if comm.world_size() > 1:
         comm.barrier()  # each takes its time to unpack the file before, and gloo only 30 s
         parts = []
@@ -541,8 +440,7 @@ def _received(data: bytes, size: int) -> bytes:
 def settle_run(
     start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any, changed: bool
 ) -> Run:
-    """What is to stay of this run, after a look whether the steps of the checkpoint are its steps;
-    every rank calls it.
+    """The identity of this run, once its checkpoint is known to fit.  Collective.
 
     Args: config, changed: see `find_start`.
     Raises: CheckpointError: another number of images in a step, or other images or another teacher
@@ -555,12 +453,12 @@ def settle_run(
     if start.snapshot is not None:
         _require_steps(start, start.snapshot.state["total_batch"], derived.total_batch)
         before = Run.of(start.snapshot.state)
-    if before is None:  # it begins, or was written before runs had an id
+    if before is None:  # it starts, or its checkpoint is older than run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
         return now
     now.id, now.bad_images = before.id, before.bad_images
     if before.data != data:
-        same = " (others)" if before.images == images else ""
+        same = " (other ones)" if before.images == images else ""
         text = f"another training set: {before.images} images then, {images}{same} now"
         if not changed:
             raise CheckpointError(
@@ -568,8 +466,8 @@ def settle_run(
                 code="checkpoint_of_other_data",
                 where=f"{start.path}",
                 fix=(
-                    "give data.train the same files, or add --resume-changed: epochs then are "
-                    "those of the new set, in an order of its own"
+                    "give data.train the same files, or add --resume-changed: epochs are then "
+                    "those of the new set, in another order"
                 ),
             )
         start.warnings.append(f"--resume-changed: {text}")
@@ -577,17 +475,17 @@ def settle_run(
     if before.teacher and now.teacher and before.teacher != now.teacher:
         if not changed:
             raise CheckpointError(
-                f"it learned from another teacher than is now in {config.distill.teacher} (a run "
-                "goes on, and its best is another one)",
+                f"it learned from another teacher than is now in {config.distill.teacher} (the "
+                "best of a run that still trains changes)",
                 code="checkpoint_of_other_teacher",
                 where=f"{start.path}",
                 fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
             )
-        start.warnings.append("--resume-changed: from here on another teacher teaches")
+        start.warnings.append("--resume-changed: another teacher from here on")
     if before.schedule_steps != derived.schedule_steps:
         start.warnings.append(
-            f"the schedule goes on at step {start.step} of {derived.schedule_steps}; it was one of "
-            f"{before.schedule_steps}"
+            f"the schedule continues at step {start.step} of {derived.schedule_steps}; it had "
+            f"{before.schedule_steps} steps before"
         )
     return now
 
@@ -596,20 +494,21 @@ def _require_steps(start: Start, then: int, now: int) -> None:
     """Raises: CheckpointError: a step has another number of images than in the checkpoint."""
     if then != now:
         raise CheckpointError(
-            f"its steps are of {then} images, those of this run of {now}",
+            f"its steps have {then} images, those of this run {now}",
             code="resume_batch_differs",
             where=f"{start.path}",
             fix=(
                 "change train.accumulate_steps or train.batch_size_per_card so that ranks x batch "
-                "x micro-steps is the same, or begin a new run with its weights: "
+                "x micro-steps is the same, or start a new run with its weights: "
                 f"model.pretrained={start.path}"
             ),
         )
 
 
-def own_folder(output_dir: Path, start: Start, run: Run) -> None:
-    """Leaves in the folder of checkpoints this run's alone, and notes that they are; every rank
-    calls it.  Raises: CheckpointError: the disk refused.
+def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
+    """Moves checkpoints of other runs out of this run's folder, and notes its id.  Collective.
+
+    Raises: CheckpointError: the disk refused.
     """
     folder = output_dir / "checkpoints"
     snapshot = start.snapshot
@@ -620,18 +519,16 @@ def own_folder(output_dir: Path, start: Start, run: Run) -> None:
         said = [] if snapshot is None or start.rescored else _missing_best(folder, snapshot.state)
         if aside is not None:
             what = "beyond the step resumed from, or damaged," if kept else "of another run"
-            said.append(f"checkpoints {what} are now in {aside}")
+            said.append(f"moved checkpoints {what} to {aside}")
         return said
 
     start.warnings += comm.run_on_main(clear)
-    note = _note()
-    if note is not None:
+    file = _run_id_file()
+    if file is not None:
         try:
-            draft = note.with_suffix(".tmp")
-            draft.write_text(json.dumps({"id": run.id}), encoding="utf-8")
-            draft.replace(note)
+            replace_file(file, json.dumps({"id": run.id}).encode())
         except OSError as error:
-            _LOGGER.warning("a restart by fleetrun will begin this run anew: %s", error)
+            _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
 
 
 def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
@@ -639,13 +536,13 @@ def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
     if not step or path_of(folder, step).is_dir():
         return []
     return [
-        f"the best so far, {state['best']:.4f} after step {step}, is not in {folder}: best appears "
-        f"there with the first that is better"
+        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folder}: best "
+        f"appears there once an evaluation scores more"
     ]
 
 
-def tell(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
-    """Says where the run goes on, and whether anything is left of it."""
+def log_start(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
+    """Logs where the run resumes, and whether anything is left to train."""
     if start.snapshot is None:
         return
     log.info(f"resumed from {start.path} after step {start.step}")
@@ -658,23 +555,132 @@ def tell(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
         )
 
 
-def job_run() -> str | None:
-    """The run that earlier attempts of this job have begun, on whichever host; every rank calls
-    it.  None: none has come so far, or there is no fleetrun."""
-    note = _note()
-    mine = _id_in(note) if note is not None else None
+def _id_of_job() -> str | None:
+    """Id of the run that earlier attempts of this job have started, on any host.  Collective.
+
+    None: no attempt got that far, or there is no fleetrun.
+    """
+    mine, file = None, _run_id_file()
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not there yet; never half there
+            mine = str(json.loads(file.read_text(encoding="utf-8"))["id"])
     return next((each for each in comm.exchange(mine) if each), None)
 
 
-def _id_in(note: Path) -> str | None:
-    try:
-        return str(json.loads(note.read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError):  # there is none; it appears whole or not at all
-        return None
-
-
-def _note() -> Path | None:
-    """Where the first rank of a host keeps it."""
+def _run_id_file() -> Path | None:
+    """Where the first rank of a host keeps the id with the job; None: nowhere."""
     folder = os.environ.get(JOB_DIR_VARIABLE)
-    first = comm.local_rank() == 0
-    return Path(folder) / _NOTE if folder and first and Path(folder).is_dir() else None
+    if not folder or comm.local_rank() or not Path(folder).is_dir():
+        return None
+    return Path(folder) / _RUN_ID_FILE
+
+
+# Keys that may have other values than in the checkpoint.  A key in neither table affects training
+# from here on (rates, phases, order of images, losses): a run resumes with another value of it only
+# when it is told to.
+#
+# A key, or the prefix of several -> why another value does not affect training:
+FREE = {
+    "output_dir": "where files are",
+    "device": "rounds differently, as another machine may",
+    "data.root": "where files are; the set itself is compared",
+    "distill.teacher": "where files are; the weights themselves are compared",
+    "data.cache": "where decoded images are kept; batches are the same",
+    "data.cache_dir": "where files are",
+    "data.workers": "batches do not depend on who prepares them",
+    "data.worker_timeout_seconds": "when a worker counts as hung",
+    "data.check_images": "what is checked before training",
+    "data.bad_images": "what to do about images that cannot be read anyway",
+    "data.bad_images_limit": "when a run gives up",
+    "model.pretrained": "read where a run starts; a checkpoint has weights of its own",
+    "model.auto_anchor": "decided where a run starts; a checkpoint holds its anchors",
+    "train.max_steps": "where to stop; the schedule spans train.epochs",
+    "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
+    "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
+    "train.total_batch": "ranks x batch x micro-steps is compared instead",
+    "train.auto_batch_memory": "used where a run starts",
+    "train.auto_batch_most": "used where a run starts",
+    "train.cpu_convolutions": "rounds differently",
+    "train.bad_steps_limit": "when a run that has diverged rolls back",
+    "distributed.bucket_mb": "how the same gradients travel",
+    "distributed.shard_optimizer": "who holds the same moments",
+    "distributed.timeout_seconds": "when a rank counts as lost",
+    "distributed.hang_seconds": "when a rank counts as hung",
+    "distributed.check_weights_every": "when to compare",
+    "checkpoint": "when and how many are written",
+    "evaluate.batch_size_per_card": "scores do not depend on it",
+    "evaluate.every_epochs": "when to evaluate",
+    "early_stopping": "when to stop",
+    "log": "what is logged",
+}
+# A key, or the prefix of several -> how it changes the score of the same weights: the best so far
+# cannot be compared any more.  With data.sampling: difficulty the order of images follows scores,
+# and then these keys affect training, too.
+SCORES = {
+    "data.val": "which images score",
+    "evaluate.metric": "what the best is",
+    "evaluate.rectangular": "the inputs that score",
+    "nms": "which boxes score",
+}
+_BY_SCORES = (*SCORES, "evaluate.every_epochs")
+
+
+def changes(then: Section, now: Section, by_scores: bool) -> Changes:
+    """Compares two configurations key by key.
+
+    Args: by_scores: the order of images follows the scores of evaluations.
+    """
+    found = Changes()
+    before, after = (dict(flattened("", each.model_dump(mode="json"))) for each in (then, now))
+    for key in sorted(before | after):
+        values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
+        if values[0] == values[1]:
+            continue
+        change = Change(key, *values)
+        if by_scores and _is_listed(key, _BY_SCORES):
+            found.learned.append(change)
+        elif _is_listed(key, FREE):
+            found.free.append(change)
+        elif _is_listed(key, SCORES):
+            found.scores.append(change)
+        else:
+            found.learned.append(change)
+    return found
+
+
+def _is_listed(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool) -> Changes:
+    """What differs from the configuration in a checkpoint.
+
+    Args:
+        by_scores: see `changes`.
+        allow: also what affects training (`--resume-changed`).
+    Raises: CheckpointError: keys differ that affect training; it lists them.
+    """
+    file = checkpoint / "config.yml"
+    try:
+        then = parse_config(file, (), type(config))
+    except ConfigError as error:
+        if allow:
+            return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
+        raise CheckpointError(
+            f"--resume: {file} cannot be compared with the present configuration, because another "
+            f"version wrote it: {error}",
+            code="config_of_other_version",
+            fix="add --resume-changed to resume with the present one",
+        ) from error
+    found = changes(then, config, by_scores)
+    if found.learned and not allow:
+        lines = "\n".join(f"  {change}" for change in found.learned)
+        raise CheckpointError(
+            f"--resume: {checkpoint} was trained with other settings that affect training:\n"
+            f"{lines}\n"
+            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
+            "the same step with all new values, so a schedule of another length continues in its "
+            "middle, at another learning rate",
+            code="config_changed",
+        )
+    return found

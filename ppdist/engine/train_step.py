@@ -199,7 +199,7 @@ class TrainStep:
             own_images=[] if applied else _positions(micro_batches),
         )
 
-    def leave_out(self, step: int) -> None:
+    def skip(self, step: int) -> None:
         """Passes over a step (0-based) that is not to be computed.  Collective."""
         self._synchronise(step, False)
 

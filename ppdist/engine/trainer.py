@@ -38,7 +38,7 @@ from ppdist.engine.monitor import (
     Stopwatch,
     StragglerMonitor,
 )
-from ppdist.engine.recovery import Recovery, check_replica_consistency, rate_factor
+from ppdist.engine.recovery import Recovery, check_replica_consistency, lr_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import Snapshot, TrainState, capture_state, copy_into, restore_state
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
@@ -137,7 +137,7 @@ class Trainer:
             watch = Stopwatch()  # what holds this rank up before its step is its own time, too
             self._each(lambda callback: callback.on_step_begin(progress.step + 1))
             stopping = False
-            if progress.step + 1 in self.recovery.left_out:
+            if progress.step + 1 in self.recovery.skipped_steps:
                 self._skip_step()
             else:
                 result = self._step(watch)
@@ -181,7 +181,7 @@ class Trainer:
             self.progress.best, self.progress.best_step = -math.inf, 0
             self.progress.losses = LossCurves()
         if rescored or not self.early_stopping:  # to go on without it is to begin it anew
-            self.progress.standing = None
+            self.progress.early_stopping = None
         if own:
             self._saved_step = self.progress.step
             comm.run_on_main(self._mend_links)
@@ -206,7 +206,9 @@ class Trainer:
 
     def _reason_to_end(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
-        return self.early_stopping.reason(self.progress.standing) if self.early_stopping else ""
+        return (
+            self.early_stopping.reason(self.progress.early_stopping) if self.early_stopping else ""
+        )
 
     def _stopped(self) -> int:
         self._end("signal")
@@ -260,7 +262,7 @@ class Trainer:
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)
         if result.too_large:
-            self.recovery.make_smaller(result, progress)
+            self.recovery.shrink_micro_batches(result, progress)
             self._seek()
             return None
         step = progress.step + 1
@@ -268,7 +270,7 @@ class Trainer:
         if result.applied:
             progress.bad_steps = 0
             progress.losses.trained(result.losses["loss"])
-        elif self.recovery.meet(result, progress):
+        elif self.recovery.handle_bad_step(result, progress):
             self._rolled_back()
             return None
         progress.step = step
@@ -276,13 +278,13 @@ class Trainer:
 
     def _skip_step(self) -> None:
         """Passes over a step that is not to be computed, and over its batches."""
-        self.recovery.leave_out(self.progress)
+        self.recovery.skip_step(self.progress)
         self.progress.step += 1
         self._seek()
 
     def _rates(self, step: int) -> LearningRates:
         """What a step (0-based) uses."""
-        return self.derived.schedule.rates(step).scaled(rate_factor(self.progress.returns))
+        return self.derived.schedule.rates(step).scaled(lr_factor(self.progress.rollbacks))
 
     def _weights_differ(self) -> bool:
         """Compares the weights of all ranks, which should be the same.  Collective.
@@ -292,7 +294,7 @@ class Trainer:
         warning, sure = check_replica_consistency(self.train_step)
         if warning:
             self.log.warning(f"after step {self.progress.step}: {warning}")
-        if sure or not self.recovery.doubt(self.progress):
+        if sure or not self.recovery.roll_back_once(self.progress):
             return False
         self._rolled_back()
         return True
@@ -323,7 +325,7 @@ class Trainer:
 
         This rank's loader has warned of its own already; rank 0 alone writes the log.
         """
-        for line in self.bad_images.meet(found):
+        for line in self.bad_images.add(found):
             self.log.warning(f"cannot be used, another image takes its place: {line}")
         if self.progress.run is not None:
             self.progress.run.bad_images = self.bad_images.known
@@ -389,8 +391,8 @@ class Trainer:
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
             progress.class_scores = evaluator.class_scores(metrics)
             if self.early_stopping:
-                progress.standing = self.early_stopping.judged(
-                    progress.standing, progress.step, metrics
+                progress.early_stopping = self.early_stopping.updated(
+                    progress.early_stopping, progress.step, metrics
                 )
             if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
                 self.log.warning(warning)

@@ -37,7 +37,7 @@ class BatchPictures:
         """
         self._folder = folder
         self._class_names = class_names
-        self._classified = config.classifies
+        self._task = config.task
         self._steps_per_epoch = derived.steps_per_epoch
         epochs = math.ceil(derived.schedule_steps / derived.steps_per_epoch)
         kinds = [config.augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
@@ -71,7 +71,7 @@ class BatchPictures:
         if amid and path.exists():  # drawn where these batches began, before this run was resumed
             return
         try:
-            pictures = drawn_samples(batch, self._class_names, self._classified)
+            pictures = drawn_samples(batch, self._class_names, self._task)
             write_jpeg(path, within(grid(list(islice(pictures, _MOST_IMAGES)))))
         except Exception as error:  # no picture is worth a run
             self._drawn = dict.fromkeys(self._begins, _BATCHES)

@@ -35,7 +35,7 @@ def average(
     """
     epoch = LastEpoch(config, train_set, images)
     evaluator = None if val_set is None else build_evaluator(config, val_set, model)
-    metric = config.evaluate.metric or ("top1" if config.data.classifies else "mAP")
+    metric = config.evaluate.metric or ("top1" if model.task == "classify" else "mAP")
 
     def renew(soup: ModelSoup) -> None:
         put(model, soup.mean())

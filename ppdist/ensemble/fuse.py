@@ -82,7 +82,7 @@ def read_all(
     saved = [read_saved(path) for path in detections]
     sets: list[DetectionSet] = []
     for file, config in zip(files, configs):
-        if config.data.classifies:
+        if config.model.task == "classify":
             raise ConfigError(
                 "a classifier has no boxes",
                 code="needs_detector",

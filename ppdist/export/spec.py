@@ -206,16 +206,16 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
     shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
     names = config.data.class_names or tuple(f"class {i}" for i in range(count))
-    classifies = config.data.classifies
-    first = 0 if classifies else 1
+    task = config.model.task
+    default_ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
     return InferenceSpec(
-        task="classify" if classifies else "detect",
+        task=task,
         model=", ".join(f"{key}: {value}" for key, value in shown.items()),
         input=InputSection(size=config.model.image_size),
-        resize=_CENTRE_CROP if classifies else resize_section(config.data.resize),
-        nms=None if classifies else config.suppression,
+        resize=_CENTRE_CROP if task == "classify" else resize_section(config.data.resize),
+        nms=config.suppression if task == "detect" else None,
         class_names=dataset.class_names if dataset else names,
-        category_ids=dataset.category_ids if dataset else tuple(range(first, count + first)),
+        category_ids=dataset.category_ids if dataset else default_ids,
     )
 
 

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
+from ppdist.config.base import Task
 from ppdist.models.backbones import Backbone
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -39,7 +40,7 @@ class ImageModel(nn.Layer):
             of where weights lack it.  Training goes on from that; nothing is predicted with it.
     """
 
-    task: ClassVar[Literal["detect", "classify"]]
+    task: ClassVar[Task]
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
     backbone: Backbone

@@ -8,6 +8,7 @@ from itertools import islice
 import cv2
 import numpy as np
 
+from ppdist.config.base import Task
 from ppdist.config.data import DataConfig
 from ppdist.data.loader import EvalLoader, TrainLoader
 from ppdist.data.sampler import TrainSampler, copies
@@ -57,7 +58,7 @@ def training_pictures(
     sampler = replace(sampler, start_step=first, end_step=first + sampler.steps_per_epoch)
     loader = TrainLoader(dataset, _in_process(config), sampler, seed=seed, epochs=epochs)
     with closing(iter(loader)) as batches:
-        return list(islice(_drawn(batches, dataset, config.classifies), count))
+        return list(islice(_drawn(batches, dataset, config.task), count))
 
 
 def evaluation_pictures(
@@ -84,23 +85,19 @@ def evaluation_pictures(
         shape_multiple=shape_multiple,
     )
     with closing(iter(loader)) as batches:
-        return list(islice(_drawn(batches, dataset, config.classifies), count))
+        return list(islice(_drawn(batches, dataset, config.task), count))
 
 
 def _in_process(config: DataConfig) -> DataConfig:
     return config.model_copy(update={"workers": 0, "cache": "none"})
 
 
-def _drawn(
-    batches: Iterable[Batch], dataset: DetectionSet, classified: bool
-) -> Iterator[np.ndarray]:
+def _drawn(batches: Iterable[Batch], dataset: DetectionSet, task: Task) -> Iterator[np.ndarray]:
     for batch in batches:
-        yield from drawn_samples(batch, dataset.class_names, classified)
+        yield from drawn_samples(batch, dataset.class_names, task)
 
 
-def drawn_samples(
-    batch: Batch, class_names: tuple[str, ...], classified: bool
-) -> Iterator[np.ndarray]:
+def drawn_samples(batch: Batch, class_names: tuple[str, ...], task: Task) -> Iterator[np.ndarray]:
     """Each image of a batch with the boxes, or the class, that the loss gets; uint8 RGB."""
     images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
     boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
@@ -112,7 +109,7 @@ def drawn_samples(
         labels_M = labels_BM[position, real_M]
         zoom = max(1, _READABLE // max(image_HW3.shape))
         image_HW3 = image_HW3.repeat(zoom, axis=0).repeat(zoom, axis=1)
-        if classified:
+        if task == "classify":
             yield draw_classes(image_HW3, labels_M, class_names)
         else:
             boxes_M4 = boxes_BM4[position, real_M] * zoom

@@ -67,7 +67,7 @@ def draw_labels(
             split: objects_of(each, image_size, config.resize) for split, each in sets.items()
         }
         names = next(iter(sets.values())).class_names
-        return plots.plot_statistics(objects, names, folder, boxes=not config.classifies)
+        return plots.plot_statistics(objects, names, folder, boxes=config.task == "detect")
     except Exception as error:
         _LOGGER.warning(f"{folder}: the objects of the sets cannot be drawn: {_said(error)}")
         return []

@@ -253,7 +253,7 @@ def read_raw(config: DataConfig, split: Literal["train", "val"], complain: Compl
     Raises: DataError: a file is missing or as a whole not of the format.
     """
     _check_folder(config, split)
-    if config.classifies:
+    if config.task == "classify":
         return _raw_of(_classified(config, split))
     return _raw(config, split, complain, everything=True)
 
@@ -280,7 +280,7 @@ def _places(config: DataConfig, split: Literal["train", "val"]) -> tuple[Path, P
 
 
 def _settled(config: DataConfig, split: Literal["train", "val"], masks: bool) -> DetectionSet:
-    if config.classifies:
+    if config.task == "classify":
         return _classified(config, split)
     strictly = Strictly()
     raw = _raw(config, split, strictly, everything=masks)

@@ -82,7 +82,7 @@ def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     text = (tmp_path / "parts" / "train.log").read_text()
     assert "train.batch_size_per_card: auto is 3, as in the checkpoint" in text
-    with pytest.raises(CheckpointError, match="its steps are of 3 images, those of this run of 9"):
+    with pytest.raises(CheckpointError, match="its steps have 3 images, those of this run 9"):
         train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
 
 

@@ -184,7 +184,7 @@ def test_a_run_on_few_images_sees_those_alone_and_cannot_go_on_with_others(shape
     with pytest.raises(CheckpointError, match=r"data\.train\.limit: 5 then, 6 now"):
         run(shapes, tmp_path, "data.train.limit=6", resume=tmp_path)
     run(shapes, tmp_path, "data.train.limit=5", "data.val.limit=3", evaluate=True, resume=tmp_path)
-    assert "best begins anew" in said(tmp_path)
+    assert "best starts anew" in said(tmp_path)
 
 
 STEPS, SAMPLES = 4, 29  # eight images a step, the last has five: four on one rank, one on the other

@@ -17,7 +17,7 @@ from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.engine.early_stopping import EarlyStopping, LossCurves, Standing
+from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingState, LossCurves
 from tests.distributed import run_on_ranks
 from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
@@ -29,7 +29,7 @@ def stops_after(values, *, default="mAP", **keys):
     rule, standing = EarlyStopping(EarlyStoppingConfig(**keys), default), None
     metric = keys.get("metric") or default
     for number, value in enumerate(values, start=1):
-        standing = rule.judged(standing, 10 * number, {metric: value})
+        standing = rule.updated(standing, 10 * number, {metric: value})
         if rule.reason(standing):
             return number, standing
     return None, standing
@@ -61,15 +61,15 @@ def test_what_is_not_a_number_is_not_better():
 
 def test_another_metric_after_a_resume_begins_anew():
     rule = EarlyStopping(EarlyStoppingConfig(metric="f1", patience=5), "mAP")
-    before = Standing("mAP", 0.9, 10, 4)
-    assert rule.judged(before, 20, {"f1": 0.2}) == Standing("f1", 0.2, 20)
-    assert not rule.reason(Standing("mAP", 0.9, 10, 99))
+    before = EarlyStoppingState("mAP", 0.9, 10, 4)
+    assert rule.updated(before, 20, {"f1": 0.2}) == EarlyStoppingState("f1", 0.2, 20)
+    assert not rule.reason(EarlyStoppingState("mAP", 0.9, 10, 99))
 
 
 def test_the_reason_names_the_best_and_its_step():
     rule = EarlyStopping(EarlyStoppingConfig(patience=2, min_delta=0.01), "mAP")
-    assert rule.reason(Standing("mAP", 0.51239, 120, 2)) == (
-        "mAP has not been better by more than 0.01 than 0.5124, that of step 120, in 2 evaluations "
+    assert rule.reason(EarlyStoppingState("mAP", 0.51239, 120, 2)) == (
+        "mAP has not improved by more than 0.01 on the 0.5124 of step 120 in 2 evaluations "
         "(early_stopping.patience: 2)"
     )
 
@@ -164,10 +164,10 @@ def two_ranks(argument):
     data, folder = Path(argument["data"]), Path(argument["folder"])
     slow = FaultInjector(parse_faults(f"slow={SLOW}@rank1:step1"))
     whole, trainer = trained(data, folder / "whole", callbacks=[slow])
-    found = [[whole, asdict(trainer.progress.standing)]]
+    found = [[whole, asdict(trainer.progress.early_stopping)]]
     stopped, _ = trained(data, folder / "resumed", before=lambda each: ask_to_stop(each, 10))
     ended, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
-    found.append([ended, asdict(trainer.progress.standing)])
+    found.append([ended, asdict(trainer.progress.early_stopping)])
     assert len(trainer.evaluator.pictures) == 2 * comm.is_main(), "rank 0 alone draws its share"
     again, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
     return [*found, [stopped, again, trainer.progress.step]]
@@ -205,8 +205,8 @@ def test_two_ranks_end_early_alike_whether_resumed_or_not(shapes, tmp_path):
         assert (slowness > SLOW / 2) == (name == "whole"), "the record names the slow rank"
         assert records[-1]["finished"] == "early_stopping" and records[-1]["step"] == ENDS_AT
         assert (
-            f"training ends early, after step {ENDS_AT}: mAP has not been better by more than 0.05 "
-            f"than 0.4000, that of step 8, in 2 evaluations (early_stopping.patience: 2)" in text
+            f"training ends early, after step {ENDS_AT}: mAP has not improved by more than 0.05 "
+            f"on the 0.4000 of step 8 in 2 evaluations (early_stopping.patience: 2)" in text
         )
         assert f"best: {output / 'checkpoints' / 'best'}, step {BEST}, mAP 0.4500" in text
         for link, at in (("last", ENDS_AT), ("best", BEST)):
@@ -237,7 +237,7 @@ def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path
     assert (progress.step, progress.best_step) == (13, BEST)
     assert "best: " not in text, "the best was not left there"
     progress, text = goes_on("other", "train.max_steps=14")
-    assert (progress.step, progress.standing.in_vain) == (14, 0)
+    assert (progress.step, progress.early_stopping.in_vain) == (14, 0)
     assert f"best: {tmp_path / 'other' / 'checkpoints' / 'best'}, step 14, mAP 0.9000" in text
 
 

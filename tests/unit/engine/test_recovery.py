@@ -146,7 +146,7 @@ def two_ranks(argument):
         found[name] = [
             float(ours.sum(dtype="float64")),
             trainer.feed.parts,
-            trainer.progress.returns,
+            trainer.progress.rollbacks,
         ]
 
     run("whole")
@@ -189,8 +189,11 @@ def test_steps_that_one_rank_cannot_finish_take_all_ranks_back_with_half_the_rat
     folder, found = ranks
     assert found["nan"][2] == 1 and found["whole"][2] == 0
     text = log_of(ranks, "nan")
-    assert "not finite for 3 steps in a row, up to step 7: back to the weights after step 3" in text
-    assert "from there on with 0.5 of the learning rate (return 1 of at most 3)" in text
+    assert (
+        "not finite for 3 steps in a row, up to step 7: rolled back to the weights after step 3"
+        in text
+    )
+    assert "with 0.5 of the learning rate from there on (rollback 1 of at most 3)" in text
     bad = lines_of(folder / "nan", "bad_steps.jsonl")
     assert [(line["step"], line["rank"]) for line in bad] == [
         (step, rank) for step in (5, 6, 7) for rank in (0, 1)
@@ -229,8 +232,10 @@ def test_a_rank_without_memory_makes_all_take_smaller_bites_of_the_same_steps(ra
         assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 8
         assert losses[1][:4] == losses[0][:4]
     text = log_of(ranks, "memory")
-    assert "step 5: rank 1 (host " in text and "micro-batches of at most 2 of the 4 images" in text
-    assert "at most 1 of the 4 images (train.batch_size_per_card) and 4 times as many" in text
+    assert (
+        "step 5: rank 1 (host " in text and "micro-batches of at most 2 instead of 4 images" in text
+    )
+    assert "at most 1 instead of 4 images (train.batch_size_per_card), 4 times as many" in text
     state = json.loads((folder / "memory/checkpoints/last/state.json").read_text())
     assert state["most_images"] == 1
 
@@ -238,8 +243,11 @@ def test_a_rank_without_memory_makes_all_take_smaller_bites_of_the_same_steps(ra
 def test_two_ranks_whose_weights_differ_are_named_and_go_back_together(ranks):
     text = log_of(ranks, "flip")
     assert "after step 6: rank 1 (host " in text and "held other weights than rank 0 (host " in text
-    assert text.count("which of them are right cannot be told; all have those of rank 0") == 2
-    assert text.count("after step 6: back to the weights after step 3, as each rank has kept") == 1
+    assert text.count("which of them are right is unknown, so all have those of rank 0") == 2
+    assert (
+        text.count("after step 6: rolled back to the weights after step 3, as each rank has kept")
+        == 1
+    )
     assert text.count("held other weights") == 2  # velocity, too, is then the same
     records = lines_of(ranks[0] / "flip", "metrics.jsonl")
     (returned,) = [record for record in records if "returned_from_step" in record]
@@ -297,7 +305,7 @@ def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp
     alone(shapes, tmp_path / "killed", short, before=bad, resume=True)
     assert same(tmp_path / "whole", tmp_path / "killed")
     trainer = alone(shapes, tmp_path / "stopped", short, before=stopped)
-    assert (trainer.progress.step, trainer.progress.returns) == (4, 1)  # not before it was back
+    assert (trainer.progress.step, trainer.progress.rollbacks) == (4, 1)  # not before it was back
     alone(shapes, tmp_path / "stopped", short, resume=True)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -324,7 +332,9 @@ def test_a_best_of_steps_that_are_made_again_goes_aside_and_the_log_says_where(s
 
 
 def test_a_run_that_goes_back_in_vain_ends_and_says_where_the_images_are(shapes, tmp_path):
-    with pytest.raises(FloatingPointError, match=r"2 steps in a row, up to step 5, and 3 returns"):
+    with pytest.raises(
+        FloatingPointError, match=r"2 steps in a row, up to step 5, and 3 rollbacks"
+    ):
         alone(
             shapes, tmp_path, "train.bad_steps_limit=2", before=lambda t: spoil(t, (3, 4), times=9)
         )
@@ -350,7 +360,7 @@ def test_images_that_are_not_finite_leave_no_trace_in_running_statistics(
     for group in ("model", "ema"):
         assert all(np.isfinite(value).all() for value in weights(tmp_path, group).values())
     assert (
-        "float16 no longer reaches: set train.amp.dtype: bfloat16"
+        "float16 does not reach that far: set train.amp.dtype: bfloat16"
         in (tmp_path / "train.log").read_text()
     )
 
@@ -374,7 +384,7 @@ def test_a_step_left_out_opens_no_image_and_moves_no_weight(shapes, tmp_path, mo
     assert sorted([*opened, *left_out]) == list(range(10))
     assert same(tmp_path / "two", tmp_path / "three")
     assert (
-        "step 3 is left out, because the run ended there twice; its images: "
+        "step 3 is skipped, because the run ended there twice; its images: "
         in (tmp_path / "three" / "train.log").read_text()
     )
     (line,) = lines_of(tmp_path / "three", "bad_steps.jsonl")
@@ -474,7 +484,7 @@ def go_back_in_every_way(argument):
 
 
 def halve(trainer):
-    trainer.progress.returns = 1
+    trainer.progress.rollbacks = 1
 
 
 @pytest.mark.slow
@@ -489,5 +499,5 @@ def test_going_back_is_resuming_for_all_that_ranks_keep(shapes, tmp_path):
 @pytest.mark.parametrize("text", ["abc", "0", "3,,4", "-1", "3;4"])
 def test_steps_to_leave_out_that_are_no_numbers_are_the_users_error(text):
     with pytest.raises(ConfigError, match=f"PPDIST_SKIP_STEP={text}: expected the numbers of st"):
-        recovery._left_out(text)
-    assert recovery._left_out("7,12") == {7, 12} and recovery._left_out("") == set()
+        recovery._steps_of(text)
+    assert recovery._steps_of("7,12") == {7, 12} and recovery._steps_of("") == set()

@@ -269,7 +269,7 @@ def test_a_run_that_starts_anew_leaves_nothing_of_an_earlier_one_to_resume_from(
 
 def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=1")
-    with pytest.raises(CheckpointError, match=r"steps are of 4 images, those of this run of 2"):
+    with pytest.raises(CheckpointError, match=r"steps have 4 images, those of this run 2"):
         run(shapes, tmp_path, "train.batch_size_per_card=2", resume=True)
 
 
@@ -308,7 +308,7 @@ def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():
 
 
 def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
-    with pytest.raises(CheckpointError, match=r"--resume: no checkpoint in .*start anew"):
+    with pytest.raises(CheckpointError, match=r"--resume: no valid checkpoint in .*start anew"):
         run(shapes, tmp_path, resume=True)
 
 
@@ -317,7 +317,7 @@ def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
     wider = "model.width_multiple=0.25"
     with pytest.raises(CheckpointError, match=r"  model\.width_multiple: 0\.125 then, 0\.25 now\n"):
         run(shapes, tmp_path, wider, resume=True)
-    with pytest.raises(CheckpointError, match=r"model of the checkpoint is another one: back"):
+    with pytest.raises(CheckpointError, match=r"checkpoint is of another model: back"):
         run(shapes, tmp_path, wider, resume=True, resume_changed=True)
 
 

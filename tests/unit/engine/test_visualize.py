@@ -30,7 +30,7 @@ def batch(images: int = 2, real: bool = True) -> Batch:
 
 
 def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:
-    config = SimpleNamespace(classifies=False, augment=AugmentConfig(**augment))
+    config = SimpleNamespace(task="detect", augment=AugmentConfig(**augment))
     derived = SimpleNamespace(schedule_steps=epochs * STEPS, steps_per_epoch=STEPS)
     return BatchPictures(folder, ("cat",), config, derived)
 
