@@ -278,3 +278,12 @@ def test_unit_tests_mirror_the_package():
         if not any(name == module or name.startswith(f"{module}_") for module in modules):
             strangers.append(str(path.relative_to(REPOSITORY)))
     assert not strangers
+
+
+def test_modules_say_in_twelve_words_what_they_are() -> None:
+    long = []
+    for name, path in sources().items():
+        first = (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
+        if name.startswith("ppdist") and len(first.split()) > 12:
+            long.append(f"{name}: {first}")
+    assert not long

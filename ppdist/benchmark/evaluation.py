@@ -1,4 +1,4 @@
-"""How long an evaluation takes, where the time goes, and how much of it further ranks save."""
+"""Time of an evaluation, by part and by number of ranks."""
 
 import os
 import time

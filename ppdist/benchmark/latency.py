@@ -1,4 +1,4 @@
-"""How long one prediction takes: eager and exported, in every runtime that is here.
+"""Latency of one prediction: eager and exported, in every runtime here.
 
 All run interleaved in one process on the same images, because a machine that others use, too,
 changes its speed within minutes; the ratios within a round do not.

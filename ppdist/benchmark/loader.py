@@ -1,4 +1,4 @@
-"""How fast training images come, beside a straightforward pipeline, and what memory that takes.
+"""Speed and memory of the data loader, beside a straightforward pipeline.
 
 On a machine that others use too, one measurement after the other compares two moments rather than
 two programs.  So everything is measured interleaved, in short pieces, and CPU time is told beside

@@ -1,5 +1,8 @@
-"""Training speed on several numbers of processes: what is gained, and what is lost to the machine,
-to communication and to waiting.  Every measurement is a run of tools/benchmark.py."""
+"""Scaling: training speed on several numbers of processes, and what is lost.
+
+Losses go to the machine, to communication and to waiting.  Every measurement is a run of
+tools/benchmark.py.
+"""
 
 import json
 import os

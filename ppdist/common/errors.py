@@ -1,4 +1,4 @@
-"""Errors with codes that a user can act on, and failures as other processes hear them."""
+"""Errors with codes, and failures as other processes hear them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files of a run: paths that users name, writing whole files, the lock.
+"""Files of a run: users' paths, writing whole files, the lock.
 
 A path that cannot be written is the user's error.  Two trainings must not write into one folder:
 the second is refused while the first lives.

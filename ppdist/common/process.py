@@ -1,4 +1,4 @@
-"""How a process begins and ends: exit codes, signals, stderr, the launcher's variables.
+"""How a process begins and ends: exit codes, signals, variables.
 
 Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
 (traceback); 75 stopped by a signal after a clean checkpoint.

@@ -1,4 +1,4 @@
-"""What the command lines of the data tools say: which data is meant, and how many of something."""
+"""Arguments that the data tools share: which data, how many."""
 
 import argparse
 from collections.abc import Callable

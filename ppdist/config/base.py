@@ -1,4 +1,4 @@
-"""YAML -> a frozen, typed, closed configuration, with errors that name file, line and key.
+"""Section: a frozen, typed, closed configuration, read from YAML.
 
     base files (`_BASE_`) <- file <- -o overrides        mappings merge, everything else replaces
     -> checked as one tree against a Section             every problem is reported, each on a line

@@ -1,4 +1,4 @@
-"""The tree of all Sections, which a YAML file of configs/ describes, and its reader."""
+"""ExperimentConfig, the tree of all Sections, and load_config."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The `loss` section: one Section for each model family, told apart by `name`."""
+"""The `loss` section: one Section for each family, by `name`."""
 
 from typing import Literal, get_args
 

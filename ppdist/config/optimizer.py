@@ -1,4 +1,4 @@
-"""The `optimizer` and `schedule` sections: how gradients become weights, and at which rate."""
+"""The `optimizer` and `schedule` sections."""
 
 from typing import Literal
 

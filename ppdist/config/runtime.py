@@ -1,4 +1,4 @@
-"""How an exported model is run: options of the tools that run one."""
+"""RuntimeOptions: how an exported model is run."""
 
 from typing import Literal
 

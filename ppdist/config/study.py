@@ -1,4 +1,4 @@
-"""The file of a study: which trainings there are to be, and what they are compared by.
+"""StudyConfig: the trainings of a study, and what compares them.
 
 config: configs/examples/bccd_ppyoloe.yml     what all trials have in common
 overrides: [train.epochs=20]

@@ -1,4 +1,4 @@
-"""What parts of a configuration ask of each other, and a sentence about each that does not fit.
+"""Checks between parts of a configuration, and warnings about surprises.
 
 Each part has been checked by itself; a key that would be ignored without a word is a misfit too.
 """

@@ -1,4 +1,4 @@
-"""YAML files and -o items as trees of nodes that remember where each value was written.
+"""YAML files and -o items as trees that remember their lines.
 
 Scalars follow the core schema of YAML 1.2, plus the exponent form everybody writes: `1e-3` is a
 number, `010` is ten, and `yes`, `no`, `on`, `2024-01-01` are text.

@@ -1,4 +1,4 @@
-"""Decoded images, kept after the first time for all workers and ranks of a host.
+"""Cache of decoded images, for all workers and ranks of a host.
 
     ram    a file in memory that has no name (memfd_create): it does not count against /dev/shm, and
            is gone with the last process that has it open, however that one ends

@@ -1,10 +1,9 @@
-"""Whether an image file is whole, from its structure alone: before a decoder sees it.
+"""Images from disk: checked by their structure, then decoded to RGB.
 
 A decoder trusts lengths: OpenCV 5.0 asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk
 claims them, paints what is missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to
-900 million pixels, 5 GB at its peak.
-
-Images from disk, and what is accepted as one.
+900 million pixels, 5 GB at its peak.  So the structure of a file is checked before a decoder sees
+it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How much of this machine is ours: cores and memory, as affinity, containers and ranks leave them.
+"""Cores and memory that affinity, containers and ranks leave us.
 
 A container usually sees all cores and all memory of its host; what it may use of them stands in its
 control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, scheduler/sched-bwc).

@@ -1,12 +1,10 @@
-"""The `data.sampling:` section: how often each image comes in an epoch.
+"""Sampler: which images each rank sees in each step, and how often.
 
-    sampling -> copies_N, expected times -> per epoch, whole times of each image -> their order
+    data.sampling -> copies_N, expected times -> per epoch, whole times of each image -> their order
 
-An image that is expected 2.3 times comes two or three times in every epoch, 2.3 times on average.
-The length of an epoch is constant, and everything is a function of (seed, epoch, copies_N), so it
-is the same on any number of ranks and after a restart.
-
-Which images each rank sees in each step: a function of (seed, step), whoever asks and when.
+A function of (seed, epoch, copies_N) and of the step, so it is the same on any number of ranks and
+after a restart.  An image that is expected 2.3 times comes two or three times in every epoch, 2.3
+times on average.  The length of an epoch is constant.
 """
 
 import math

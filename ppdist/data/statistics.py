@@ -1,15 +1,13 @@
-"""What a split holds, in numbers: classes, box sizes and shapes, positions, objects per image.
+"""Statistics of a split, and anchors that fit its boxes.
 
     DetectionSet -> Objects (one row an object) -> summary (numbers, for JSON) -> overview (text)
                                                 -> ppdist/viz/plots.py
+    boxes in input pixels -> best possible recall of anchors -> k-means, genetic refinement
 
-Letters: N images, M objects of all images together, C classes.
+How far two sizes [width, height] are apart is the ratio of their sides.
 
-Do anchors fit the boxes of a set, and which would fit better: best possible recall, k-means,
-genetic refinement.
-
-Everything here is numpy on box sizes in input pixels, [width, height]; how far two sizes are apart
-is the ratio of their sides.  Letters: N boxes, L levels, A anchors per level, K = L * A.
+Letters: N images or boxes, M objects of all images together, C classes, L levels, A anchors per
+level, K = L * A.
 """
 
 from collections import Counter

@@ -1,22 +1,19 @@
-"""The contract between readers, loaders, trainers and evaluators.
+"""Data types: the contract between readers, loader, trainer and evaluator.
 
-All annotations of a split in a handful of flat arrays, which look like a list of records.
+    file -> reader(complain) -> RawSet -> (data.bad_boxes) -> DetectionSet, for training
+                                       -> a file of another format, for conversion
+                                       -> a report, for a check
 
+A reader hands everything odd to `complain` as an Issue.  Training lets that raise, so it stops at
+the first; a check collects them all, and the reader goes on without the part it complained of.
+
+`Records` holds all annotations of a split in a handful of flat arrays and looks like a list.
 Workers are forked from the rank and see its memory until somebody writes to it.  Reading a Python
 object writes to it: its reference count.  So a list of a million small arrays is copied into every
 worker, page by page, within an epoch; twelve large ones never are.
 
     image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
     ring_ends[m]..ring_ends[m + 1] of its outline, ring r points point_ends[r]..point_ends[r + 1]
-
-What annotation files say, before anything is put right.
-
-    file -> reader(complain) -> RawSet -> (data.bad_boxes) -> DetectionSet, for training
-                                       -> a file of another format, for conversion
-                                       -> a report, for a check
-
-A reader hands everything odd to `complain` as a Finding.  Training lets that raise, so it stops at
-the first; a check collects them all, and the reader goes on without the part it complained of.
 """
 
 import os

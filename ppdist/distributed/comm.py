@@ -1,20 +1,15 @@
-"""Tensors in messages, and which size of message is worth it between these ranks, measured when
-they have just met.
+"""The seam around paddle.distributed: one rank or many, the same code.
 
-How glibc keeps the memory of tensors on the CPU.
-
-The one seam around paddle.distributed: above this file the same code runs on one rank or many.
-
-Two kinds of meeting exist, and every rank must reach both:
+Ranks communicate in two ways, and every rank must reach both:
 
 * collectives (gradients, statistics): fast, but gloo gives up after 30 s whatever is configured;
-  in the memory of one host (see `host_memory`) they are as patient as meetings;
-* meetings at the TCP store (`barrier`, `on_main`, `together`): slow (tens of ms) and patient, for
+  in the memory of one host (shm_allreduce.py) they wait as long as barriers do;
+* barriers at the TCP store (`barrier`, `run_on_main`, `run_on_all_ranks`): slow (tens of ms), for
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
-On one process every function is the identity or a plain call, so nobody above asks.
-
-Work that may fail on one rank: then all of them hear of it, and none waits for the others.
+Work that may fail on one rank runs so that all of them hear of it.  On one process every function
+is the identity or a plain call, so nobody above asks.  Also here: how large messages are between
+these ranks, measured at the start, and how glibc keeps the memory of tensors on the CPU.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What each rank is doing, where fleetrun can see it: one small shared file per rank.
+"""Per-rank heartbeat file, read by the launcher of the host.
 
 A rank that hangs cannot say so: it may be stopped, hold the interpreter's lock, or wait inside a
 collective for another one.  So every rank writes what it begins into memory that it shares with

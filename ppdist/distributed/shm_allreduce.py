@@ -1,4 +1,4 @@
-"""Sums between the ranks of one host through memory that they share, instead of through sockets.
+"""Sums between the ranks of one host through shared memory.
 
 The memory is a file that has no name (memfd_create), so it does not count against /dev/shm and is
 gone with the last process that has it open, however that one ends:

@@ -1,16 +1,12 @@
-"""What ranks make sure of before Paddle connects them, because Paddle waits and does not say why.
+"""Barriers at the launcher's TCP store, and checks before ranks join.
 
-At a store that cannot be reached it waits 15 minutes, at a port of gloo that a firewall closes
-about 3, and ranks that join in different ways wait for ever.  Plain sockets find out in seconds,
-and the message names the two hosts.
+Barriers are slow (tens of ms), need no collective and no device, and wait as long as is configured.
+Above comm.py, which offers all of this, nobody imports it.
 
-The TCP connections of this process: what was sent, by the kernel, and small messages at once.
-
-Which rank this is, and the patient meetings of all ranks, at the launcher's TCP store.
-
-They are slow (tens of ms), need no collective and no device, and wait as long as is configured: for
-start-up, evaluation and checkpoints, where ranks may be minutes apart.  Above `dist`, which offers
-all of this, nobody imports it.
+Before ranks join Paddle's group, plain sockets find out in seconds what Paddle would wait for: 15
+minutes at a store that cannot be reached, 3 at a port of gloo that a firewall closes, for ever
+where ranks join in different ways.  The message names the two hosts.  Also here: the bytes that
+this process has sent, by the kernel.
 """
 
 import contextlib

@@ -1,20 +1,15 @@
-"""Memory a rank may still take, memory it has taken, and the batch that fits between the two.
+"""Auto batch: the largest micro-batch that every rank has memory for.
 
-Three kinds run out separately, and each is counted by itself, in bytes: the memory of the host,
-which its ranks share; the address space of a process (`ulimit -v`), where that is limited; and the
-memory of a card.
+`train.batch_size_per_card: auto` and `train.total_batch` become numbers: each rank finds out what
+it has memory for, and all take the least.  A resumed run takes what its checkpoint had.
 
-The largest micro-batch that one rank has memory for, found by training with it elsewhere.
+Three kinds of memory run out separately, each counted in bytes: that of the host, which its ranks
+share; the address space of a process (`ulimit -v`), where that is limited; and that of a card.
 
-A process of its own (`batch_process`) makes real steps, so whatever ends it ends no run: the
+A process of its own (memory_probe.py) makes real steps, so whatever ends it ends no run: the
 kernel's out-of-memory killer, a limit, oneDNN without memory for its buffers.
 
-`train.batch_size_per_card: auto` and `train.total_batch`: from what is wanted to numbers.
-
-Each rank finds out what it has memory for; all take the least.  A run that goes on takes what its
-checkpoint was trained with and looks for nothing.
-
-What a training step will take of memory, estimated before the first one is made.
+What a step will take is also estimated before the first one:
 
     weights and statistics, their gradients, the optimizer's moments, the average
     + for each image of a micro-batch: the image, what forward keeps for backward, what the loss

@@ -1,7 +1,4 @@
-"""Anchors that fit the boxes of a training set, before a run begins.
-
-The build: the one place where data, models, losses and optim meet.
-"""
+"""Builds a run: where data, models, losses and optim meet."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Checkpoints: one directory each, written atomically, readable without this package.
+"""Checkpoints: one directory each, written atomically, beside training.
 
     checkpoints/step-00001200/
         model.safetensors      weights and statistics of the model
@@ -15,12 +15,10 @@ rename), and goes under another name before it is deleted, so whenever a process
 checkpoints are whole and the links point at one.  Nothing here is pickled; tools/convert.py makes
 a .pdparams of a checkpoint for programs that read nothing else.
 
-Checkpoints written beside training: one thread of rank 0, one checkpoint at a time.
-
-A step's state is copied into arrays of its own (`Snapshot`), handed over, and training goes on.
-Storage that is slower than checkpoints are due never stalls a step: the newest snapshot waits, and
-takes the place of one that waits already, unless that is the best so far.  So at most two are held,
-and the best as a third while it waits.
+One thread of rank 0 writes, one checkpoint at a time.  A step's state is copied into arrays of its
+own (`Snapshot`), handed over, and training goes on.  Storage that is slower than checkpoints are
+due never stalls a step: the newest snapshot waits, and takes the place of one that waits already,
+unless that is the best so far.  So at most two are held, and the best as a third while it waits.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""The data of a run: its two sets, checked, and this rank's micro-batches from any step on.
+"""Data of a run: both sets, this rank's micro-batches, the blocklist.
 
-Images that turned out bad during training: counted over all ranks, and bounded.
+Images that turn out bad during training are counted over all ranks, and bounded.
 """
 
 import hashlib

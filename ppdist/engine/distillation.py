@@ -1,4 +1,4 @@
-"""Learning from a larger detector: the teacher, and what of it a training step needs.
+"""Distillation: the teacher, and what a training step needs of it.
 
     teacher's outputs <- the same uint8 images, no gradient, weights and statistics frozen
     student's features -> adapters (1x1, where widths differ) -> compared with the teacher's

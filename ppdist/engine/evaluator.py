@@ -1,8 +1,6 @@
-"""The training loss over a whole validation set, from the forward passes of its evaluation.
+"""Evaluators: mAP or accuracy over a whole set, sharded over the ranks.
 
-Detection quality of a model over a whole set, sharded over the ranks.
-
-Accuracy of a classifier over a whole set, sharded over the ranks.
+Where the training loss is wanted too, it comes from the forward passes of the evaluation.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A process that trains for nothing but its memory: `python -m ppdist.engine.memory_probe FOLDER`.
+"""Memory probe: `python -m ppdist.engine.memory_probe FOLDER`.
 
 It reads FOLDER/job.json (`Job`), makes the largest steps of the run with one batch after another,
 and after each adds a line to FOLDER/took.jsonl: the batch and the bytes that it took.  Whatever

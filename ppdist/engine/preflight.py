@@ -1,5 +1,4 @@
-"""What a run would stumble over, asked before it starts: do all ranks mean the same run, can they
-sum, is there room.
+"""Preflight: same run on all ranks, working sums, room on the disk.
 
 A rank with another batch size or another loss trains silently wrong, one with another `--eval`
 hangs; so a difference is an error that names key, values and hosts.  Everything before the first

@@ -1,11 +1,7 @@
-"""Every number a run derives from its configuration, its data and its ranks, and why.
+"""Schedule setup: every number a run derives from config, data and ranks.
 
-What tells one run from another on pages that show several: its hyper-parameters, every key.
-
-What a run was: its configuration, its software and its machine, beside what it leaves.
-
-Where published runs lost accuracy on many cards: what a run has in common with them, said at
-start, with what to do.  A warning stops nothing.
+Also what describes a run: its hyper-parameters for pages that show several, its software and its
+machine, and advice where published runs lost accuracy on many cards.  Advice stops nothing.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Everything a run resumes from: taken, given back, and compared with the configuration.
+"""TrainState: everything a run resumes from, captured, restored, compared.
 
     fit:      capture_state -> checkpoint
     --resume: find_start -> settle_run -> claim_folder -> restore_state

@@ -1,4 +1,4 @@
-"""One optimizer step, from `clear_grad` to EMA; the same on one rank and on many."""
+"""One optimizer step, from `clear_grad` to EMA."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What the model sees, as pictures in `plots`: augmented training batches, validation images."""
+"""Pictures of what the model sees, in `plots`."""
 
 import logging
 import math

@@ -1,2 +1,5 @@
-"""Several models as one: their boxes fused (`fuse`, of `fusion`, `members`, `views`, `saved`), or
-their weights averaged (`average`, of `soup`, `statistics`)."""
+"""Ensembles: several models' boxes fused, or their weights averaged.
+
+fuse       of fusion (wbf), members, views (tta), saved detections
+average    of soup (model_soup), statistics
+"""

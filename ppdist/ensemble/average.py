@@ -1,4 +1,4 @@
-"""Checkpoints of one architecture as one set of weights, with statistics of its own."""
+"""Averages checkpoints into one set of weights with own statistics."""
 
 from collections.abc import Sequence
 from pathlib import Path

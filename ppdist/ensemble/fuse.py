@@ -1,4 +1,4 @@
-"""Boxes of several models, views and files as one set: defaults, members, results."""
+"""Fuses boxes of several models, views and files."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Boxes that several detectors found in one image, as one set of boxes: in numpy, of one class.
+"""Box fusion in numpy: WBF and its relatives, class by class.
 
 Each function takes boxes_R4 (xyxy, any one unit), their scores_R in 0..1, and weight_R, that of the
 member each box comes from, in (0, 1]; float64.  Each returns boxes_K4 and scores_K, best first, the

@@ -1,4 +1,4 @@
-"""What the members of an ensemble found in a whole set, fused: each image on one rank."""
+"""Members of an ensemble, and their detections of a whole set."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

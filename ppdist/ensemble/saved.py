@@ -1,4 +1,4 @@
-"""Detections that were saved: COCO result lists, and the data sets that tools/infer.py writes."""
+"""Saved detections: COCO result lists, sets of tools/infer.py."""
 
 import json
 import math

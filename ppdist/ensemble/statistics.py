@@ -1,4 +1,4 @@
-"""Running statistics of batch norm for weights that no training has seen together.
+"""Running statistics of batch norm for averaged weights.
 
 The mean of two sets of weights computes other activations than either, so the mean of their running
 statistics is that of neither.  They are made anew from training images, augmented as in the last

@@ -1,4 +1,4 @@
-"""One model looks at a set several times: other input sizes, mirrored (test-time augmentation)."""
+"""Test-time augmentation: other input sizes, mirrored images."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

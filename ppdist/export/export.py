@@ -1,20 +1,13 @@
-"""What an export writes: the model as a static graph of Paddle, and that graph as ONNX.
+"""Exports a trained model to Paddle Inference and ONNX, checked against eager.
 
-model -> deployed(model) -> RawModel or KeptModel -> save_graph -> convert_to_onnx
-
-Images of a data set that an export is tried on.
-
-COCO's mAP of a model and of its exported files on the same images of the validation set.
-
-From a trained model to files other programs run, each checked against eager before it is kept.
-
-    model -> deployed copy (ppdist/export/export.py) -> static graph -> Paddle Inference
-                                                               \\-> ONNX
+    model -> deployed(model) -> RawModel or KeptModel -> save_graph -> Paddle Inference
+                                                               -> convert_to_onnx -> ONNX
     every file is loaded again and compared with the model; only then the folder gets its name
 
 The graph takes raw RGB pixels 0..255, unless asked for normalised ones, and contains normalisation,
 decoding and, of a detector where asked, the non-maximum suppression.  `infer.yml` beside it
-(ppdist/export/spec.py) says the rest.
+(ppdist/export/spec.py) says the rest.  An export is tried on images of a data set, where wanted
+with COCO's mAP of model and files on the same images.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The non-maximum suppression of ppdist.losses.nms, appended to an ONNX model.
+"""ONNX: non-maximum suppression in the graph, and 8-bit integers.
 
     scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> best `keep` of
     each image -> rows, count
@@ -7,14 +7,13 @@
 Written with ONNX's own operators: the converter's translation of Paddle's suppression keeps other
 boxes and does not take more than one image.
 
-An ONNX model in 8-bit integers: ONNX Runtime's static quantisation after training.
-
     model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
 
-Convolutions run on integers: weights int8 with a scale for each output channel, their inputs and
-outputs uint8 with one for each tensor.  The last convolution of each branch stays float32, and so
-does what follows: one tensor holds logits of box and class, whose ranges 256 steps would not serve,
-and boxes reach over hundreds of pixels.  docs/dev/export_matrix.md has what was tried.
+Quantised convolutions run on integers: weights int8 with a scale for each output channel, their
+inputs and outputs uint8 with one for each tensor.  The last convolution of each branch stays
+float32, and so does what follows: one tensor holds logits of box and class, whose ranges 256 steps
+would not serve, and boxes reach over hundreds of pixels.  docs/dev/export_matrix.md has what was
+tried.
 """
 
 import logging

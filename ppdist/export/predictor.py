@@ -1,24 +1,16 @@
-"""What runs an exported model and how: Paddle Inference or ONNX Runtime, threads, precision.
+"""Predictors: eager and exported models on images and videos.
 
     graph = PaddleGraph(program, weights, RuntimeOptions(threads=2))
     graph = OnnxGraph(file, RuntimeOptions(backend="onnx", threads=2))
     outputs = graph(images_B3HW)
 
-docs/dev/performance.md says what each option brought.
+    predict = EagerClassifier(model)  or  ExportedClassifier(directory)
+    labels_K, scores_K = best_classes_of(predict, image_HW3, size)
 
-Finding objects in one image after another: what comes in, what runs, what goes out.
+    report = Objects(out, spec, predict, threshold, warn)  or  Classes(out, spec, predict, warn)
+    report.look_at(file, name, picture) of each file, then report.write()
 
-Finding the class of one image after another, with an eager or an exported classifier.
-
-predict = EagerClassifier(model)  or  ExportedClassifier(directory)
-labels_K, scores_K = best_classes_of(predict, image_HW3, size)
-
-Images and videos as they come from disk and go back to it.
-
-What a model found in images and videos: a JSON file, and every picture with it drawn.
-
-report = Objects(out, spec, predict, threshold, warn)  or  Classes(out, spec, predict, warn)
-report.look_at(file, name, picture) of each file, then report.write()
+docs/dev/performance.md says what each option of the runtimes brought.
 """
 
 from collections import Counter

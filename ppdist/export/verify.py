@@ -1,4 +1,4 @@
-"""Does an exported file compute what the model computes?  Every check raises ExportError if not.
+"""Compares an exported file with its model; raises ExportError where they differ.
 
 The raw outputs are compared number by number.  After a non-maximum suppression that is not
 possible: one rounding can decide which of two equal boxes stays.  So the suppressed rows are

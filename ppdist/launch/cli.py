@@ -1,21 +1,18 @@
-"""The front over Paddle's launcher; nothing here imports paddle.  Read in this order:
-
-options (what was typed), cards (which GPUs), network (which host, which ports), plan (what Paddle's
-launcher is given), process (running it), worker (what it runs for each rank), outcome (how it
-ended), fleetrun (the command), stock (Paddle's own script of the same name), doctor (preflight).
-Several hosts: connection (messages), greeting (what must agree), meeting (before the run), line
-(during it).
-
-What the next attempt of a job learns from those that failed.
-
-Paddle installs a `fleetrun` too; installing or removing Paddle later may replace ours.
-
-The `fleetrun` command: a front over Paddle's launcher that users of Paddle already know.
+"""The `fleetrun` command: a front over Paddle's launcher; imports no Paddle.
 
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 
+    options      what was typed
+    topology     cards, hosts, ports, and what Paddle's launcher is given
+    rendezvous   hosts find each other, compare, and stay connected
+    supervisor   the processes of this host's ranks
+    worker       what Paddle's launcher starts for each rank
+    watchdog     who makes no progress, who failed first, which exit code
+    metrics      what Prometheus reads
+    doctor       preflight of a host
+
 Paddle's own parser takes `0-7` for the script or for one card, two hosts for rank 0, and restarts
-nothing; what each part does about it is in the modules beside this one.
+nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may replace ours.
 """
 
 import os

@@ -1,12 +1,9 @@
-"""Preflight of one host: what a run would stumble over, each with what to do about it.
+"""Preflight of one host: what would stop a run, and the remedy.
 
-Driver, network, clock and limits of a host: what hosts of one run need in order, and alike.
-
-Everything is read from /proc and /sys, so it needs neither Paddle nor root.  The rows about cards
-and RDMA are written from the documentation of Linux, NVIDIA and NCCL: neither was within reach, so
-tests make up those files.
-
-What `tools/doctor.py` measured between ranks (ppdist/verify/cluster.py), in words and a table.
+Driver, network, clock and limits are read from /proc and /sys, so it needs neither Paddle nor root.
+The rows about cards and RDMA are written from the documentation of Linux, NVIDIA and NCCL: neither
+was within reach, so tests make up those files.  What was measured between ranks comes from
+ppdist/verify/cluster.py.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""What Prometheus reads of this host: `fleetrun --metrics_port 9410`, http://HOST:9410/metrics.
+"""Metrics endpoint of this host for Prometheus: `fleetrun --metrics_port 9410`.
 
-A process of its own beside the ranks, which fleetrun starts and ends.  It only reads (measures.py),
+A process of its own beside the ranks, which fleetrun starts and ends.  It only reads (metrics.py),
 so neither a port that is taken, nor a package that is missing, nor a driver that hangs reaches the
 job.  It lives as long as fleetrun: restarts of the ranks are numbers to it.
 """

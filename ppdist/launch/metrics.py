@@ -1,8 +1,8 @@
-"""What is known of a run on this host, as numbers with names: for monitoring (exporter.py).
+"""Metrics of a run on this host, by name, for the exporter.
 
-All of it is read when asked for: what each rank says in its pulse, what the attempts of the job
-left in fleetrun's private folder, and on rank 0's host the files of the run.  Nothing is asked of a
-rank, so nobody who asks can hold one up.  docs/monitoring.md explains each number.
+All of it is read when asked for: the heartbeat of each rank, what the attempts of the job left in
+fleetrun's private folder, and on rank 0's host the files of the run.  Nothing is asked of a rank,
+so nobody who asks can hold one up.  docs/monitoring.md explains each number.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The command line of fleetrun: its own options and those of Paddle's launcher, all with values.
+"""Command line of fleetrun: its own options and Paddle's launcher's.
 
 Paddle's parser takes the value of an option that it does not know for the training script, so
 everything before the script is checked here and nothing unknown reaches it.

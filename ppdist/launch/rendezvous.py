@@ -1,21 +1,20 @@
-"""Messages between the fleetruns of a run's hosts: one JSON object a line over TCP.
+"""Rendezvous of a run's hosts, and the control channel between them.
+
+    connection   one JSON object a line over TCP
+    handshake    what each host was started with, and what must agree
+    rendezvous   the first host listens on the start port, the others call it until it answers
+    channel      while the run lasts, one connection from each host to the first
+
+Hosts compare before anything is started, so two runs of rank 0, ranks that would wait for ever or
+that would train different things are one message on every host instead.  Hosts that do not come are
+called by the first: who was given another order of hosts is found that way.
+
+Over the channel every host says that it is there, when it is stopped and how its ranks ended.  When
+they failed on one, the others stop theirs at once; in the end all exit with one code and name one
+culprit.
 
 Whoever can reach the port can write to it, so nothing that arrives is trusted: lines and what waits
 to be read have a limit, and what is not a JSON object with a `type` ends the connection.
-
-What the fleetruns of a run's hosts tell each other before it starts, and what must agree.
-
-What keeps the hosts of a run together while it runs: one connection from each to the first.
-
-Every host says that it is there, when it is stopped and how its ranks ended.  When they failed on
-one, the others stop theirs at once; in the end all exit with one code and name one culprit.
-
-The hosts of a run meet before anything is started, and find out whether they can train together.
-
-The first host's fleetrun listens on the start port, those of the others call it until it answers.
-Each says what it was started with (greeting.py), so what would be two runs of rank 0, ranks that
-wait for ever or ranks that train different things is one message on every host instead.  Hosts that
-do not come are called by the first: who was given another order of hosts is found that way.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What fleetrun starts: Paddle's launcher, which by itself quits by force at a second signal.
+"""Paddle's launcher, which here hears only the first signal.
 
 Schedulers send a signal to all processes of a job, so that the launcher gets it from them and from
 fleetrun, and the ranks would lose their grace.  Here it listens to the first signal only; fleetrun

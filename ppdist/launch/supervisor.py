@@ -1,13 +1,11 @@
-"""The processes of this host's ranks, seen from outside, and the end of all of them.
+"""Supervisor of this host's ranks: starts Paddle's launcher and ends all processes.
+
+Paddle's launcher looks after its workers once a second, forgets who failed first, gives the others
+three seconds and then waits for them; when it is killed itself, nobody looks after them.  So
+fleetrun looks by itself, five times a second, and ends the peers of the first failure.
 
 Whatever an attempt starts has the attempt's own folder in its environment.  By that a process is
 found though its parent and its process group are gone, and none outlives the attempt.
-
-Runs Paddle's launcher as a child, hands the terminal to the first rank, and ends the ranks.
-
-Paddle's launcher looks after its workers once a second, forgets who failed first, and gives the
-others three seconds and then waits for them; when it is killed itself, nobody looks after them.
-So fleetrun looks by itself, five times a second: the first failure is said and its peers are ended.
 """
 
 import contextlib

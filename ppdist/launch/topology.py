@@ -1,25 +1,20 @@
-"""Which GPUs this machine has, which of them are visible, and which were asked for.
+"""Topology of a run: cards, hosts, ports, arguments of Paddle's launcher.
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
 ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.
 
-Which process listens on a port of this machine, as Linux shows it under /proc.
+Schedulers make host names known late and give them to other addresses, so names are looked up until
+they answer.
 
-Which host of the run this machine is, through which interface, and on which ports.
-
-Who belongs to a job: a token that a user may give, and a name that every start draws anew.
+Who belongs to a job says a token that a user may give, and a name that every start draws anew:
 
     PPDIST_JOB_TOKEN   given by the user, the same on every host: a fleetrun without it is refused
-                       when the hosts meet.  It is never sent, and the ranks never get it.
+                       at the rendezvous.  It is never sent, and the ranks never get it.
     PPDIST_JOB         made here for the ranks: those of an earlier job, or of an earlier attempt of
                        this one, have another and end when they find out (distributed/store.py).
 
 The token keeps out who does not know it.  It does not hide what is sent, nor keep out who can
 change what others send (docs/security.md).
-
-From what was typed and what the machine is to what Paddle's launcher is given.
-
-Hosts that are named: schedulers make names known late, and give them to other addresses.
 """
 
 import contextlib

@@ -1,19 +1,17 @@
-"""Looks from outside whether the ranks of this host get on, and ends those of a run that does not.
+"""Watchdog: ends a run that makes no progress, names who failed first.
 
 What a rank does it says in its heartbeat (distributed/heartbeat.py); whether it is stopped or waits
-for a disk says Linux.  A rank stands still when it is stopped, or has given no sign of life for
-longer than a step may take and waits for nobody, or when all of them wait.  It is named, all ranks
-of the host write the stacks of their threads, and are killed: a checkpoint needs all of them, so
-none is lost.
+for a disk says Linux.  A rank makes no progress when it is stopped, or has given no sign of life
+for longer than a step may take and waits for nobody, or when all of them wait.  It is named, all
+ranks of the host write the stacks of their threads, and are killed: a checkpoint needs all of them,
+so none is lost.
 
 When ranks fail first, here or on another host, because they waited in vain (gloo gives up after
-30 s), who stood still here by then is named as the cause.
+30 s), who made no progress here by then is named as the cause.  What every rank left behind becomes
+one exit code and one message.
 
-From what every rank left behind to one exit code and one message.
-
-Signals that ask fleetrun to stop: the first lets the ranks finish their step, a second does not.
-
-SIGTERM and SIGUSR1 come from schedulers, SIGINT from Ctrl-C, SIGHUP from a terminal that goes away.
+SIGTERM and SIGUSR1 come from schedulers, SIGINT from Ctrl-C, SIGHUP from a terminal that goes away:
+the first lets the ranks finish their step, a second does not.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""What Paddle's launcher starts for each rank: runs the training script as a child and watches it.
+"""Worker: what Paddle's launcher starts for each rank.
 
-It stands between the two because Paddle's launcher, as it is,
+It runs the training script as a child, because Paddle's launcher, as it is,
   * gives every rank a file as its output and copies rank 0's to the terminal up to 2 s late, so a
     progress bar never sees a terminal: here the first rank of a host gets fleetrun's own;
   * forgets which rank failed first and how: here each leaves that in the folder of the run;

@@ -1,4 +1,4 @@
-"""Training losses.  Each takes raw outputs and padded ground truth; none talks to other ranks."""
+"""Base of all losses: raw outputs and ground truth to sums."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a student detector learns from a teacher's outputs: class scores, features, boxes.
+"""Distillation losses: class scores, features, boxes of a teacher.
 
 Pure functions of two tensors of the same shape, student first; the gradient flows to the student
 alone.  All sums are left undivided: `Loss.distil` of a detector knows by what.

@@ -1,4 +1,4 @@
-"""Scores and boxes of all predictions -> the few that stay."""
+"""Non-maximum suppression, eager and in a static graph."""
 
 import paddle
 from paddle import Tensor

@@ -1,4 +1,4 @@
-"""Accuracy of a classifier: how often the true class is the first, or among the first five."""
+"""Top-1 and top-5 accuracy of a classifier."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

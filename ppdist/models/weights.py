@@ -1,4 +1,4 @@
-"""Weights into a model and out of it, from files that run no code.
+"""Weights into a model and out of it; runs no code.
 
 .pdparams, .pdema   Paddle's pickled dict (paddle.load would execute whatever the file says)
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model

@@ -1,4 +1,4 @@
-"""YOLOv5 (release 6), detector and classifier: CSP backbone, PAN neck, three anchors per cell.
+"""YOLOv5 (release 6): detector and classifier.
 
     images -> CSPDarknet -> strides 8, 16, 32 (, 64) -> YOLOv5Neck -> the same -> YOLOv5Head
     images -> CSPDarknet -> stride 32 -> ClassifierHead -> logits_BC

@@ -1,4 +1,4 @@
-"""Exponential moving average of a model's weights and statistics: what is evaluated and shipped."""
+"""Exponential moving average of a model's weights and statistics."""
 
 import math
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""How long a training takes on N cards, and what it would wait for: a model, not a measurement.
+"""Planner: how long a training takes on N cards, by a model.
 
     network   seconds of an all-reduce: ring, tree, in two levels
     step      seconds of one optimizer step on N cards

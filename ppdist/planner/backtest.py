@@ -1,4 +1,4 @@
-"""The model against published tables: how far off is it, and how much of that was fitted?
+"""Validation of the planner's model against published tables.
 
 A row that was fitted is reproduced, any other is predicted.  `free` says how many numbers were
 taken from the rows of a table.

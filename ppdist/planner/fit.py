@@ -1,4 +1,4 @@
-"""The numbers of a step (t0, t1, jitter, delta) from measured rows: least squares, none below 0."""
+"""Fits the numbers of a step to measured rows."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The planner's command line: numbers that were measured, given, or assumed and said so."""
+"""Command line of the planner: numbers measured, given or assumed."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""The prediction drawn: time and images a second over cards, and where a step goes."""
+"""Plot of a prediction over cards, with the parts of a step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

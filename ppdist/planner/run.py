@@ -1,4 +1,4 @@
-"""Epochs, evaluations and hours of a training on N cards; what limits it; what would help."""
+"""Epochs and hours of a training on N cards, and its limits."""
 
 import math
 from collections.abc import Iterator

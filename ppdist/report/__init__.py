@@ -1,4 +1,4 @@
-"""One HTML page about a run, or about how several runs differ, from their files.
+"""Report: one HTML page about one run or several.
 
 page.py        the HTML                           run.py           what a run's folder says
 one_run.py     what is shown of one run           several_runs.py  of several

@@ -1,4 +1,4 @@
-"""Curves as geometry for inline SVG; the template draws them, page.js reads values off them.
+"""Curves as geometry for inline SVG.
 
 x, y of the data  ->  pixels of a WIDTH x HEIGHT picture, which the page scales
 """

@@ -1,4 +1,4 @@
-"""The page itself: templates, style, script and pictures as one HTML file that loads nothing.
+"""The page: one HTML file that loads nothing else.
 
 Jinja2 escapes everything that the templates print.  Beside that the page forbids, by a content
 security policy, any script but ours and any address: what a name of a class or a file says can

@@ -1,4 +1,4 @@
-"""What the page shows of several runs: what differs between them, and what came of it.
+"""What the page shows of several runs: settings and scores.
 
 Runs that differ in nothing but the seed are one group; its numbers are means, with the standard
 deviation over its runs as their spread.

@@ -1,4 +1,4 @@
-"""Equal time for unequal variants: how many epochs of each take `minutes_per_trial` here.
+"""Calibration: how many epochs of each variant take equal time.
 
 Each setting runs `calibration_epochs` first, as many copies at once as trials will run, so that it
 is measured under the conditions of the trials:

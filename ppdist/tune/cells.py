@@ -1,4 +1,4 @@
-"""What a trial is: a setting (a variant, a point of the space, or both) and a seed."""
+"""Cells of a study: a setting and a seed each."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a training has measured so far, from the metrics.jsonl of its folder."""
+"""Curve of a training so far, from its metrics.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

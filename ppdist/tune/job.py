@@ -1,4 +1,4 @@
-"""One training of a study: a fleetrun of its own, with its own cards or cores."""
+"""Job: one training of a study, by its own fleetrun."""
 
 import json
 import os

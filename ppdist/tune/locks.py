@@ -1,4 +1,4 @@
-"""Locks between processes that share the folder of a study, on one machine or on several.
+"""Locks between processes that share the folder of a study.
 
 They belong to a process and end with it, however it ends: nobody has to find out whether the holder
 of a stale lock file still lives.

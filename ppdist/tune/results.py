@@ -1,4 +1,4 @@
-"""What is left of a study: trials.jsonl with a line for each trial, plots, and VisualDL's pages."""
+"""Results of a study: trials.jsonl, plots, VisualDL's pages."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The loop of a study: trials begin, are looked at, are stopped where hopeless, and end."""
+"""Search: the loop of a study."""
 
 import json
 import socket

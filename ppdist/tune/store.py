@@ -1,4 +1,4 @@
-"""The folder of a study, which any number of processes share: who makes which trial, what came out.
+"""Store of a study: a folder that any number of processes share.
 
     journal.log    Optuna's storage: every trial, its values as they come, how it ended
     study.json     what was asked for when the study began

@@ -1,4 +1,4 @@
-"""What a study says, in tables: from the folders of studies, or from their trials.jsonl alone."""
+"""Tables of studies, from their folders or their trials.jsonl."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Whether many ranks train like one, on the user's own configuration, data and machines.
+"""Proves that many ranks train like one, on the user's data.
 
 The ranks train some steps as configured.  Then rank 0, while the others wait, starts one process
 that trains the same steps alone:

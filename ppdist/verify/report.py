@@ -1,4 +1,4 @@
-"""Judges what ranks and one rank left: how far off, how far they may be, and what that proves."""
+"""Judges how far many ranks and one rank are apart."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Trains some steps and keeps of each what tells two runs apart, whatever the size of the model."""
+"""Trace of some training steps, to tell two runs apart."""
 
 import hashlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Plots of a run, an evaluation, a data set and a study, as matplotlib figures.
+"""Plots of runs, evaluations, data sets and studies, by matplotlib.
 
 Figures are made and written by themselves; pyplot, with its state and its choice of a window
 system, is never imported.  Letters: C classes, T confidences, R records or recalls, W ranks.

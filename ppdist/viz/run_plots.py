@@ -1,4 +1,4 @@
-"""Plots at the end of a run: what metrics.jsonl, evaluation.json and the sets say.
+"""Plots at the end of a run, from its files.
 
 metrics.jsonl    -> results.png, lr.png, speed.png
 evaluation.json  -> confusion, pr_curve, p_curve, r_curve, f1_curve, per_class, calibration, errors,

@@ -1,12 +1,9 @@
-"""Every kind of defect that data can have: how bad it is, what training does, what a fix does.
+"""Annotations as every reader sees them: defects, records, class names, image sizes.
 
-What the readers of all formats share: text, safe file names, good boxes, one record.
+    readers (coco, voc, yolo, folder) -> entries checked here -> ImageRecord
 
-Class names and lists of images, for the formats whose annotation files do not hold them.
-
-The files below a folder, also where links lead.
-
-The size of an image, from its file's header, and the way a camera says to turn it.
+Also here: safe file names, lists of images, and an image's size from its file's header, with the
+turn that a camera asks for.
 """
 
 import logging

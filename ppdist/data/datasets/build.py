@@ -1,8 +1,9 @@
-"""A few images of a split instead of all: the same ones in every run and on every rank.
+"""The `data:` section read: one entrance to every annotation format.
 
-What must hold of the splits before training starts: images on disk, classes that agree.
+    read_split -> reader of the format -> subset (`data.*.limit`) -> DetectionSet
 
-The `data:` section, and one entrance to every annotation format.
+A subset is the same in every run and on every rank.  Before training the splits must agree on
+their classes, and their images must be on disk.
 """
 
 import os

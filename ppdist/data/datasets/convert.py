@@ -1,17 +1,14 @@
-"""A split written anew in another format, or in its own.
+"""Converts a split to another format, or divides it into several.
 
     OUT/images/SPLIT/...                    copies of the images, or links to them
     coco  OUT/annotations/instances_SPLIT.json
     voc   OUT/ImageSets/Main/SPLIT.txt      OUT/Annotations/SPLIT/....xml   OUT/label_list.txt
     yolo  OUT/SPLIT.txt                     OUT/labels/SPLIT/....txt        OUT/data.yaml
 
-Nothing that is there is ever overwritten.
-
-Divides one split into several, so that each has its share of every class.
-
     images -> groups of one content -> parts (`divide`) -> files of the set's own format (`write`)
 
-An annotation file is divided by its entries, which stay as they are; no image moves.
+A division gives each part its share of every class; entries of annotation files stay as they are
+and no image moves.  Nothing that is there is ever overwritten.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Classified images: a folder for each class, or a CSV file of paths and labels.
+"""Classified images: a folder a class, or a CSV file.
 
 A classified image is an image with one object, all of it, so the contract is that of detection:
 `labels_M` holds its one class.  No image is opened here (ImageNet has 1.28 million): width, height

@@ -1,4 +1,4 @@
-"""A made-up detection set: textured shapes with known boxes, as JPEG files and COCO JSON.
+"""Synthetic detection set: textured shapes with known boxes.
 
 For the demo and for tests that need a set which a small detector learns in minutes.  The same
 arguments give the same annotations on every machine, and the same pixels with the same OpenCV.

@@ -1,4 +1,4 @@
-"""Pascal VOC: one XML file an image (Everingham et al., VOC2012 development kit)."""
+"""Pascal VOC: one XML file an image (VOC2012 development kit)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""YOLO text files: a line `class cx cy w h` an object, in fractions of the image.
+"""YOLO text files: a line `class cx cy w h` an object.
 
 Files for segmentation have outlines, `class x1 y1 x2 y2 x3 y3 ...`; the box is then what the
 outline fills.  An outline has three points at least, so the two cannot be taken for each other.

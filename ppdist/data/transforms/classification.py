@@ -1,4 +1,4 @@
-"""What one training or evaluation sample of a classifier is: a part of an image and its class.
+"""Samples of a classifier: a part of an image and its class.
 
 The class is the label of one box that covers the input, so batches are those of detection:
 `labels_BM[:, 0]` is the class.  Training sees a random part, mirrored and recoloured at random (of

@@ -1,4 +1,4 @@
-"""What befalls the pixels of a finished input: blur, colours gone, a part of it hidden.
+"""Pixel augmentations of a finished input: blur, grey, erase.
 
 Objects of which too little is left go; the boxes of others shrink to what is still to be seen.
 

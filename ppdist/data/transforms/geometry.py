@@ -1,26 +1,17 @@
-"""Where an image goes in the input, settled or at random, and its colours.
+"""Geometry of a sample: resize, expand, crop, mirror, affine; boxes follow.
 
-    random window (expand, crop) -> Placement -> one resize of one part -> colours -> mirror
+    random window (expand, crop) -> ResizeParams -> one resize of one part -> colours -> mirror
+    original pixels --(where the image lies)--> canvas --(AffineParams)--> input
 
-Where an image ends up in the input is settled on its boxes, before any pixel is touched, so that
-expanding and cropping cost one resize together.  Randomness comes from the generator handed in,
-keyed by (seed, epoch, index): a sample looks the same whichever rank or worker makes it.
+Where an image lies in the input is settled on its boxes before any pixel is touched, and matrices
+are multiplied first, so an image is resampled once, straight into its part of the input.  Matrices
+are 3x3 on columns (x, y, 1) and count edges: the first pixel is 0..1, as in boxes.  Randomness
+comes from the generator handed in, keyed by (seed, epoch, index): a sample looks the same whichever
+rank or worker makes it.
 
 Sources: the augmentation of SSD (Liu et al. 2016, arXiv:1512.02325, section 2.2 and its code) in
 the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.  Letterbox and
 the change in HSV are those of YOLOv5.
-
-Images turned, zoomed, slanted, shifted and tilted as one matrix says, and their boxes with them.
-
-    original pixels --(where the image lies)--> canvas --(the view)--> input
-
-All matrices are 3x3 on columns (x, y, 1) and count edges: the first pixel is 0..1, as in boxes.
-They are multiplied before any pixel is touched, so an image is resampled once, straight into its
-part of the input, and a canvas is never painted.
-
-One image as augmentation begins with it: read, turned by quarters, and what is one object.
-
-An input in the making: images drawn into it, and the objects they bring.
 """
 
 import math

@@ -1,14 +1,11 @@
-"""Two inputs made one: blended (mixup), side by side (cutmix), objects of one pasted into another.
-
-Sources: mixup (Zhang et al. 2017, arXiv:1710.09412) of detections (Zhang et al. 2019,
-arXiv:1902.04103), whose objects all count in full; CutMix (Yun et al. 2019, arXiv:1905.04899,
-section 3.1); copy-paste (Ghiasi et al. 2020, arXiv:2012.07177, section 3).
-
-Where several images lie that share one input: four around a point, nine in three rows, or whole.
+"""Several images in one input: mosaic, mixup, cutmix, copy-paste.
 
 Sources: mosaic of YOLOv4 (Bochkovskiy et al. 2020, arXiv:2004.10934, section 3.3), four images as
 YOLOv5 lays them out; whole images in a grid: the mosaic of Dense O2O (DEIM, Huang et al. 2024,
-arXiv:2412.04234), four images of half the input's sides.
+arXiv:2412.04234), four images of half the input's sides; mixup (Zhang et al. 2017,
+arXiv:1710.09412) of detections (Zhang et al. 2019, arXiv:1902.04103), whose objects all count in
+full; CutMix (Yun et al. 2019, arXiv:1905.04899, section 3.1); copy-paste (Ghiasi et al. 2020,
+arXiv:2012.07177, section 3).
 """
 
 import math

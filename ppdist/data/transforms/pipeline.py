@@ -1,14 +1,11 @@
-"""What one sample is: an image at input size and its objects; how evaluation makes it.
+"""Pipeline from a key to a transformed sample, in training and evaluation.
 
-Runs in the loader's workers, so everything here is numpy.
-
-Training samples: which images share an input, where each lies in it, and what it shows.
-
-    key -> one image, or several (mosaic) -> view (affine, flip) -> one resampling each
+    key -> one image, or several (mosaic) -> geometry (affine, flip) -> one resampling each
         -> copy_paste, cutmix, mixup with others made like it -> colours, blur, erase
 
-Geometry is settled first, on sizes and boxes, as placements and matrices; pixels come last.  What a
-sample becomes is a function of (seed, epoch, index), its partners too.
+Geometry is settled first, on sizes and boxes; pixels come last.  What a sample becomes is a
+function of (seed, epoch, index), its partners too.  Runs in the loader's workers, so everything
+here is numpy.
 """
 
 import math

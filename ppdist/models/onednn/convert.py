@@ -1,4 +1,4 @@
-"""Fast convolutions for training on CPU: a switch from Paddle's kernels to oneDNN's, and its proof.
+"""Switches a model's CPU convolutions to oneDNN, and proves them equal.
 
 `use_onednn_convolutions(model)` changes the class of layers inside a built model in place:
 parameters, buffers and state-dict keys stay the same objects; `plain_convolutions(model)` changes

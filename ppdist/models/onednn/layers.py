@@ -1,4 +1,4 @@
-"""Layers on oneDNN's CPU kernels, one for each plain layer that holds a convolution.
+"""Layers on oneDNN's CPU kernels, one for each plain layer.
 
 `ConvBNLayer` and `RepConv` stay in oneDNN's own layout from the convolution through batch norm and
 swish; any other `nn.Conv2D` is converted at its two ends.  Each class only changes `forward` of the

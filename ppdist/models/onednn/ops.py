@@ -1,4 +1,4 @@
-"""The oneDNN library inside Paddle's CPU wheel, called directly (ctypes over its C interface).
+"""oneDNN's C interface inside Paddle's CPU wheel, by ctypes.
 
 Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s; the
 same wheel carries oneDNN (libdnnl), whose kernels do 5-8 times that on one core and use several.
