@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
+from ppdist.engine import trainer
 from ppdist.engine.build import build_training
 from ppdist.models.yolov5 import P5_ANCHORS
 from tests.distributed import run_on_ranks
@@ -75,6 +76,13 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["ranks"] == 1
     assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
+
+
+def test_each_step_draws_by_a_seed_of_its_own(shapes, tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(trainer.paddle, "seed", lambda number: seeds.append(number))
+    assert run(shapes, tmp_path, "train.max_steps=3") == 0
+    assert len(seeds) > 3 and len({*seeds[-3:]}) == 3
 
 
 def assert_same_run(first, second):

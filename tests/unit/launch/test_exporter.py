@@ -219,7 +219,7 @@ def test_it_lives_over_a_restart_and_counts_it(
     monkeypatch.chdir(tmp_path)
     script = write(
         "from ppdist.distributed import heartbeat\n"
-        "heartbeat.begin(60.0, None)\npulse.tell_run(Path('output/demo'))\npulse.plan(9)\n"
+        "heartbeat.begin(60.0, None)\nheartbeat.tell_run(Path('output/demo'))\nheartbeat.plan(9)\n"
         "again = os.environ.get('PPDIST_RESTART')\n"
         "heartbeat.beat('step', 4)\n"
         f"heartbeat.made(loss=1.5, images=16, bad=False, **{SECONDS})\n"
