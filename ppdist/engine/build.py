@@ -26,7 +26,7 @@ from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
-from ppdist.engine.auto_batch import Estimate, estimate, settle_batch, tell_memory
+from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
@@ -237,7 +237,7 @@ def _build_trainer(
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """The loop around a model that has its weights; every rank builds one."""
-    tell_memory(lambda: _expected(config, derived, model), log)
+    log_estimate(lambda: _expected(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
