@@ -392,7 +392,7 @@ def build_feed(
 
     Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
     """
-    augment = config.data.augment.stretched(derived.phases_stretch)
+    augment = config.data.augment.stretched(derived.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
         pictures = BatchPictures(plots, train_set.class_names, data, derived)
