@@ -117,8 +117,8 @@ def load(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 def check(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.common.machine import available_cores
     from ppdist.data.datasets.build import read_split
-    from ppdist.data.resources import available_cores
     from ppdist.data.validate import validate
 
     config = load(arguments)

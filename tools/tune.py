@@ -72,8 +72,8 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     require_optuna()
+    from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
-    from ppdist.data.resources import available_cores
     from ppdist.launch.watchdog import signals_noted
     from ppdist.launch.worker import end_with_parent
     from ppdist.tune.job import Launcher

@@ -26,7 +26,7 @@ import cv2
 import numpy as np
 
 from ppdist.common.files import user_cache
-from ppdist.data.resources import available_memory
+from ppdist.common.machine import available_memory
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 

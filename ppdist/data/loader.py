@@ -34,17 +34,18 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import cv2
 import numpy as np
 import paddle
 
 from ppdist.common.errors import DataError
+from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
-from ppdist.data.resources import worker_count
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
 from ppdist.data.transforms.classification import ClassifyEvalSamples, ClassifyTrainSamples
 from ppdist.data.transforms.pipeline import EvalSamples, Samples, TrainSamples, padded, reductions
@@ -60,11 +61,13 @@ from ppdist.data.types import (
     Records,
     SampleKey,
 )
-from ppdist.distributed import heartbeat
+from ppdist.distributed import comm, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
 T = TypeVar("T")
 
+_MOST_WORKERS = 16  # more than 2,000 images a second: no card of today learns from as many
+_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores learn from, and more
 SLOTS = 2  # of a worker: one is filled while the rank takes out the other
 LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
 _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
@@ -626,3 +629,38 @@ class EvalLoader(_Loader):
         inputs; no image is read."""
         boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
         return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)
+
+
+@cache  # one line, not one for each loader
+def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
+    """Processes that prepare images for one rank; a line says how many, and why.
+
+    Automatic: with a GPU all cores but the one of each rank, at most 16; without one the
+    cores are needed for training itself, and a fourth of them, at most 4, keep it busy.
+
+    Args:
+        wanted: `data.workers`; a number is taken as it is.
+        ranks_on_host: ranks that share this machine, this one included.
+    """
+    cores = available_cores()
+    share = cores / max(1, ranks_on_host)
+    of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
+    if wanted == "auto":
+        count, why = _automatic_workers(share, comm.on_gpu())
+        _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
+        return count
+    if wanted > max(1, share):
+        _LOGGER.warning(
+            "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
+            wanted, of, _automatic_workers(share, comm.on_gpu())[0],
+        )  # fmt: skip
+    return wanted
+
+
+def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
+    """(workers, why) of a rank that has so many cores."""
+    if gpu:
+        count = min(_MOST_WORKERS, max(1, int(share) - 1))
+        return count, "one for the rank itself"
+    count = min(4, max(1, int(share / _CORES_PER_WORKER_ON_CPU)))
+    return count, "most of them needed for training, which has no GPU"

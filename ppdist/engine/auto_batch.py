@@ -1,24 +1,24 @@
-"""Auto batch: the largest micro-batch that every rank has memory for.
+"""Auto batch: the largest micro-batch that memory allows, and estimates.
 
-`train.batch_size_per_card: auto` and `train.total_batch` become numbers: each rank finds out what
-it has memory for, and all take the least.  A resumed run takes what its checkpoint had.
+`train.batch_size_per_card: auto` (`settle_batch`): each rank trains with a few batches in a process
+of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory killer, a
+limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that resumes
+takes what its checkpoint was trained with and looks for nothing.
 
-Three kinds of memory run out separately, each counted in bytes: that of the host, which its ranks
-share; the address space of a process (`ulimit -v`), where that is limited; and that of a card.
+The estimate (`log_estimate`), before the first step:
 
-A process of its own (memory_probe.py) makes real steps, so whatever ends it ends no run: the
-kernel's out-of-memory killer, a limit, oneDNN without memory for its buffers.
-
-What a step will take is also estimated before the first one:
-
-    weights and statistics, their gradients, the optimizer's moments, the average
+    weights and statistics, their gradients, the optimizer's moments, the EMA
     + for each image of a micro-batch: the image, what forward keeps for backward, what the loss
       computes with
-    + on the host: what a rank keeps to go back to, and what is being written
+    + on the host: what a rank keeps to roll back to, and what is being written
 
 What forward keeps is counted, not guessed: Paddle says which tensors it saves.  A small image is
 enough, because all of it grows with the number of pixels.  The rest are constants that were fitted
 to measured steps; docs/dev/memory_estimate.md says how far off it was on others.
+
+Three kinds of memory run out separately, and each is counted by itself, in bytes: the memory of the
+host, which its ranks share; the address space of a process (`ulimit -v`), where that is limited;
+and the memory of a card.
 """
 
 import json
@@ -41,11 +41,11 @@ import paddle
 
 from ppdist.common.errors import CheckpointError, ConfigError, Failure
 from ppdist.common.logging import RunLog
+from ppdist.common.machine import available_memory, process_memory
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import AmpConfig
-from ppdist.data.resources import available_memory
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.checkpoint import Snapshot
@@ -53,268 +53,53 @@ from ppdist.models.base import ImageModel
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind
+# What each batch took, by kind; and why one of those asked for is missing, with a remedy, or "".
+Outcome = tuple[dict[int, dict[str, int]], str]
+MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
 
-
-def room(ranks_on_host: int) -> dict[str, int]:
-    """What this rank may still take: of the host its share of what is free.
-
-    A host has free what the machine and the control groups of this process (containers) leave.
-    A card that does not say how much it has free is left out.
-    """
-    found = {HOST: available_memory() // max(1, ranks_on_host)}
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        found[ADDRESSES] = max(0, limit - _status()["VmSize"])
-    if comm.on_gpu():
-        free = _free_on_card()
-        found |= {} if free is None else {CARD: free}
-    return found
-
-
-class Meter:
-    """What this process has taken since the meter was made, at the most."""
-
-    def __init__(self) -> None:
-        before = _status()
-        self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
-
-    def peak(self) -> dict[str, int]:
-        """By kind; it never falls."""
-        now = _status()
-        found = {
-            HOST: max(0, now["VmHWM"] - self._before[HOST]),
-            ADDRESSES: max(0, now["VmPeak"] - self._before[ADDRESSES]),
-        }
-        if comm.on_gpu():
-            found[CARD] = int(paddle.device.cuda.max_memory_reserved())
-        return found
-
-
-def fits(used: Bytes, room: Bytes) -> bool:
-    """Whether there is room for it, of every kind that is limited."""
-    return all(used.get(kind, 0) <= limit for kind, limit in room.items())
-
-
-def largest(measured: Mapping[int, Bytes], room: Bytes, most: int) -> int:
-    """The largest batch, at most `most`, that has room by what smaller or larger ones took.
-
-    Memory is a constant and an amount for each image, so a line through the two largest batches
-    tells, of each kind by itself; through one alone, the line through zero, which promises less.
-
-    Args:
-        measured: batch -> what it took; at least one.
-    Returns: 0: not even one image.
-    """
-    (*_, before, last) = [0, *sorted(measured)]
-    result = most
-    for kind, limit in room.items():
-        used = measured[last].get(kind, 0)
-        lower = measured[before].get(kind, 0) if before else 0
-        each = (used - lower) / (last - before)
-        if each > 0:
-            result = min(result, last + int((limit - used) // each))
-        elif used > limit:
-            result = 0
-    return max(0, result)
-
-
-def shown(amount: float) -> str:
-    """`1.25 GiB`, `640 MiB`"""
-    return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
-
-
-def tightest(used: Bytes, room: Bytes) -> str:
-    """Of the kind that is nearest its limit, what is used of how much, in words."""
-    kind = max(room, key=lambda each: used.get(each, 0) / max(1, room[each]))
-    return f"{shown(used.get(kind, 0))} of {shown(room[kind])} {kind}"
-
-
-def _status() -> dict[str, int]:
-    """What Linux says of the memory of this process, bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    pairs = [line.partition(":") for line in lines if line.startswith("Vm")]
-    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
-
-
-def _free_on_card() -> int | None:
-    """Bytes; None: nobody says.  Not run on a GPU."""
-    try:
-        return int(paddle.cuda.mem_get_info()[0])
-    except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
-        return None
-
-
+_DRAWS = 10_000  # of images that are combined to one
+_SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
 _LADDER = (1, 2, 4)  # a line through two of them is long enough
-_TRIALS = 4  # of larger ones, at most
+_TRIALS = 4  # of larger batches, at most
 _WORTH_A_TRIAL = 8  # not for less than an eighth more
 _POLL_SECONDS = 0.2
-_TAIL = 600  # characters of what a process said last
-
-MISTAKE, NO_MEMORY = 2, 3  # exit codes of `batch_process`
+_TAIL = 600  # characters of the end of its output
 _SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
 _LATE = (
-    "training with it did not come to its end in half the time that ranks wait for one another; "
-    "give a number, or raise distributed.timeout_seconds"
+    "training with it took longer than half of distributed.timeout_seconds; give a number, or "
+    "raise that"
 )
-
-# What batches took, by kind, and why one of those asked for is missing, with a remedy ("": none).
-Outcome = tuple[dict[int, dict[str, int]], str]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one rank has memory for."""
-
-    images: int
-    why: str
-
-
-def search(trial: Callable[[Sequence[int]], Outcome], room: Bytes, most: int) -> Found:
-    """The largest batch up to `most` that was trained with and left the limits alone.
-
-    Small batches give a line, the line a promise, and the promise is kept or not in a process that
-    begins with it, as the run will.  Kept or not, it bends the line, and a process that died halves
-    the distance.
-
-    Args:
-        trial: trains with batches, in ascending order, in one process.
-        room: what may be taken, by kind.
-    Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
-        raises.
-    """
-    measured, why = trial([batch for batch in _LADDER if batch <= most])
-    good = {batch: used for batch, used in measured.items() if fits(used, room)}
-    if not good:
-        took = f"it takes {tightest(measured[1], room)}; {_SMALLER}" if measured else why
-        raise ConfigError(
-            f"auto: not even one image can be trained with: {took}",
-            code="no_image_fits",
-            where="train.batch_size_per_card",
-        )
-    bad = most + 1
-    if why:  # it died, though the line had let it go on
-        bad = min((batch for batch in _LADDER if batch > max(measured)), default=bad)
-    for _ in range(_TRIALS):
-        batch = min(largest(measured, room, most), bad - 1)
-        if batch < max(good) + max(1, max(good) // _WORTH_A_TRIAL):
-            break
-        found, why = trial([batch])
-        measured |= found
-        if batch in found and fits(found[batch], room):
-            good |= found
-            continue
-        bad = batch
-        if batch not in found:
-            bad = min(bad, (max(good) + batch) // 2 + 1)
-    images = max(good)
-    limit = "" if images < most else f", and {most} are the most that are of use"
-    return Found(images, f"{images} take {tightest(good[images], room)}{limit}")
-
-
-def trial_of(
-    job: Mapping[str, Any], room: Bytes, deadline: float
-) -> Callable[[Sequence[int]], Outcome]:
-    """Trains in a process of its own.
-
-    Args:
-        job: `batch_process.Job` without what changes from trial to trial.
-        deadline: by time.monotonic(); a process that has not come to its end by then is ended.
-    Raises (when called): UserError: the run could not be built either; as it would have said.
-    """
-
-    def trial(batches: Sequence[int]) -> Outcome:
-        asked = {**job, "batches": list(batches), "room": dict(room), "parent": os.getpid()}
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
-            why = _run(folder, deadline)
-            took = folder / "took.jsonl"
-            lines = took.read_text(encoding="utf-8").splitlines() if took.exists() else []
-        told = [json.loads(line) for line in lines]
-        return {each["batch"]: each["used"] for each in told}, why
-
-    return trial
-
-
-def _run(folder: Path, deadline: float) -> str:
-    """Runs the process; returns why it ended early, with a remedy, "" where all was well.
-
-    Raises: UserError: a mistake of the user's.
-    """
-    if time.monotonic() > deadline:
-        return _LATE
-    # It is a run of one rank, and nothing that it does is for fleetrun to see.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("PADDLE_") and key != EXIT_DIR_VARIABLE
-    }
-    package = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [package, environment.get("PYTHONPATH", "")])
-    )
-    command = [sys.executable, "-m", "ppdist.engine.memory_probe", str(folder)]
-    said = folder / "said"
-    heartbeat.at("looking for its batch")
-    with said.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-    try:
-        late = False
-        while process.poll() is None:
-            heartbeat.alive()
-            late = time.monotonic() > deadline
-            if late:
-                break
-            time.sleep(_POLL_SECONDS)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        heartbeat.at("")
-    if late:
-        return _LATE
-    return _why(process.returncode, folder, said)
-
-
-def _why(code: int, folder: Path, said: Path) -> str:
-    """As `_run`, of a process that has ended."""
-    if code == 0:
-        return ""
-    if code == MISTAKE and (folder / "mistake").exists():
-        raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
-    tail = said.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
-    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
-    if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
-        return f"{words}; {_SMALLER}"
-    return f"{words}; if that is no lack of memory, give a number: training itself then says more"
-
-
-_DRAWS = 10_000
-_OF_PATIENCE = 0.5  # of the time that ranks wait for one another at a meeting
+# Of the estimate:
+_FLOAT = 4  # bytes
+_SIDE = 2  # of the small image, in multiples of the model's
+_IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
+_IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
+_LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 
 
 def settle_batch(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, saved: Snapshot | None
 ) -> tuple[ExperimentConfig, list[str]]:
-    """The configuration with a number where `train.batch_size_per_card` was auto; every rank calls
-    it, before anything large is built.
+    """Replaces `train.batch_size_per_card: auto` by a number.  Collective.
 
+    Called before anything large is built.
     Args:
         records: the training images.
         images: of an epoch over all ranks.
-        saved: what the run goes on from; None: it begins.
-    Returns: the configuration, which is the same on every rank, and lines for the log.
+        saved: what the run resumes from; None: it starts.
+    Returns: the configuration, the same on every rank, and lines for the log.
     Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
-        or the total batch cannot be dealt out.
+        or the ranks cannot share the total batch.
     """
     train, world = config.train, comm.world_size()
     if train.batch_size_per_card != "auto":
         train.micro_steps(world)  # raises where total_batch does not divide
         return config, []
     if saved is not None:
-        batch, changes = batch_of(saved.state, world, train.total_batch, train.accumulate_steps)
-        config, said = _with(config, batch, changes), f"auto is {batch}, as in the checkpoint"
+        batch, changes = batch_of_checkpoint(
+            saved.state, world, train.total_batch, train.accumulate_steps
+        )
+        config, said = _with_batch(config, batch, changes), f"auto is {batch}, as in the checkpoint"
         if changes:
             said = (
                 f"auto is {batch}, and micro-steps are {config.train.micro_steps(world)} "
@@ -322,15 +107,15 @@ def settle_batch(
                 f"{saved.state['total_batch']} images of a step of the checkpoint"
             )
         return config, [f"train.batch_size_per_card: {said}"]
-    share = per_rank(train.total_batch, world)
+    share = images_per_rank(train.total_batch, world)
     once = -(-images // (world * train.accumulate_steps))  # deals out an epoch's images
     most = min(train.auto_batch_most, share or max(1, once))
-    objects = most_objects([len(record.labels_M) for record in records], config.data.augment)
-    # A meeting, too: the others look before the first process takes some of it.
-    free = comm.together(lambda: _usable(train.auto_batch_memory))
-    patience = _OF_PATIENCE * config.distributed.timeout_seconds
-    trial = trial_of(job_of(config, objects, images), free, time.monotonic() + patience)
-    own = comm.together(lambda: search(trial, free, most))
+    objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
+    # A barrier, too: all ranks look before the first process takes some of it.
+    limits = comm.together(lambda: _limits(train.auto_batch_memory))
+    deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
+    trial = trial_of(job_of(config, objects, images), limits, deadline)
+    own = comm.together(lambda: search(trial, limits, most))
     told_W = comm.exchange([own.images, own.why])
     hosts_W = comm.exchange(comm.host())
     least = min(found for found, _ in told_W)
@@ -338,16 +123,16 @@ def settle_batch(
     ranks = [rank for rank, (found, _) in enumerate(told_W) if found == least]
     said = f"auto is {batch}: of {comm.ranks_named(ranks, hosts_W)} {told_W[ranks[0]][1]}"
     if batch != least:
-        said += f"; {batch} of them divide the {share} of a rank's share of train.total_batch"
-    return _with(config, batch, {}), [f"train.batch_size_per_card: {said}"]
+        said += f"; {batch} divides the {share} images of each rank in train.total_batch"
+    return _with_batch(config, batch, {}), [f"train.batch_size_per_card: {said}"]
 
 
-def _usable(share: float) -> dict[str, int]:
+def _limits(share: float) -> dict[str, int]:
     """What training may take on this rank, by kind.
 
     Raises: ConfigError: the card does not say how much it has free.
     """
-    free = room(comm.local_size())
+    free = free_memory(comm.local_size())
     if comm.on_gpu() and CARD not in free:
         raise ConfigError(
             "auto: the card does not say how much memory it has free",
@@ -359,16 +144,15 @@ def _usable(share: float) -> dict[str, int]:
 
 
 def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any]:
-    """What the process that trains for its memory is asked: a `batch_process.Job` without what
-    changes from trial to trial.
+    """The `memory_probe.Job` of a run, without what changes from trial to trial.
 
     Args:
-        objects: padded boxes of an image at the most.
+        objects: padded boxes of an image, at most.
         images: of an epoch over all ranks.
     """
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
-    settled = _with(config, 1, {"total_batch": None, "accumulate_steps": several})
+    settled = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
     device = {"device": "gpu" if comm.on_gpu() else "cpu"}
     return {
         "config": settled.model_copy(update=device).model_dump(mode="json"),
@@ -379,28 +163,27 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     }
 
 
-def batch_of(
+def batch_of_checkpoint(
     state: Mapping[str, Any], world: int, asked: int | None, accumulate_steps: int
 ) -> tuple[int, dict[str, int]]:
-    """Images per rank and micro-step with which a run goes on, and what else that changes in
-    `train`; another number of ranks deals the same total batch out anew, in no larger pieces.
+    """Images per rank and micro-step of a run that resumes, and what else changes in `train`.
+
+    Another number of ranks shares the same total batch, in micro-batches that are no larger.
 
     Args:
         state: of the checkpoint.
-        asked: `train.total_batch`; another one than the checkpoint's stays, for `settle_run` to
-            refuse.
-        accumulate_steps: those of the configuration, which hold where pieces stay small enough.
+        asked: `train.total_batch`; if it differs from the checkpoint's, `settle_run` refuses it.
+        accumulate_steps: those of the configuration, kept where micro-batches stay small enough.
     Raises: UserError: the ranks cannot share a step evenly.
     """
     total = state["total_batch"]
-    # Absent in checkpoints before there was `auto`; what does not fit then is halved as it shows.
+    # Absent in older checkpoints; what does not fit then is halved as it shows.
     before = state.get("batch_size_per_card", total // state["world"])
     if asked not in (None, total):
-        return largest_divisor(per_rank(asked, world) or 1, before), {}
+        return largest_divisor(images_per_rank(asked, world) or 1, before), {}
     if total % world:
         raise CheckpointError(
-            f"the steps of the checkpoint are of {total} images, which {world} ranks cannot share "
-            "evenly",
+            f"a step of the checkpoint has {total} images, which {world} ranks cannot share evenly",
             code="batch_indivisible",
             fix="start a number of ranks that divides it",
         )
@@ -412,8 +195,8 @@ def batch_of(
     return largest_divisor(share, before), {"total_batch": total, "accumulate_steps": 1}
 
 
-def per_rank(total_batch: int | None, world: int) -> int | None:
-    """Images of a step on each rank; None: no total batch is asked for.
+def images_per_rank(total_batch: int | None, world: int) -> int | None:
+    """Images of a step on each rank; None: `train.total_batch` is not set.
 
     Raises: ConfigError: they cannot share it evenly.
     """
@@ -430,13 +213,12 @@ def per_rank(total_batch: int | None, world: int) -> int | None:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of a number, up to `most`; 1 at least."""
+    """The largest divisor of a number up to `most`; at least 1."""
     return max(each for each in range(1, max(1, min(number, most)) + 1) if number % each == 0)
 
 
-def most_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
-    """Boxes that an image of a batch may have, those of images put together included: the most of
-    many drawings of as many images as are combined."""
+def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
+    """The most boxes of an image of a batch, by drawing many times the images that are combined."""
     composed: int = augment.mosaic_images if augment.mosaic else 1
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
     images = composed * (1 + partners) + (augment.copy_paste > 0)
@@ -445,21 +227,145 @@ def most_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
     return int(max(1, drawn, counts_N.max()))
 
 
-def _with(config: ExperimentConfig, batch: int, changes: Mapping[str, Any]) -> ExperimentConfig:
+def _with_batch(
+    config: ExperimentConfig, batch: int, changes: Mapping[str, Any]
+) -> ExperimentConfig:
     train = config.train.model_copy(update={"batch_size_per_card": batch, **changes})
     return config.model_copy(update={"train": train})
 
 
-_FLOAT = 4  # bytes
-_SIDE = 2  # of the small image, in multiples of the model's
-_IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
-_IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
-_LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
+@dataclass(frozen=True)
+class SearchResult:
+    """The largest micro-batch of one rank."""
+
+    images: int
+    why: str
+
+
+def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) -> SearchResult:
+    """The largest batch up to `most` that was trained with and stayed within its limits.
+
+    Small batches give a line, the line a prediction, and a process that starts with the predicted
+    batch, as the run will, tests it.  Its result corrects the line; a process that died halves the
+    distance.
+
+    Args:
+        trial: trains with batches, in ascending order, in one process.
+        limits: what may be taken, by kind.
+    Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
+        raises.
+    """
+    measured, why = trial([batch for batch in _LADDER if batch <= most])
+    good = {batch: used for batch, used in measured.items() if fits(used, limits)}
+    if not good:
+        took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else why
+        raise ConfigError(
+            f"auto: not even one image can be trained with: {took}",
+            code="no_image_fits",
+            where="train.batch_size_per_card",
+        )
+    bad = most + 1
+    if why:  # it died, though the line had predicted that it fits
+        bad = min((batch for batch in _LADDER if batch > max(measured)), default=bad)
+    for _ in range(_TRIALS):
+        batch = min(largest_batch(measured, limits, most), bad - 1)
+        if batch < max(good) + max(1, max(good) // _WORTH_A_TRIAL):
+            break
+        found, why = trial([batch])
+        measured |= found
+        if batch in found and fits(found[batch], limits):
+            good |= found
+            continue
+        bad = batch
+        if batch not in found:
+            bad = min(bad, (max(good) + batch) // 2 + 1)
+    images = max(good)
+    limit = "" if images < most else f", and more than {most} are of no use"
+    return SearchResult(images, f"{images} take {tightest(good[images], limits)}{limit}")
+
+
+def trial_of(
+    job: Mapping[str, Any], limits: Bytes, deadline: float
+) -> Callable[[Sequence[int]], Outcome]:
+    """A function that trains with batches in a process of its own, for `search`.
+
+    Args:
+        job: of `job_of`.
+        deadline: by time.monotonic(); a process that is not done by then is killed.
+    Raises (when called): UserError: the run itself could not be built either.
+    """
+
+    def trial(batches: Sequence[int]) -> Outcome:
+        asked = {**job, "batches": list(batches), "limits": dict(limits), "parent": os.getpid()}
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
+            why = _run_probe(folder, deadline)
+            took = folder / "took.jsonl"
+            lines = took.read_text(encoding="utf-8").splitlines() if took.exists() else []
+        told = [json.loads(line) for line in lines]
+        return {each["batch"]: each["used"] for each in told}, why
+
+    return trial
+
+
+def _run_probe(folder: Path, deadline: float) -> str:
+    """Runs `memory_probe`; returns why it ended early, with a remedy, or "".
+
+    Raises: UserError: a mistake of the user's.
+    """
+    if time.monotonic() > deadline:
+        return _LATE
+    # It is a run of one rank, of which fleetrun must not hear.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("PADDLE_") and key != EXIT_DIR_VARIABLE
+    }
+    package = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [package, environment.get("PYTHONPATH", "")])
+    )
+    command = [sys.executable, "-m", "ppdist.engine.memory_probe", str(folder)]
+    output = folder / "output"
+    heartbeat.at("looking for its batch")
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+    try:
+        late = False
+        while process.poll() is None:
+            heartbeat.alive()
+            late = time.monotonic() > deadline
+            if late:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        heartbeat.at("")
+    if late:
+        return _LATE
+    return _why_it_ended(process.returncode, folder, output)
+
+
+def _why_it_ended(code: int, folder: Path, output: Path) -> str:
+    """As `_run_probe`, of a process that has ended."""
+    if code == 0:
+        return ""
+    if code == MISTAKE and (folder / "mistake").exists():
+        raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
+    tail = output.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
+    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
+    if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
+        return f"{words}; {_SMALLER}"
+    return f"{words}; if that is no lack of memory, give a number: training then tells more"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a rank by what they hold, for a micro-batch of so many images."""
+    """Bytes of a rank by purpose, for a micro-batch."""
 
     images: int
     size: tuple[int, int]  # height, width in pixels
@@ -476,12 +382,12 @@ class Estimate:
 
     @property
     def kept(self) -> int:
-        """On the host: weights, moments and average to go back to, and those being written."""
+        """On the host: weights, moments and EMA to roll back to, and those being written."""
         return 2 * (self.weights // 2 + self.moments + self.average) + _LIBRARIES
 
     @property
     def total(self) -> int:
-        """Where all lies in the memory of the host."""
+        """Without a card: all in the memory of the host."""
         return self.step + self.kept
 
     def line(self, on_card: bool) -> str:
@@ -497,19 +403,19 @@ class Estimate:
         )
 
 
-def tell_memory(expect: Callable[[], Estimate], log: RunLog) -> None:
-    """Logs what a step will take, and warns of ranks that have less; every rank calls it.
+def log_estimate(make: Callable[[], Estimate], log: RunLog) -> None:
+    """Logs what a step will take, and warns of ranks that have less.  Collective.
 
-    It ends no run: where the estimate cannot be made, a warning says so, and training shows.
+    It ends no run: where the estimate cannot be made, a warning says so.
 
-    Args: expect: makes the estimate; each rank by itself.
+    Args: make: makes the estimate, on each rank by itself.
     """
     try:
-        expected = expect()
+        expected = make()
         line = expected.line(comm.on_gpu())
-        own = list(shortages(expected, room(comm.local_size())))
-    except Exception as error:  # whatever it is, a run that would train goes on
-        line, own = "", [f"rank {comm.rank()} cannot estimate what memory a step takes: {error!r}"]
+        own = list(shortages(expected, free_memory(comm.local_size())))
+    except Exception as error:  # no estimate is worth a run
+        line, own = "", [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
     warnings_W = comm.exchange(own)
     if line:
         log.info(line)
@@ -527,7 +433,7 @@ def estimate(
     amp: AmpConfig,
     frozen: Collection[str] = (),
 ) -> Estimate:
-    """Makes one small forward pass and changes nothing; a rank may do it by itself.
+    """Estimates the memory of a step by one small forward pass.  Local; changes nothing.
 
     Args:
         model: as built: on eager convolutions, batch norms not yet synchronised.
@@ -544,7 +450,7 @@ def estimate(
     trained = sum(_bytes(each) for key, each in learn.items() if key not in frozen)
     height, width = max(sizes, key=lambda size: size[0] * size[1])
     side = _SIDE * model.size_multiple
-    with _held([each for key, each in learn.items() if key in frozen]):
+    with _frozen([each for key, each in learn.items() if key in frozen]):
         kept, outputs = saved_bytes(model, side, amp)
     inputs = 3 * side * side * (1 + 2 * _FLOAT)  # uint8, float32, normalised
     each = (kept + inputs + _IN_LOSS * outputs) * height * width / side**2
@@ -560,8 +466,8 @@ def estimate(
 
 
 @contextmanager
-def _held(weights: Sequence[paddle.Tensor]) -> Iterator[None]:
-    """They get no gradient inside."""
+def _frozen(weights: Sequence[paddle.Tensor]) -> Iterator[None]:
+    """Inside, these weights get no gradient."""
     try:
         for each in weights:
             each.stop_gradient = True
@@ -572,10 +478,10 @@ def _held(weights: Sequence[paddle.Tensor]) -> Iterator[None]:
 
 
 def saved_bytes(model: ImageModel, side: int, amp: AmpConfig) -> tuple[int, int]:
-    """What forward saves for backward of one square image of so many pixels a side, and what comes
-    out.
+    """Bytes that forward saves for backward of one square image, and bytes of its outputs.
 
     In eval mode, which saves the same tensors and leaves running statistics alone.
+    Args: side: of the image, pixels.
     """
     found: dict[int, int] = {}
 
@@ -601,7 +507,7 @@ def saved_bytes(model: ImageModel, side: int, amp: AmpConfig) -> tuple[int, int]
 
 
 def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
-    """A warning for each kind of memory of which this rank has less.
+    """A warning for each kind of memory of which this rank has too little.
 
     Args: free: what it may still take, by kind.
     """
@@ -611,13 +517,13 @@ def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
         if needed[kind] > limit:
             yield (
                 f"rank {comm.rank()} (host {comm.host()}) has {shown(limit)} left of the {kind}, "
-                f"and a step is estimated to take {shown(needed[kind])}; to try out what fits: "
-                f"train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+                f"and a step is estimated to take {shown(needed[kind])}; to find out what fits, "
+                f"set train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
             )
 
 
 def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
-    """Those in nested tuples, lists and dictionaries."""
+    """All in nested tuples, lists and dictionaries."""
     if isinstance(outputs, paddle.Tensor):
         yield outputs
     elif outputs is not None:
@@ -627,3 +533,84 @@ def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
 
 def _bytes(tensor: paddle.Tensor) -> int:
     return math.prod(tensor.shape) * int(tensor.element_size())
+
+
+def free_memory(ranks_on_host: int) -> dict[str, int]:
+    """Bytes that this rank may still take, by kind; of the host its share.
+
+    A card that does not say how much it has free is left out.
+    """
+    found = {HOST: available_memory() // max(1, ranks_on_host)}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        found[ADDRESSES] = max(0, limit - process_memory()["VmSize"])
+    if comm.on_gpu():
+        free = _free_on_card()
+        found |= {} if free is None else {CARD: free}
+    return found
+
+
+class Meter:
+    """Peak memory of this process since the meter was made."""
+
+    def __init__(self) -> None:
+        before = process_memory()
+        self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
+
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind."""
+        now = process_memory()
+        found = {
+            HOST: max(0, now["VmHWM"] - self._before[HOST]),
+            ADDRESSES: max(0, now["VmPeak"] - self._before[ADDRESSES]),
+        }
+        if comm.on_gpu():
+            found[CARD] = int(paddle.device.cuda.max_memory_reserved())
+        return found
+
+
+def fits(used: Bytes, limits: Bytes) -> bool:
+    """Whether no kind is above its limit."""
+    return all(used.get(kind, 0) <= limit for kind, limit in limits.items())
+
+
+def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> int:
+    """The largest batch up to `most` that should fit, by what measured ones took.
+
+    Memory is a constant and an amount for each image, so it follows, of each kind by itself, from a
+    line through the two largest batches; of one alone, from a line through zero, which gives less.
+
+    Args:
+        measured: batch -> what it took; at least one.
+    Returns: 0: not even one image.
+    """
+    (*_, before, last) = [0, *sorted(measured)]
+    result = most
+    for kind, limit in limits.items():
+        used = measured[last].get(kind, 0)
+        lower = measured[before].get(kind, 0) if before else 0
+        each = (used - lower) / (last - before)
+        if each > 0:
+            result = min(result, last + int((limit - used) // each))
+        elif used > limit:
+            result = 0
+    return max(0, result)
+
+
+def shown(amount: float) -> str:
+    """`1.25 GiB`, `640 MiB`"""
+    return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
+
+
+def tightest(used: Bytes, limits: Bytes) -> str:
+    """`1.5 GiB of 2 GiB memory of the host`: the kind that is nearest its limit."""
+    kind = max(limits, key=lambda each: used.get(each, 0) / max(1, limits[each]))
+    return f"{shown(used.get(kind, 0))} of {shown(limits[kind])} {kind}"
+
+
+def _free_on_card() -> int | None:
+    """Bytes; None: unknown.  Not run on a GPU."""
+    try:
+        return int(paddle.cuda.mem_get_info()[0])
+    except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
+        return None

@@ -23,7 +23,7 @@ from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
-from ppdist.engine.auto_batch import Estimate, estimate, settle_batch, tell_memory
+from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
@@ -234,7 +234,7 @@ def _build_trainer(
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """The loop around a model that has its weights; every rank builds one."""
-    tell_memory(lambda: _expected(config, derived, model), log)
+    log_estimate(lambda: _expected(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
@@ -389,7 +389,7 @@ def build_feed(
 
     Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
     """
-    augment = config.data.augment.with_epoch_scale(derived.phases_stretch)
+    augment = config.data.augment.with_epoch_scale(derived.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
         pictures = BatchPictures(plots, train_set.class_names, data, derived)

@@ -11,14 +11,14 @@
     checkpoints/last, best     links to one of them
 
 A directory appears under its name only when everything in it is on disk (written beside, fsync,
-rename), and goes under another name before it is deleted, so whenever a process is killed the
-checkpoints are whole and the links point at one.  Nothing here is pickled; tools/convert.py makes
-a .pdparams of a checkpoint for programs that read nothing else.
+rename), and is renamed before it is deleted, so whenever a process is killed, the checkpoints are
+whole and the links point at one.  Nothing here is pickled; tools/convert.py makes a .pdparams of a
+checkpoint for programs that read nothing else.
 
-One thread of rank 0 writes, one checkpoint at a time.  A step's state is copied into arrays of its
-own (`Snapshot`), handed over, and training goes on.  Storage that is slower than checkpoints are
-due never stalls a step: the newest snapshot waits, and takes the place of one that waits already,
-unless that is the best so far.  So at most two are held, and the best as a third while it waits.
+One thread of rank 0 (`CheckpointWriter`) writes them while training continues.  Storage that is
+slower than checkpoints are due never stalls a step: the newest `Snapshot` waits, and replaces one
+that waits already, unless that is the best so far.  So at most two are held, and the best as a
+third while it waits.
 """
 
 import contextlib
@@ -42,12 +42,15 @@ from safetensors import SafetensorError
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.files import is_disk_full
+from ppdist.common.machine import free_disk
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
-_DRAFT_SECONDS = 24 * 3600.0  # older ones are left over, whatever still has their number
+_DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 20
+# Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
+_RETRY_SECONDS = (1.0, 4.0, 10.0)
 # How safetensors names the types of numpy.
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
@@ -58,14 +61,14 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A training run after one step, in arrays of its own; training may go on."""
+    """A copy of a run's state after one step; training may continue."""
 
     step: int
     groups: dict[str, dict[str, np.ndarray]]  # `model`, `optimizer`, ...: one file each
     state: dict[str, Any]  # what JSON can hold
 
     def arrays(self, group: str) -> dict[str, np.ndarray] | None:
-        """As `Checkpoint.arrays`."""
+        """Arrays of one group; None: the run has none."""
         return self.groups.get(group)
 
 
@@ -75,10 +78,10 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]
-    files: dict[str, bytes]  # name -> what was verified
+    files: dict[str, bytes]  # name -> verified content
 
     def arrays(self, group: str) -> dict[str, np.ndarray] | None:
-        """Arrays of one group (`model`, `ema`, `optimizer`, ...); None when it was not saved."""
+        """Arrays of one group (`model`, `ema`, `optimizer`, ...); None: it was not saved."""
         name = f"{group}.safetensors"
         return unpacked(self.files[name], self.path / name) if name in self.files else None
 
@@ -90,13 +93,13 @@ def save_checkpoint(
     state: dict[str, Any],
     config_yaml: str,
 ) -> Path:
-    """Writes `folder/step-N` atomically and points `last` at it, unless that is at a later one
-    already (a best that was refused is written late); one thread of rank 0 calls it.
+    """Writes `folder/step-N` atomically and points `last` at it.  One thread of rank 0 calls it.
 
+    `last` stays where it points at a later one: a best that was refused is written late.
     Args:
+        step: has no checkpoint in `folder` yet; see `set_aside`.
         groups: name -> arrays; one .safetensors file each.
         state: what JSON can hold.
-        step: has no checkpoint in `folder` yet; see `set_aside`.
     Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
     """
     final = path_of(folder, step)
@@ -121,8 +124,8 @@ def save_checkpoint(
         shutil.rmtree(draft, ignore_errors=True)
         needed = sum(array.nbytes for arrays in groups.values() for array in arrays.values())
         raise CheckpointError(
-            f"cannot write the checkpoint: {error.strerror or error}; it needs "
-            f"{needed / 1e6:.1f} MB, {_free(folder)}",
+            f"failed to write the checkpoint: {error.strerror or error} (needs "
+            f"{needed / 1e6:.1f} MB, {_free(folder)})",
             code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
             where=f"{final}",
             fix="older checkpoints are untouched",
@@ -136,9 +139,9 @@ def save_checkpoint(
 
 def _free(folder: Path) -> str:
     try:
-        return f"the disk has {shutil.disk_usage(folder).free / 1e6:.1f} MB free"
+        return f"{free_disk(folder) / 1e6:.1f} MB free"
     except OSError as error:
-        return f"and of the disk nobody knows ({error.strerror})"
+        return f"free space unknown: {error.strerror}"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -147,7 +150,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def point(link: Path, target: Path) -> None:
-    """Makes `link` a relative link to a checkpoint beside it, in one atomic step."""
+    """Makes `link` a relative link to a checkpoint beside it, atomically."""
     draft = _draft_of(link)
     draft.unlink(missing_ok=True)
     draft.symlink_to(target.name)
@@ -155,9 +158,9 @@ def point(link: Path, target: Path) -> None:
 
 
 def point_at_step(link: Path, step: int) -> None:
-    """Makes `link` one to the checkpoint of a step beside it, if there is one.
+    """Points `link` at the checkpoint of a step beside it, if there is one.
 
-    A kill may have come between a checkpoint and the links that were to follow it.
+    A kill may have come between a checkpoint and its links.
     """
     path = path_of(link.parent, step)
     if path.is_dir() and not (link.is_symlink() and link.readlink().name == path.name):
@@ -165,24 +168,23 @@ def point_at_step(link: Path, step: int) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints and whatever `best` and `last` point at; and
-    what killed processes left half done."""
+    """Deletes all but the newest `keep` checkpoints, `best` and `last`; and abandoned drafts."""
     remove_drafts(folder)
     named = {link.resolve() for link in (folder / "best", folder / "last") if link.is_symlink()}
     old = [path for path in _steps(folder)[keep:] if path.resolve() not in named]
     if old:
-        _sync_folder(folder)  # or a power loss might keep the deletion and lose what `best` is now
+        _sync_folder(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
         draft = _draft_of(path)
-        path.rename(draft)  # at once: half a checkpoint must not bear the name of a whole one
+        path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove_drafts(folder: Path) -> None:
-    """Deletes what killed processes left half done; what a living one is at stays."""
+    """Deletes what killed processes left half done; the drafts of living ones stay."""
     for path in folder.glob(".*"):
         made_by = _DRAFT.match(path.name)
-        if made_by is None or _is_at_work(path, made_by["host"], int(made_by["pid"])):
+        if made_by is None or _is_in_use(path, made_by["host"], int(made_by["pid"])):
             continue
         if path.is_symlink():
             path.unlink(missing_ok=True)
@@ -191,12 +193,12 @@ def remove_drafts(folder: Path) -> None:
 
 
 def _draft_of(path: Path) -> Path:
-    """The name under which this process begins, or deletes, what bears another."""
+    """The name under which this process writes, or deletes, a path."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
-def _is_at_work(draft: Path, host: str | None, pid: int) -> bool:
-    """Whether who made a draft may still be writing it, as far as this host can know."""
+def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
+    """Whether a process may still be writing a draft, as far as this host can know."""
     try:
         old = time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS
     except OSError:  # gone already
@@ -209,10 +211,10 @@ def _is_at_work(draft: Path, host: str | None, pid: int) -> bool:
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Moves checkpoints beyond a step out of the way of a run that starts there; rank 0 alone.
+    """Moves checkpoints beyond a step away from a run that starts there; rank 0 alone.
 
-    They belong to another run (a step of 0: all of them do), or are damaged.  Left in place they
-    would pass for the newest ones of this run: `prune` would keep them and delete its own, and
+    They belong to another run (with step 0: all of them), or are damaged.  Left in place they would
+    pass for the newest ones of this run: `prune` would keep them and delete its own, and
     `newest_valid` would resume from them.
 
     Returns: where they are now, a new directory beside `folder`; None: there were none.
@@ -239,7 +241,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
             (aside / link.name).symlink_to(name)
     except OSError as error:
         raise CheckpointError(
-            f"cannot move older checkpoints: {error}",
+            f"failed to move older checkpoints: {error}",
             code="checkpoint_unwritable",
             where=f"{folder}",
         ) from error
@@ -247,9 +249,9 @@ def set_aside(folder: Path, step: int) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint directory, each file once, and checks it against the manifest; files that
-    are not listed there are none of it.
+    """Reads a checkpoint directory, each file once, and checks it against the manifest.
 
+    Files that are not in the manifest are ignored.
     Raises: CheckpointError: absent, torn, or altered; the message names the file.
     """
     manifest_file = path / _MANIFEST
@@ -264,7 +266,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         files: dict[str, bytes] = {}
         for name, expected in manifest.items():
             if Path(name).name != name or not (path / name).is_file():
-                raise ValueError(f"{_MANIFEST}: {name!r} is no file of it")
+                raise ValueError(f"{_MANIFEST}: {name!r} is missing")
             files[name] = (path / name).read_bytes()
             if hashlib.sha256(files[name]).hexdigest() != expected["sha256"]:
                 raise CheckpointError(
@@ -288,19 +290,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a .safetensors file.  Raises: CheckpointError: it is none."""
+    """The arrays of a .safetensors file.  Raises: CheckpointError: it is damaged."""
     try:
         return safetensors.numpy.load(data)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:  # the last: types of arrays
         raise CheckpointError(
-            f"holds no arrays that can be read: {error}",
+            f"cannot be read as .safetensors: {error}",
             code="checkpoint_damaged",
             where=f"{file}",
         ) from error
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that passes its checks, and why newer ones were passed over."""
+    """The newest checkpoint that passes its checks, and why newer ones were skipped."""
     reasons: list[str] = []
     for path in _steps(folder):
         try:
@@ -316,7 +318,7 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def holds_any(folder: Path) -> bool:
-    """Whether there are checkpoints, whole or not."""
+    """Whether there are checkpoints, valid or not."""
     return bool(_steps(folder))
 
 
@@ -329,67 +331,13 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _step_of(path: Path) -> int:
-    """By its name; -1: it is not that of a checkpoint."""
+    """The step in the name of a checkpoint; -1: it is none."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else -1
 
 
-def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    """A file of that format in pieces: the bytes of its header, then the arrays as they are.
-
-    The library's own `save` makes a second copy of everything and holds the interpreter's lock
-    meanwhile, which training needs.
-    Source: github.com/huggingface/safetensors, README, section Format.
-    """
-    header: dict[str, Any] = {}
-    at = 0
-    # The largest items first, as the library does, so that each array is aligned.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    for key, array in ordered:
-        place = [at, at := at + array.nbytes]
-        kind = _DTYPES[array.dtype.name]
-        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, array in ordered:
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-    """Writes bytes until they are on disk; returns what the manifest says of the file.
-
-    In blocks, and without a buffer of Python's: hashing and writing a block leave the interpreter
-    to training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
-    """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for piece in pieces:
-            view = memoryview(piece)
-            for begin in range(0, len(view), _BLOCK_BYTES):
-                block = view[begin : begin + _BLOCK_BYTES]
-                digest.update(block)
-                size += len(block)
-                while block:
-                    block = block[file.write(block) :]
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# When the last one of a run is tried again: a disk may be full, a share away, for a moment.
-_AGAIN_SECONDS = (1.0, 4.0, 10.0)
-
-
 class CheckpointWriter:
-    """Writes the checkpoints of a run; the main thread of rank 0 hands them over."""
+    """Writes the checkpoints of a run in a thread; the main thread of rank 0 hands them over."""
 
     def __init__(self, folder: Path, config_yaml: str, keep: int) -> None:
         """
@@ -408,13 +356,13 @@ class CheckpointWriter:
         self._troubles: list[str] = []
 
     def make_room(self) -> None:
-        """Drops what waits, or was refused, and the next one will replace, before that is made."""
+        """Drops what waits or was refused, but not the best, before a new snapshot takes memory."""
         with self._lock:
             self._waiting = [each for each in self._waiting if _is_best(each)]
             self._refused = [(each, why) for each, why in self._refused if _is_best(each)]
 
     def hand_over(self, snapshot: Snapshot) -> None:
-        """Has a snapshot written, now or when the one being written is on disk.
+        """Writes a snapshot, now or once the one being written is on disk.
 
         A best one that waits, or was refused, is written before it.
         """
@@ -424,7 +372,7 @@ class CheckpointWriter:
             self._begin([*bests[-1:], snapshot])
 
     def drop_beyond(self, step: int) -> None:
-        """For a run that goes back to a step: afterwards nothing beyond it will be written."""
+        """For a rollback to a step: afterwards nothing beyond it will be written."""
         with self._lock:
             self._waiting = [each for each in self._waiting if each.step <= step]
             self._refused = [(each, why) for each, why in self._refused if each.step <= step]
@@ -433,7 +381,7 @@ class CheckpointWriter:
             self._refused = [(each, why) for each, why in self._refused if each.step <= step]
 
     def troubles(self) -> list[str]:
-        """What went wrong since it was last asked, for the log."""
+        """What failed since the last call, for the log."""
         if not self._troubles:  # asked in every step
             return []
         with self._lock:
@@ -446,7 +394,7 @@ class CheckpointWriter:
         Returns: why the newest snapshot, or the best, could not be written; "": they are on disk.
         """
         self._wait()
-        for seconds in _AGAIN_SECONDS:
+        for seconds in _RETRY_SECONDS:
             if not self._refused:
                 break
             time.sleep(seconds)
@@ -459,7 +407,7 @@ class CheckpointWriter:
         """With the lock held."""
         self._waiting, self._refused = snapshots, []
         if self._thread is None:
-            # No daemon: a run that ends with an error still finishes what it has begun to write.
+            # No daemon: a run that ends with an error still finishes what it is writing.
             self._thread = threading.Thread(target=self._write_all, name="checkpoints")
             self._thread.start()
 
@@ -483,20 +431,20 @@ class CheckpointWriter:
                         self._refused.append((snapshot, trouble))
 
     def _write(self, snapshot: Snapshot) -> str:
-        """Writes it, names the best, and deletes old ones; returns why it is not there."""
+        """Writes it, points `best`, and deletes old ones; returns why it was not written, or ""."""
         try:
             save_checkpoint(
                 self.folder, snapshot.step, snapshot.groups, snapshot.state, self.config_yaml
             )
-        except Exception as error:  # out of memory, too, or our own bug: training must outlive it
+        except Exception as error:  # also out of memory, or our own bug: training must outlive it
             said = f"{error}" if isinstance(error, CheckpointError) else repr(error)
-            return f"THE CHECKPOINT OF STEP {snapshot.step} IS NOT WRITTEN: {said}"
+            return f"the checkpoint of step {snapshot.step} was not written: {said}"
         try:
             point_at_step(self.folder / "best", snapshot.state["best_step"])
             prune(self.folder, self.keep)
-        except Exception as error:  # a thread that dies would be waited for until the end of time
+        except Exception as error:  # the thread must live: `_wait` waits for it
             with self._lock:
-                self._troubles.append(f"naming the best or deleting old checkpoints: {error}")
+                self._troubles.append(f"failed to link the best or delete old checkpoints: {error}")
         return ""
 
 
@@ -507,3 +455,53 @@ def _is_best(snapshot: Snapshot) -> bool:
 def _is_needed(older: Snapshot, newer: Sequence[Snapshot]) -> bool:
     """Whether a snapshot is worth writing when newer ones are."""
     return _is_best(older) and not any(_is_best(each) for each in newer)
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    """A .safetensors file in pieces: the bytes of its header, then the arrays as they are.
+
+    The library's own `save` makes a second copy of everything and holds the interpreter's lock
+    meanwhile, which training needs.
+    Source: github.com/huggingface/safetensors, README, section Format.
+    """
+    header: dict[str, Any] = {}
+    at = 0
+    # The largest items first, as the library does, so that each array is aligned.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for key, array in ordered:
+        place = [at, at := at + array.nbytes]
+        kind = _DTYPES[array.dtype.name]
+        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+    """Writes bytes until they are on disk; returns the file's entry in the manifest.
+
+    In blocks, without a buffer of Python's: hashing and writing a block release the interpreter to
+    training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            for begin in range(0, len(view), _BLOCK_BYTES):
+                block = view[begin : begin + _BLOCK_BYTES]
+                digest.update(block)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

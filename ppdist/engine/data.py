@@ -17,10 +17,10 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
+from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data.datasets.build import check_same_classes, read_split
 from ppdist.data.loader import TrainLoader
-from ppdist.data.resources import available_cores
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records

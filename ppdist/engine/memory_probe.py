@@ -1,11 +1,13 @@
-"""Memory probe: `python -m ppdist.engine.memory_probe FOLDER`.
+"""A process that measures the memory of training steps.
+
+    python -m ppdist.engine.memory_probe FOLDER
 
 It reads FOLDER/job.json (`Job`), makes the largest steps of the run with one batch after another,
 and after each adds a line to FOLDER/took.jsonl: the batch and the bytes that it took.  Whatever
-ends it, an out-of-memory kill included, leaves the lines of the batches before.  A mistake of the
+ends it, an out-of-memory kill included, leaves the lines of the batches before.  An error of the
 user's goes to FOLDER/mistake.
 
-Exit codes: 0 done, 2 a mistake of the user's, 3 no memory, 1 anything else (traceback).
+Exit codes: 0 done, 2 an error of the user's, 3 no memory, 1 anything else (traceback).
 """
 
 import ctypes
@@ -25,7 +27,7 @@ from ppdist.common.errors import UserError, failure_of, is_out_of_memory
 from ppdist.config import ExperimentConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
-from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest
+from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest_batch
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.state import TrainState, capture_state
 from ppdist.engine.train_step import Clock
@@ -37,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of the process, as JSON holds it."""
+    """What the process measures, as JSON holds it."""
 
     config: dict[str, Any]  # of the run
     batches: list[int]  # images of a micro-batch, ascending
@@ -45,7 +47,7 @@ class Job:
     objects: int  # padded boxes of an image
     images: int  # of an epoch
     several_ranks: bool  # then gradients are copied once, to be sent
-    room: dict[str, int]  # it stops before a batch that would need more
+    limits: dict[str, int]  # by kind; it stops before a batch that would need more
     parent: int  # process id
 
 
@@ -65,64 +67,61 @@ def main() -> None:
         sys.exit(NO_MEMORY)
 
 
-def _measure(job: Job, told: Path) -> None:
+def _measure(job: Job, file_of_results: Path) -> None:
     config = ExperimentConfig.model_validate_json(json.dumps(job.config), strict=True)
     comm.init(config.device, config.distributed)
     meter = Meter()
     took: dict[int, dict[str, int]] = {}
-    with told.open("a", encoding="utf-8") as file:
+    with file_of_results.open("a", encoding="utf-8") as file:
         for used in _trials(config, job, meter):
             batch = job.batches[len(took)]
             took[batch] = used
             file.write(json.dumps({"batch": batch, "used": used}) + "\n")
             file.flush()
             following = job.batches[len(took) : len(took) + 1]
-            if following and largest(took, job.room, following[0]) < following[0]:
+            if following and largest_batch(took, job.limits, following[0]) < following[0]:
                 break
 
 
 def _end_with(parent: int) -> None:
-    """Lets the kernel end this process with the rank that started it, and choose it before others
-    when the host runs out of memory."""
+    """The kernel ends this process with its parent, and before others when memory runs out."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # it has ended already
         sys.exit(1)
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:
-    """What each batch took, by kind, with all that a run holds besides its steps."""
+    """What each batch took, by kind, beside all that a run holds between steps."""
     model, evaluated = build_model(config), build_model(config)
     speed_up_cpu(config, [model, evaluated])
     derived = build_schedule_setup(config, job.images)
     step = build_train_step(config, derived, model)
     if config.train.sync_bn and job.several_ranks and not comm.on_gpu():
         take_gloo_batch_norm(step.model)  # as on several ranks, where it is not fused into others
-    rates = LearningRates(
-        0.0, 0.0, config.optimizer.momentum
-    )  # weights stay, so losses stay finite
+    rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights stay
     trained = [p for p in model.parameters() if not p.stop_gradient]
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0
     sizes = list(config.train.multi_scale or (config.model.image_size,))
     by_area = sorted(sizes, key=lambda size: size[0] * size[1])
-    last = derived.total_steps - 1  # another way of matching than at first, maybe
+    last = derived.total_steps - 1  # perhaps with another assigner than the first step
     passes = [(by_area[-1], 0), (by_area[-1], last)]
-    if len(by_area) > 1:  # what other sizes leave behind does not always fit the largest again
+    if len(by_area) > 1:  # the memory that other sizes leave does not always fit the largest
         passes += [(by_area[0], last), (by_area[-1], last)]
     kept = None
     for batch in job.batches:
         for size, number in passes:
             drawn = _batches(batch, job.objects, size, config.model.num_classes)
             result = step(drawn, job.micro_steps, number, rates, False, Clock())
-            if result.ran_out:  # the step itself has noticed
-                raise MemoryError(f"there was no memory for {batch} images")
-        if kept is None:  # the weights that a rank keeps to go back to, and those being written
+            if result.ran_out:
+                raise MemoryError(f"no memory for {batch} images")
+        if kept is None:  # one to roll back to, one being written
             kept = [capture_state(step, TrainState(), derived) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 
 
 def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> Iterator[Batch]:
-    """Images of noise with as many objects as there may be."""
+    """Images of noise with as many objects as there can be."""
     height, width = size
     draw = np.random.default_rng(0)
     corner_BM2 = draw.uniform(0, 0.5, (batch, objects, 2))

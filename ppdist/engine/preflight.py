@@ -1,4 +1,4 @@
-"""Preflight: same run on all ranks, working sums, room on the disk.
+"""Checks before a run: ranks agree, the all-reduce works, resources suffice.
 
 A rank with another batch size or another loss trains silently wrong, one with another `--eval`
 hangs; so a difference is an error that names key, values and hosts.  Everything before the first
@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -25,13 +24,13 @@ import paddle
 
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.machine import available_memory, free_disk
 from ppdist.config.distributed import HOSTS_OWN_KEYS
-from ppdist.data.resources import available_memory
 from ppdist.distributed import comm
 from ppdist.distributed.store import interfaces
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 
-Facts = dict[str, str]  # what one rank says of one subject: name -> value as a text
+Facts = dict[str, str]  # of one rank about one subject: name -> value as a text
 _REMEDIES = {
     "command line": "type the same command on every host",
     "versions": "install the same versions on every host",
@@ -54,15 +53,15 @@ def preflight(
     resume: bool | str,
     resume_changed: bool = False,
 ) -> list[str]:
-    """Looks whether the run can start; every rank calls it after `dist.init`, before anything else.
+    """Checks whether the run can start, after `comm.init`, before anything else.  Collective.
 
     Args:
         config: ExperimentConfig.
-        evaluate: `--eval` was given; resume, resume_changed: `--resume`, `--resume-changed` were
-            (resume: or its word, where all ranks must have the same).
+        evaluate, resume, resume_changed: whether `--eval`, `--resume`, `--resume-changed` were
+            given; resume may also be its word.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
-        they cannot sum; early stopping without evaluations.
+        the all-reduce fails; early stopping without evaluations.
     """
     comm.together(lambda: check_precision(config))
     hosts_W = comm.exchange(comm.host())
@@ -82,8 +81,9 @@ def preflight(
     )
     if config.early_stopping is not None and not evaluate:
         raise ConfigError(
-            "early_stopping goes by what evaluations find: start with --eval, or set it to null",
+            "early_stopping needs evaluations",
             code="evaluation_missing",
+            fix="start with --eval, or set early_stopping: null",
         )
     require_sum()
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
@@ -92,9 +92,9 @@ def preflight(
 
 
 def keep_sources(config: Any, output_dir: Path) -> None:
-    """For a run that begins anew, and sets aside the checkpoints it finds in its output_dir.
+    """Protects what a new run reads from being moved aside with the old checkpoints.
 
-    Raises: ConfigError: what it learns from is one of them.
+    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
     """
     own = (output_dir / "checkpoints").resolve()
     sources = {"model.pretrained": config.model.pretrained}
@@ -107,8 +107,8 @@ def keep_sources(config: Any, output_dir: Path) -> None:
                 code="out_holds_source",
                 where=f"{key}",
                 fix=(
-                    "give the new run a folder of its own: -o output_dir=PATH (to go on with the "
-                    "run there: --resume)"
+                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
+                    "there: --resume)"
                 ),
             )
 
@@ -122,7 +122,7 @@ def check_precision(config: Any) -> None:
             "float16, but this run is on CPU, where gloo sums float16 to infinity",
             code="gradient_dtype_on_cpu",
             where="distributed.gradient_dtype",
-            fix="take bfloat16, which is of the same size, or float32",
+            fix="set bfloat16, which has the same size, or float32",
         )
     if amp.enabled and not comm.on_gpu():
         raise ConfigError(
@@ -142,18 +142,18 @@ def check_precision(config: Any) -> None:
             "float32",
             code="amp_dtype_unsupported",
             where="train.amp.dtype",
-            fix="take the other, or set train.amp.enabled: false",
+            fix="set the other one, or train.amp.enabled: false",
         )
 
 
 def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> None:
-    """Compares what all ranks say of some subjects; every rank calls it with the same subjects.
+    """Compares facts over all ranks, of the same subjects on each.  Collective.
 
-    Only digests travel, and where they differ one rank of each kind tells the rest.
+    Only digests are sent; where they differ, one rank of each kind sends the facts.
 
     Args:
         hosts_W: name of the host of each rank.
-    Raises: ConfigError, on every rank: they differ; it lists what, and who has which value.
+    Raises: ConfigError, on every rank: they differ; it lists who has which value.
     """
     mine = {
         subject: digest(json.dumps(facts, sort_keys=True)) for subject, facts in subjects.items()
@@ -181,7 +181,7 @@ def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> 
 
 
 def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:
-    """One line for each name whose value is not the same on all ranks: who has which."""
+    """A line for each name whose value differs: which rank has which."""
     for name in sorted({name for facts in facts_W for name in facts}):
         ranks_of: dict[str, list[int]] = {}
         for rank, facts in enumerate(facts_W):
@@ -195,7 +195,7 @@ def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[st
 
 
 def versions() -> Facts:
-    """Of what takes part in the numbers of a run."""
+    """Versions of everything that affects the numbers of a run."""
     return {
         "ppdist": ppdist.__version__,
         "paddle": paddle.__version__,
@@ -207,7 +207,7 @@ def versions() -> Facts:
 
 
 def digests_of_code() -> Facts:
-    """File of the package, and the script that was started -> digest of its content."""
+    """Digest of each file of the package and of the script that was started."""
     package, script = Path(ppdist.__file__).parent, Path(sys.argv[0])
     files = {
         f"ppdist/{path.relative_to(package).as_posix()}": path
@@ -219,7 +219,7 @@ def digests_of_code() -> Facts:
 
 
 def flat_config(config: Any) -> Facts:
-    """Key path -> JSON of its value, of the keys that every rank must have alike."""
+    """JSON of each key that must be the same on all ranks, by key path."""
     flat = dict(flattened("", config.model_dump(mode="json")))
     facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
     files = {"model.pretrained": config.model.pretrained}
@@ -241,15 +241,16 @@ def flattened(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def digest(content: str | bytes) -> str:
-    """A fingerprint to compare, 16 characters."""
+    """A fingerprint of 16 characters."""
     data = content.encode() if isinstance(content, str) else content
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def require_sum() -> None:
-    """An all-reduce whose result is known; every rank calls it.
+    """Makes an all-reduce whose result is known.  Collective.
 
-    Raises: LaunchError, on every rank: the result is wrong; on those that came: others did not.
+    Raises: LaunchError: on every rank: the result is wrong; on ranks that reached it: others did
+        not.
     """
     world = comm.world_size()
     if world == 1:
@@ -260,14 +261,13 @@ def require_sum() -> None:
     try:
         with within(_SUM_SECONDS, "the first all-reduce", absent):
             found = comm.all_reduce_sum(ranks).numpy()
-    except (RuntimeError, ValueError, OSError) as error:  # what gloo's become in Python
+    except (RuntimeError, ValueError, OSError) as error:  # what gloo's errors become in Python
         missing = absent()
         if not missing:
             raise
         raise LaunchError(
-            f"{missing} did not come to the first all-reduce within {time.monotonic() - began:.0f} "
-            "s: the log there says what keeps it, or it stands still (stopped, or waiting for a "
-            "disk)",
+            f"{missing} did not reach the first all-reduce within {time.monotonic() - began:.0f} "
+            "s: its log says why, or it hangs (stopped, or waiting for a disk)",
             code="rank_timeout",
         ) from error
     expected = world * (world + 1) / 2
@@ -276,8 +276,8 @@ def require_sum() -> None:
         if not (found == expected).all():
             wrong = found[found != expected][0]
             raise LaunchError(
-                f"an all-reduce over {world} ranks gave {wrong:g} where {expected:g} is right, on "
-                f"host {comm.host()}: the transport is broken",
+                f"an all-reduce over {world} ranks gave {wrong:g} instead of {expected:g} on host "
+                f"{comm.host()}: the transport is broken",
                 code="all_reduce_wrong",
                 fix="on GPUs try NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO",
             )
@@ -289,27 +289,27 @@ def require_sum() -> None:
 def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Ends this process with a message if the block takes longer: it hangs in foreign code.
 
-    Args: absent: names the ranks that have not come.
+    Args: absent: names the ranks that have not reached it.
     """
 
     def end() -> None:
         print(
             f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} has not come back "
-            f"within {seconds:g} s; a firewall between the hosts or a wrong interface "
-            f"({interfaces(os.environ)}) does that, or a rank that stands still: "
-            f"see the logs of the others, and on GPUs NCCL_DEBUG=INFO",
+            f"within {seconds:g} s; possible causes: a firewall between the hosts, a wrong "
+            f"interface ({interfaces(os.environ)}), or a rank that hangs: see the logs of the "
+            f"others, and on GPUs NCCL_DEBUG=INFO",
             file=sys.stderr,
             flush=True,
         )
         missing = absent()  # last: the store may be in the hands of what hangs
         if missing:
-            print(f"ppdist: {missing} did not come to it", file=sys.stderr, flush=True)
+            print(f"ppdist: {missing} did not reach it", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    # Foreign code may hold the interpreter's lock, and then the timer never comes.
+    # Foreign code may hold the interpreter's lock, and then the timer never fires.
     faulthandler.dump_traceback_later(seconds + 5, exit=True, file=2)
     try:
         yield
@@ -319,33 +319,25 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
 
 def resource_warnings(output_dir: Path) -> Iterator[str]:
-    """What may run out on this host; its first rank looks, and of the disk rank 0."""
+    """What may run out on this host; of the disk, rank 0 alone says so."""
     host, count = comm.host(), comm.local_size()
     memory = available_memory()
     if memory < count * _RANK_BYTES:
         yield (
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
-            f"{'s' * (count > 1)}: a smaller batch or fewer processes keep it from running out"
+            f"{'s' * (count > 1)}; use a smaller batch or fewer processes"
         )
     if comm.on_gpu() and count > 1:  # NCCL; our own data loader needs none of it
-        free = _free("/dev/shm")
+        free = free_disk("/dev/shm")
         if free < _SHARED_BYTES:
             yield (
-                f"host {host} has {free / _GIB:.2f} GiB free in /dev/shm, through which NCCL may "
-                f"talk between cards; docker run --shm-size=8g (or --ipc=host) gives more"
+                f"host {host} has {free / _GIB:.2f} GiB free in /dev/shm, which NCCL may need "
+                f"between cards; docker run --shm-size=8g (or --ipc=host) gives more"
             )
     if comm.is_main():
-        free = _free(output_dir)
+        free = free_disk(output_dir)
         if free < _DISK_BYTES:
             yield (
                 f"output_dir: {output_dir} is on a disk with {free / _GIB:.1f} GiB free; "
-                f"checkpoints and logs need room: free some, or write elsewhere"
+                f"checkpoints and logs need more: delete files, or set another output_dir"
             )
-
-
-def _free(path: str | Path) -> int:
-    """Bytes free where the path is, or will be."""
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free

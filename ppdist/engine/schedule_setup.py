@@ -1,7 +1,7 @@
-"""Schedule setup: every number a run derives from config, data and ranks.
+"""Schedule setup: numbers that follow from config, data and ranks.
 
-Also what describes a run: its hyper-parameters for pages that show several, its software and its
-machine, and advice where published runs lost accuracy on many cards.  Advice stops nothing.
+`set_up_schedule` turns epochs and reference values into steps and rates; `advice` warns where
+published runs lost accuracy on many cards; `describe_run` writes what a run was beside its results.
 """
 
 import json
@@ -36,6 +36,15 @@ from ppdist.optim.lr_scheduler import (
     warmup_images,
 )
 
+# Of `advice`:
+_LARGE_BATCH = 256  # where AGVM and MMYOLO, below, see detectors lose
+_MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
+# Images per card, for batch norm of its own.  That few on each of eight cards is the YOLOv5
+# recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
+_FEW_IMAGES, _FEW_CARDS = 8, 8
+_UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
+_YOLOV5_BATCH = 64  # the nominal batch of YOLOv5's trainer
+
 
 class Fact(NamedTuple):
     """One derived value: a row of the table, an entry of metrics.jsonl."""
@@ -49,7 +58,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleSetup:
-    """What rank 0 prints as a table at start."""
+    """The derived numbers of a run; rank 0 logs them as a table."""
 
     world: int
     batch_size_per_card: int
@@ -59,13 +68,13 @@ class ScheduleSetup:
     schedule_steps: int
     total_steps: int
     reference_batch: int
-    epochs: float  # as the configuration writes them
-    stretch: float  # epochs of this run / epochs as written
-    phases_stretch: float  # stretch x train.phases_factor: of phases in epochs / as written
+    epochs: float  # as configured
+    epoch_scale: float  # epochs of this run / epochs as configured
+    phase_scale: float  # epoch_scale x train.phases_factor: phases in epochs / as configured
     ema_decay: Decay
     schedule: LRScheduler
     compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
-    optimizer: OptimizerConfig  # as the configuration writes it
+    optimizer: OptimizerConfig  # as configured
     scaled: OptimizerConfig  # for the total batch of this run
 
     @property
@@ -74,16 +83,15 @@ class ScheduleSetup:
         return self.world * self.batch_size_per_card * self.accumulate_steps
 
     @property
-    def kappa(self) -> float:
+    def batch_ratio(self) -> float:
         """Total batch / reference batch."""
         return self.total_batch / self.reference_batch
 
     @property
     def steps_per_written_epoch(self) -> float:
-        """Optimizer steps for what the configuration counts in epochs of its own length: phases of
-        the loss, drops of the rate.  More than `steps_per_epoch` where the run was lengthened,
-        other than that too where they were written for a run of another length."""
-        return self.steps_per_epoch * self.phases_stretch
+        """Optimizer steps of an epoch as configured, in which phases of the loss and drops of the
+        learning rate are counted: `steps_per_epoch` times `phase_scale`."""
+        return self.steps_per_epoch * self.phase_scale
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, why) for the table."""
@@ -94,7 +102,7 @@ class ScheduleSetup:
         return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
 
     def facts(self) -> Iterator[Fact]:
-        """Everything derived, in the order of the table."""
+        """Everything derived, in the order of the table.  The keys are those of metrics.jsonl."""
         yield Fact("ranks", self.world, "ranks", f"{self.world}", "processes that fleetrun started")
         yield Fact(
             "total_batch",
@@ -107,9 +115,9 @@ class ScheduleSetup:
         given = self.optimizer.reference_batch_size is not None
         yield Fact(
             "kappa",
-            self.kappa,
+            self.batch_ratio,
             "batch / reference",
-            f"{self.kappa:g}",
+            f"{self.batch_ratio:g}",
             f"total batch {self.total_batch} / optimizer.reference_batch_size "
             + (f"{self.reference_batch}" if given else "null: nothing is scaled"),
         )
@@ -117,8 +125,8 @@ class ScheduleSetup:
         yield from self._of_length()
 
     def _of_optimizer(self) -> Iterator[Fact]:
-        before, after, kappa = self.optimizer, self.scaled, self.kappa
-        why = f"{before.lr:g}, {before.lr_scaling} scaling by {kappa:g}"
+        before, after, ratio = self.optimizer, self.scaled, self.batch_ratio
+        why = f"{before.lr:g}, {before.lr_scaling} scaling by {ratio:g}"
         if before.noise_scale is not None:
             effective = effective_batch_ratio(
                 self.total_batch, self.reference_batch, before.noise_scale
@@ -141,13 +149,13 @@ class ScheduleSetup:
             shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {after.epsilon:.3g}"
             why = f"{before.betas[0]:g}, {before.betas[1]:g}, scaling {before.betas_scaling}"
             if before.betas_scaling == "auto":
-                why += f": 1 - beta x {kappa:g}, epsilon {before.epsilon:g} / sqrt({kappa:g})"
+                why += f": 1 - beta x {ratio:g}, epsilon {before.epsilon:g} / sqrt({ratio:g})"
             yield Fact("betas", betas, "betas", shown, why)
 
     def _of_length(self) -> Iterator[Fact]:
         schedule, ramp = self.schedule.config, self.ema_decay.ramp_steps
         warm = self.schedule.warmup_steps
-        written = self.phases_stretch / self.stretch
+        written = self.phase_scale / self.epoch_scale
         yield Fact(
             "warmup_steps",
             warm,
@@ -162,8 +170,8 @@ class ScheduleSetup:
             self.ema_decay.limit,
             "EMA decay",
             f"{self.ema_decay.limit:.6g}",
-            f"{self.ema_decay.decay:g} ** {self.kappa:g}, ramp "
-            + (f"of {ramp / self.kappa:g} steps" if ramp else "(1 + t) / (10 + t)")
+            f"{self.ema_decay.decay:g} ** {self.batch_ratio:g}, ramp "
+            + (f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)")
             + f": {self.ema_decay(self.schedule_steps):.4g} at the end",
         )
         yield Fact(
@@ -175,14 +183,14 @@ class ScheduleSetup:
         )
         why = f"{self.total_steps / self.steps_per_epoch:.1f} epochs; {schedule.name} schedule "
         why += f"over {self.schedule_steps} steps"
-        if self.stretch > 1:
+        if self.epoch_scale > 1:
             why += (
-                f", {self.stretch:.4g} x the {self.epochs:g} epochs written, and so for all phases "
-                f"in epochs (train.epochs_compensation)"
+                f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all "
+                f"phases in epochs (train.epochs_compensation)"
             )
         if written != 1:
             why += (
-                f"; phases in epochs are {self.phases_stretch:.4g} x as long as written "
+                f"; phases in epochs are {self.phase_scale:.4g} x as long as configured "
                 f"(train.phases_for_epochs)"
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
@@ -193,7 +201,7 @@ class ScheduleSetup:
         return epochs * self.dataset_size + rest * self.total_batch
 
     def _warmup_bounds(self) -> str:
-        """Which bound of the warm-up decided, in words."""
+        """The bound of the warm-up that applies, in words."""
         warm, least = self.schedule.warmup_steps, self.schedule.config.warmup_least_steps
         if warm == self.schedule_steps // 2:
             return ", at most half the run"
@@ -216,18 +224,18 @@ def set_up_schedule(
 ) -> ScheduleSetup:
     """Turns epochs and reference values into steps and rates; the only place that does.
 
-    Args: phases_factor: `epochs` / those that warm-up and other phases were written for.
+    Args: phases_factor: `epochs` / those that warm-up and other phases were configured for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
     total_batch = world * batch_size_per_card * accumulate_steps
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
-    lengthens = epochs_compensation == "auto"
-    stretch = _stretch(epochs, total_batch, reference, optimizer.noise_scale if lengthens else None)
-    schedule_steps = round(epochs * stretch * steps_per_epoch)
+    noise_scale = optimizer.noise_scale if epochs_compensation == "auto" else None
+    epoch_scale = _epoch_scale(epochs, total_batch, reference, noise_scale)
+    schedule_steps = round(epochs * epoch_scale * steps_per_epoch)
     if schedule_steps < 1:
         raise ConfigError(
-            f"{epochs:g} epochs of {steps_per_epoch} steps are no step",
+            f"{epochs:g} epochs of {steps_per_epoch} steps are less than one step",
             code="epochs_without_step",
             where="train.epochs",
         )
@@ -248,8 +256,8 @@ def set_up_schedule(
         total_steps=min(schedule_steps, max_steps or schedule_steps),
         reference_batch=reference,
         epochs=epochs,
-        stretch=stretch,
-        phases_stretch=stretch * phases_factor,
+        epoch_scale=epoch_scale,
+        phase_scale=epoch_scale * phases_factor,
         ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
         schedule=LRScheduler(
             config=schedule,
@@ -258,7 +266,7 @@ def set_up_schedule(
             bias_start_lr=(schedule.warmup_bias_lr or 0.0) * scaled.lr / optimizer.lr,
             warmup_steps=warmup_steps(schedule.warmup_compensation),
             total_steps=schedule_steps,
-            steps_per_epoch=steps_per_epoch * stretch * phases_factor,
+            steps_per_epoch=steps_per_epoch * epoch_scale * phases_factor,
         ),
         compensated_warmup=warmup_steps("auto"),
         optimizer=optimizer,
@@ -266,8 +274,8 @@ def set_up_schedule(
     )
 
 
-def _stretch(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
-    """Epochs of this run / epochs as written; 1 without a noise scale."""
+def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
+    """Epochs of this run / epochs as configured; 1 without a noise scale."""
     factor = 1.0 if noise_scale is None else epochs_factor(total, reference, noise_scale)
     # Up to whole epochs, so that the longer run too sees every image equally often; a run of less
     # than one does not, and would jump to it.
@@ -291,17 +299,19 @@ def _warmup_steps(
 
 
 def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> OptimizerConfig:
-    """The optimizer for a total batch.  With lr_scaling none its decay stays too: whoever sets the
-    rate for a batch by hand has set what goes with it."""
-    kappa = total_batch / reference_batch
+    """The optimizer for a total batch.
+
+    With lr_scaling: none the weight decay stays, too: both were set for this batch by hand.
+    """
+    ratio = total_batch / reference_batch
     effective = effective_batch_ratio(total_batch, reference_batch, config.noise_scale)
     factor = rate_factor(effective, config.lr_scaling)
     decay = config.weight_decay
     if config.weight_decay_scaling == "auto" and config.lr_scaling != "none":
-        decay *= decay_factor(kappa, factor)
+        decay *= decay_factor(ratio, factor)
     betas, epsilon = config.betas, config.epsilon
     if config.name == "adamw" and config.betas_scaling == "auto":
-        betas, epsilon = adam_moments(betas, epsilon, kappa)
+        betas, epsilon = adam_moments(betas, epsilon, ratio)
     return config.model_copy(
         update={
             "lr": config.lr * factor,
@@ -315,10 +325,10 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
 def hyper_parameters(
     model: ModelConfig, seed: int, derived: ScheduleSetup
 ) -> dict[str, float | str]:
-    """What runs are compared by on VisualDL's page of that name.
+    """What runs are compared by on VisualDL's page of that name; `settings` has all.
 
-    These seven and three metrics are all that it can take: with eleven columns its view of parallel
-    coordinates did not answer any more (release 2.5.3, 1,440 pixels wide).  `settings` has all.
+    VisualDL takes no more than these seven and three metrics: with eleven columns its view of
+    parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
     """
     height, width = model.image_size
     return {
@@ -333,7 +343,7 @@ def hyper_parameters(
 
 
 def settings(config: Section) -> dict[str, str]:
-    """Every key by its section, as -o takes them; on one line, because pages show texts so."""
+    """Every key by section, as -o takes them, each section on one line."""
     texts: dict[str, list[str]] = {}
     for key, value in flattened("", config.model_dump(mode="json")):
         section = key.partition(".")[0] if "." in key else "run"
@@ -388,23 +398,12 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-_LARGE_BATCH = 256  # where AGVM and MMYOLO, below, see detectors lose
-_MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
-# Images per card, for batch norm of its own.  That few on each of eight cards is the YOLOv5
-# recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
-_FEW_IMAGES, _FEW_CARDS = 8, 8
-_UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
-_YOLOV5_BATCH = 64  # the nominal batch of YOLOv5's trainer
-
-
 def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
-    """What the literature warns of in this run, in the user's words.
+    """Warnings where published runs like this one lost accuracy, with what to do.
 
-    Evidence from detectors is kept from classifiers: those lost nothing up to batches of 8192
+    Evidence from detectors does not count for classifiers, which lost nothing up to batches of 8192
     (Goyal et al. 2017, arXiv:1706.02677).
-
-    Args:
-        config: an ExperimentConfig.
+    Args: config: an ExperimentConfig.
     """
     detects = config.model.task == "detect"
     yield from _of_reference(derived)
@@ -438,13 +437,13 @@ def _of_reference(derived: ScheduleSetup) -> Iterator[str]:
 
 
 def _of_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]:
-    total, kappa, written = derived.total_batch, derived.kappa, derived.optimizer
-    if kappa <= 1:
+    total, ratio, written = derived.total_batch, derived.batch_ratio, derived.optimizer
+    if ratio <= 1:
         return
     if written.lr_scaling == "none":
         rule = "sqrt" if written.name == "adamw" else "linear"
         yield (
-            f"optimizer.lr_scaling: none with {kappa:g} times the reference batch: set it to "
+            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: set it to "
             f"{rule} (PaddleDetection's DistributedTraining_en.md: PP-YOLOE-s fell from 42.7 to "
             f"42.1 mAP from 8 to 32 cards at an unchanged rate)"
         )
@@ -471,17 +470,21 @@ def _of_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]
 
 
 def _of_length(derived: ScheduleSetup, detects: bool) -> Iterator[str]:
-    total, kappa, noise = derived.total_batch, derived.kappa, derived.optimizer.noise_scale
+    total, ratio, noise = (
+        derived.total_batch,
+        derived.batch_ratio,
+        derived.optimizer.noise_scale,
+    )
     warmup = derived.schedule.warmup_steps
-    if kappa >= _MUCH_LARGER and derived.compensated_warmup > warmup:
+    if ratio >= _MUCH_LARGER and derived.compensated_warmup > warmup:
         yield (
-            f"schedule.warmup_compensation: none with {kappa:g} times the reference batch: set it "
+            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: set it "
             f"to auto for {derived.compensated_warmup} steps instead of {warmup} (MLPerf's Mask "
             f"R-CNN: 0.03 epochs of warm-up at batch 8, 3.9 at 256)"
         )
-    if detects and kappa >= _MUCH_LARGER and derived.stretch == 1:
+    if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
         yield (
-            f"{kappa:g} times the reference batch in {derived.epochs:g} epochs: set "
+            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: set "
             f"optimizer.noise_scale and train.epochs_compensation: auto for more of them (MLPerf's "
             f"Mask R-CNN: 14.0 epochs at batch 128, 17.1 at 256; PaddleDetection's "
             f"DistributedTraining_en.md advises the same)"

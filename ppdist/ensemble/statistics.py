@@ -59,8 +59,8 @@ class LastEpoch:
             sizes=config.train.multi_scale or (config.model.image_size,),
             copies_N=copies(train_set, config.data.sampling, None),
         )
-        augment = config.data.augment.with_epoch_scale(derived.phases_stretch)
-        epochs = math.ceil(derived.epochs * derived.stretch - 1e-9)
+        augment = config.data.augment.with_epoch_scale(derived.phase_scale)
+        epochs = math.ceil(derived.epochs * derived.epoch_scale - 1e-9)
         per_epoch = self._sampler.steps_per_epoch
         self._first = (epochs - 1) * per_epoch
         self.count = min(per_epoch, math.ceil(images / batch_size))

@@ -95,7 +95,7 @@ def test_four_hosts_take_a_longer_warm_up_and_more_epochs(monkeypatch):
     one, four = found[8], found[32]
     assert (one.total_batch, four.total_batch) == (64, 256)
     assert 2 < four.schedule.peak_lr / one.schedule.peak_lr < 4
-    assert one.stretch == 1.0 and 1.0 < four.stretch < 1.2
+    assert one.epoch_scale == 1.0 and 1.0 < four.epoch_scale < 1.2
     images = [each.schedule.warmup_steps * each.total_batch for each in (one, four)]
     assert images[1] >= images[0] * 0.99
 

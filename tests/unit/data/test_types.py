@@ -7,8 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from ppdist.data import resources
-from ppdist.data.resources import available_cores, available_memory, worker_count
+from ppdist.common.machine import available_cores, available_memory
+from ppdist.data import loader
+from ppdist.data.loader import worker_count
 from ppdist.data.types import ImageRecord, Records
 
 NAMES = "caf\u00e9", os.fsdecode(b"\xb0\xa1")  # UTF-8, and GBK that is no UTF-8
@@ -168,8 +169,8 @@ def test_free_memory_is_what_the_container_may_still_use(tmp_path):
 def test_the_worker_count_follows_from_cores_and_ranks(
     monkeypatch, caplog, available, ranks, gpu, expected
 ):
-    monkeypatch.setattr(resources, "available_cores", lambda: float(available))
-    monkeypatch.setattr(resources.comm, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(loader, "available_cores", lambda: float(available))
+    monkeypatch.setattr(loader.comm, "on_gpu", lambda: gpu)
     worker_count.cache_clear()
     with caplog.at_level(logging.INFO, "ppdist.data"):
         assert worker_count("auto", ranks) == expected
@@ -177,7 +178,7 @@ def test_the_worker_count_follows_from_cores_and_ranks(
 
 
 def test_a_number_of_workers_is_taken_as_it_is_and_too_many_are_named(monkeypatch, caplog):
-    monkeypatch.setattr(resources, "available_cores", lambda: 4.0)
+    monkeypatch.setattr(loader, "available_cores", lambda: 4.0)
     worker_count.cache_clear()
     assert worker_count(0, 1) == 0 and worker_count(2, 2) == 2
     assert not caplog.records

@@ -12,18 +12,18 @@ import pytest
 import yaml
 
 from ppdist.common.errors import CheckpointError, ConfigError, UserError
+from ppdist.common.machine import process_memory
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
-    Found,
-    _status,
-    batch_of,
+    SearchResult,
+    batch_of_checkpoint,
+    free_memory,
+    images_per_rank,
     largest_divisor,
-    most_objects,
-    per_rank,
-    room,
+    max_objects,
 )
 from ppdist.engine.build import build_schedule_setup, build_training
 from tests.distributed import run_on_ranks
@@ -103,12 +103,12 @@ def under_limits(argument):
     comm.init("cpu", DistributedConfig())
 
     def limited(ranks_on_host):
-        limit = _status()["VmSize"] + (argument["MiB"][comm.rank()] << 20)
+        limit = process_memory()["VmSize"] + (argument["MiB"][comm.rank()] << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        auto_batch.room = room
-        return room(ranks_on_host)
+        auto_batch.free_memory = free_memory
+        return free_memory(ranks_on_host)
 
-    auto_batch.room = limited
+    auto_batch.free_memory = limited
     try:
         found = train(argument["shapes"], argument["output"], *argument["overrides"])
     except UserError as error:
@@ -146,15 +146,15 @@ def failing_on_one(argument):
     def fail(*_):
         if comm.rank() == 1:
             raise ConfigError("no room", code="no_room")
-        return Found(7, "") if said else {}
+        return SearchResult(7, "") if said else {}
 
-    for name in ("room", "search"):
+    for name in ("free_memory", "search"):
         setattr(auto_batch, name, fail)
         try:
             auto_batch.settle_batch(config, records, 10, None)
         except UserError as error:
             said.append(f"{error}")
-        auto_batch.room = lambda _: {}
+        auto_batch.free_memory = lambda _: {}
     return said
 
 
@@ -207,10 +207,10 @@ def test_what_needs_a_number_says_so(tmp_path):
 
 
 def test_a_total_batch_that_ranks_cannot_share_evenly_is_an_error():
-    assert per_rank(None, 3) is None
-    assert per_rank(12, 3) == 4
+    assert images_per_rank(None, 3) is None
+    assert images_per_rank(12, 3) == 4
     with pytest.raises(ConfigError) as caught:
-        per_rank(64, 3)
+        images_per_rank(64, 3)
     assert f"{caught.value}" == (
         "train.total_batch: 64 images of a step cannot be shared evenly by 3 ranks; start a number "
         "of ranks that divides it, or take a multiple of 3"
@@ -247,31 +247,31 @@ def test_a_rank_deals_its_share_out_in_equal_parts(number, most, expected):
     ],
 )
 def test_a_run_that_goes_on_deals_the_same_total_batch_out(state, world, accumulate, expected):
-    assert batch_of(state, world, None, accumulate) == expected
+    assert batch_of_checkpoint(state, world, None, accumulate) == expected
 
 
 def test_a_run_that_goes_on_keeps_the_total_batch_that_is_asked_for():
     state = {"total_batch": 24, "world": 2, "batch_size_per_card": 6}
-    assert batch_of(state, 2, 24, 1) == (6, {})
-    assert batch_of(state, 1, 24, 1) == (6, {})
-    assert batch_of(state, 2, 20, 1) == (5, {})  # for `settle_run` to refuse
+    assert batch_of_checkpoint(state, 2, 24, 1) == (6, {})
+    assert batch_of_checkpoint(state, 1, 24, 1) == (6, {})
+    assert batch_of_checkpoint(state, 2, 20, 1) == (5, {})  # for `settle_run` to refuse
     with pytest.raises(CheckpointError) as caught:
-        batch_of(state, 5, None, 1)
+        batch_of_checkpoint(state, 5, None, 1)
     assert f"{caught.value}" == (
-        "the steps of the checkpoint are of 24 images, which 5 ranks cannot share evenly; start a "
-        "number of ranks that divides it"
+        "a step of the checkpoint has 24 images, which 5 ranks cannot share evenly; start a number "
+        "of ranks that divides it"
     )
 
 
 def test_images_put_together_bring_the_objects_of_all():
     plain, objects_N = AugmentConfig(), [1, 2, 3]
-    assert most_objects(objects_N, plain) == 3
-    assert most_objects(objects_N, plain.model_copy(update={"mosaic": 1.0})) == 12
+    assert max_objects(objects_N, plain) == 3
+    assert max_objects(objects_N, plain.model_copy(update={"mosaic": 1.0})) == 12
     both = plain.model_copy(update={"mosaic": 1.0, "mixup": 0.1})
-    assert 18 < most_objects(objects_N, both) <= 24
+    assert 18 < max_objects(objects_N, both) <= 24
     every = both.model_copy(update={"cutmix": 0.1, "copy_paste": 0.1})
-    assert 24 < most_objects(objects_N, every) <= 39
-    assert most_objects([0, 0], plain) == 1
+    assert 24 < max_objects(objects_N, every) <= 39
+    assert max_objects([0, 0], plain) == 1
     many_N = np.random.default_rng(0).poisson(7, 5000)
-    drawn = most_objects(many_N.tolist(), plain.model_copy(update={"mosaic": 1.0}))
+    drawn = max_objects(many_N.tolist(), plain.model_copy(update={"mosaic": 1.0}))
     assert many_N.max() < drawn < 4 * many_N.max()  # four crowded ones hardly ever meet

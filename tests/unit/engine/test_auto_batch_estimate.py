@@ -21,12 +21,12 @@ from ppdist.engine.auto_batch import (
     Estimate,
     Meter,
     estimate,
+    free_memory,
     job_of,
-    room,
+    log_estimate,
     saved_bytes,
     shortages,
     shown,
-    tell_memory,
     trial_of,
 )
 from ppdist.engine.build import build_model
@@ -159,8 +159,8 @@ def test_a_rank_with_less_than_a_step_takes_is_warned():
     (warning,) = shortages(expected, {HOST: 2 * GIB, ADDRESSES: 100 * GIB})
     assert warning == (
         f"rank 0 (host {comm.host()}) has 2 GiB left of the memory of the host, and a step is "
-        f"estimated to take {shown(expected.total)}; to try out what fits: "
-        f"train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+        f"estimated to take {shown(expected.total)}; to find out what fits, "
+        f"set train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
     )
 
 
@@ -170,26 +170,27 @@ def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
     monkeypatch.setattr(comm, "on_gpu", lambda: True)
-    assert CARD not in room(1)
+    assert CARD not in free_memory(1)
     with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
-        tell_memory(fail, log)
-        tell_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1), log)
+        log_estimate(fail, log)
+        log_estimate(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1), log)
     text = (tmp_path / "train.log").read_text()
-    assert "rank 0 cannot estimate what memory a step takes: OSError('cuda error 999')" in text
+    assert "rank 0 cannot estimate the memory of a step: OSError('cuda error 999')" in text
     assert "a step is estimated to take 0 MiB on its card" in text
 
 
 @pytest.mark.slow
 def test_room_is_shared_by_the_ranks_of_a_host_and_a_limit_is_one_ranks_own():
-    alone, shared = room(1), room(4)
+    alone, shared = free_memory(1), free_memory(4)
     assert shared[HOST] == pytest.approx(alone[HOST] / 4, rel=0.1)
     assert ADDRESSES not in alone
     code = (
-        "from ppdist.engine.auto_batch import ADDRESSES, room, _status\n"
+        "from ppdist.common.machine import process_memory\n"
+        "from ppdist.engine.auto_batch import ADDRESSES, free_memory\n"
         "import resource\n"
-        "limit = _status()['VmSize'] + (1 << 30)\n"
+        "limit = process_memory()['VmSize'] + (1 << 30)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "print(room(4)[ADDRESSES])\n"
+        "print(free_memory(4)[ADDRESSES])\n"
     )
     found = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(found.stdout.split()[-1]) == pytest.approx(GIB, rel=0.05)

@@ -57,7 +57,7 @@ def storage(monkeypatch):
 
     storage = Storage()
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", storage.save)
-    monkeypatch.setattr(checkpoint_writer, "_AGAIN_SECONDS", (0.01,))
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", (0.01,))
     return storage
 
 
@@ -98,7 +98,7 @@ def test_a_best_that_was_refused_is_tried_again_before_the_next(tmp_path, storag
     writer.hand_over(snapshot(1, 1))
     writer._wait()
     (told,) = writer.troubles()
-    assert told == "THE CHECKPOINT OF STEP 1 IS NOT WRITTEN: the disk is full"
+    assert told == "the checkpoint of step 1 was not written: the disk is full"
     writer.make_room()
     writer.hand_over(snapshot(2, 1))  # refused, too, and of no worth when the next is there
     writer._wait()
@@ -115,7 +115,7 @@ def test_at_the_end_the_newest_is_tried_again_and_then_it_says_why_it_is_lost(tm
     storage.refuses = True
     storage.goes_on.release(99)
     writer.hand_over(snapshot(1))
-    assert writer.finish() == "THE CHECKPOINT OF STEP 1 IS NOT WRITTEN: the disk is full"
+    assert writer.finish() == "the checkpoint of step 1 was not written: the disk is full"
     assert storage.tried == [1, 1] and len(writer.troubles()) == 2
     storage.refuses = False
     assert writer.finish() == "" and steps_in(tmp_path) == [1]
@@ -154,7 +154,7 @@ def test_a_link_that_points_at_itself_does_not_end_the_thread(tmp_path):
     writer = CheckpointWriter(tmp_path, "", keep=9)
     writer.hand_over(snapshot(1))
     assert writer.finish() == "" and steps_in(tmp_path) == [1]
-    assert "naming the best or deleting old checkpoints: " in writer.troubles()[0]
+    assert "failed to link the best or delete old checkpoints: " in writer.troubles()[0]
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_keeps_what_it_holds_and_takes_more_when_there_is_room(small_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_AGAIN_SECONDS", ())
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
     folder = small_disk / "checkpoints"
     writer = CheckpointWriter(folder, "seed: 1\n", keep=2)
     writer.hand_over(snapshot(1, floats=100_000))
@@ -182,7 +182,7 @@ def test_a_full_disk_keeps_what_it_holds_and_takes_more_when_there_is_room(small
     filler.write_bytes(bytes(400_000))
     writer.hand_over(snapshot(2, floats=100_000))
     lost = writer.finish()
-    assert "No space left on device; it needs 0.4 MB, the disk has 0.2 MB free" in lost
+    assert "No space left on device (needs 0.4 MB, 0.2 MB free)" in lost
     checkpoint, passed_over = newest_valid(folder)
     assert checkpoint.state["step"] == 1 and passed_over == []
     assert {path.name for path in folder.iterdir()} == {"step-00000001", "last"}  # no drafts
@@ -200,7 +200,7 @@ def test_a_file_system_without_links_still_takes_checkpoints(tmp_path, monkeypat
     writer = CheckpointWriter(tmp_path, "", keep=9)
     writer.hand_over(snapshot(1, 1))
     assert writer.finish() == "" and newest_valid(tmp_path)[0].state["step"] == 1
-    assert "naming the best" in writer.troubles()[0]
+    assert "failed to link the best" in writer.troubles()[0]
 
 
 def test_what_a_living_process_is_writing_stays_and_the_rest_goes(tmp_path):

@@ -17,7 +17,7 @@ from ppdist.engine.auto_batch import (
     HOST,
     NO_MEMORY,
     fits,
-    largest,
+    largest_batch,
     search,
     tightest,
     trial_of,
@@ -56,7 +56,7 @@ def test_no_more_is_tried_than_is_of_use():
     made = Made(line)
     found = search(made, {HOST: 500}, 16)
     assert found.images == 16
-    assert found.why.endswith(", and 16 are the most that are of use")
+    assert found.why.endswith(", and more than 16 are of no use")
     assert made.asked == [[1, 2, 4], [16]]
     assert search(Made(line), {HOST: 500}, 3).images == 3
 
@@ -111,11 +111,11 @@ def test_not_even_one_image_is_an_error_with_the_numbers():
 
 
 def test_a_line_needs_two_batches_and_one_promises_less():
-    assert largest({4: {HOST: 80}}, {HOST: 100}, 64) == 5
-    assert largest({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 100}, 64) == 6
-    assert largest({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 50}, 64) == 1
-    assert largest({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 100}, 64) == 64
-    assert largest({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 50}, 64) == 0
+    assert largest_batch({4: {HOST: 80}}, {HOST: 100}, 64) == 5
+    assert largest_batch({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 100}, 64) == 6
+    assert largest_batch({2: {HOST: 60}, 4: {HOST: 80}}, {HOST: 50}, 64) == 1
+    assert largest_batch({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 100}, 64) == 64
+    assert largest_batch({2: {HOST: 80}, 4: {HOST: 80}}, {HOST: 50}, 64) == 0
 
 
 def test_the_tightest_kind_is_named():
@@ -159,7 +159,7 @@ def test_what_a_failed_process_said_is_in_the_message(monkeypatch):
     assert trial([1]) == (
         {},
         "it ended with exit code 1: oneDNN: status 1; if that is no lack of memory, give a number: "
-        "training itself then says more",
+        "training then tells more",
     )
 
 
@@ -186,8 +186,8 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     began = time.monotonic()
     trial = trial_of({}, {HOST: GIB}, began + 2)
     late = (
-        "training with it did not come to its end in half the time that ranks wait for one "
-        "another; give a number, or raise distributed.timeout_seconds"
+        "training with it took longer than half of distributed.timeout_seconds; give a number, or "
+        "raise that"
     )
     assert trial([1, 2])[1] == late
     assert trial([1]) == ({}, late)  # and no further process starts

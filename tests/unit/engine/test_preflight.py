@@ -231,7 +231,7 @@ def test_each_kind_of_difference_is_refused_on_every_rank(
         assert "code: ppdist/losses/boxes.py: " in texts["code"]
         assert "code: ppdist/x.py: absent on rank 0" in texts["code"]
         assert f"3.0.0 on rank 1 (host {HOST})" in texts["versions"]
-        assert "an all-reduce over 2 ranks gave 4 where 3 is right" in texts["sum"]
+        assert "an all-reduce over 2 ranks gave 4 instead of 3" in texts["sum"]
     alike = ("devices", "joining", "config", "command line", "code", "versions")
     assert [told[0][name] for name in alike] == [told[1][name] for name in alike]
     record_property("figure", f"{len(alike)} kinds of differences refused")
@@ -268,7 +268,7 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
 
 def test_a_rank_that_does_not_come_to_the_first_sum_is_named(told: list[dict[str, str]]) -> None:
     text = told[0]["late"]
-    assert text.startswith("rank 1 (host 127.0.0.1) did not come to the first all-reduce within 0")
+    assert text.startswith("rank 1 (host 127.0.0.1) did not reach the first all-reduce within 0")
 
 
 def test_facts_in_another_order_are_the_same_and_the_script_is_a_fact(
@@ -311,7 +311,7 @@ def test_little_memory_and_a_full_disk_are_warnings(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 30)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
     memory, disk = module.resource_warnings(tmp_path / "not" / "there")
-    assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank:")
+    assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank;")
     assert disk.startswith("output_dir: ") and "3.0 GiB free" in disk

@@ -90,31 +90,33 @@ def test_a_longer_run_lengthens_all_its_phases():
     # E = 10 * (1 + 64 / 64) / (1 + 16 / 64) = 16
     drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 0}
     longer = run(4, {"noise_scale": 64}, drops, epochs_compensation="auto")
-    assert longer.stretch == pytest.approx(1.6)
+    assert longer.epoch_scale == pytest.approx(1.6)
     assert longer.schedule_steps == 16 * 16
     assert longer.steps_per_written_epoch * 5 == pytest.approx(8 * 16)  # 5 of 10 are 8 of 16
     rate = longer.schedule
     before, after = rate(8 * 16 - 1), rate(8 * 16)
     assert after == pytest.approx(before * 0.1)
-    assert "1.6 x the 10 epochs written" in why(longer, "steps")
+    assert "1.6 x the 10 epochs configured" in why(longer, "steps")
 
     as_written = run(4, {"noise_scale": 64}, drops)
-    assert (as_written.stretch, as_written.schedule_steps) == (1.0, 160)
+    assert (as_written.epoch_scale, as_written.schedule_steps) == (1.0, 160)
     fewer = run(1, {"noise_scale": 64, "reference_batch_size": 64}, epochs_compensation="auto")
-    assert fewer.stretch == 1.0  # a smaller batch does not cut them
+    assert fewer.epoch_scale == 1.0  # a smaller batch does not cut them
 
 
 def test_a_longer_run_has_whole_epochs():
     # 10 * (1 + 32 / 64) / (1 + 16 / 64) = 12
     assert run(2, {"noise_scale": 64}, epochs_compensation="auto").schedule_steps == 12 * 32
     # 10 * (1 + 48 / 100) / (1 + 16 / 100) = 12.76
-    assert run(3, {"noise_scale": 100}, epochs_compensation="auto").stretch == pytest.approx(1.3)
+    assert run(3, {"noise_scale": 100}, epochs_compensation="auto").epoch_scale == pytest.approx(
+        1.3
+    )
 
 
 def test_a_run_below_one_epoch_is_not_rounded_up_to_one():
     # 0.4 * (1 + 64 / 64) / (1 + 16 / 64) = 0.64, of epochs of 16 steps
     short = run(4, {"noise_scale": 64}, epochs=0.4, epochs_compensation="auto")
-    assert short.stretch == pytest.approx(1.6) and short.schedule_steps == 10
+    assert short.epoch_scale == pytest.approx(1.6) and short.schedule_steps == 10
 
 
 def test_the_images_of_a_warm_up_count_the_smaller_last_step_of_each_epoch():
@@ -131,19 +133,19 @@ def test_phases_written_for_a_run_of_another_length_keep_their_share_of_it():
     written, short = run(schedule=drops), run(schedule=drops, epochs=4, phases_factor=0.4)
     assert written.schedule.warmup_steps == 2 * 63
     assert short.schedule.warmup_steps == round(0.8 * 63)
-    assert short.schedule_steps == 4 * 63 and short.stretch == 1.0
+    assert short.schedule_steps == 4 * 63 and short.epoch_scale == 1.0
     assert short.steps_per_written_epoch == pytest.approx(0.4 * 63)
     for share in (0.25, 0.45, 0.55, 0.75, 0.85, 0.95):
         at = written.schedule(round(share * 630)), short.schedule(round(share * 252))
         assert at[0] == pytest.approx(at[1], rel=0.01)
     assert why(short, "steps") == (
-        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as written "
+        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as configured "
         "(train.phases_for_epochs)"
     )
     assert why(short, "warm-up").startswith("0.8 epochs at the reference batch")
     # A longer run on more cards lengthens them once more.
     both = run(4, {"noise_scale": 64}, drops, epochs_compensation="auto", phases_factor=0.5)
-    assert both.stretch == pytest.approx(1.6) and both.phases_stretch == pytest.approx(0.8)
+    assert both.epoch_scale == pytest.approx(1.6) and both.phase_scale == pytest.approx(0.8)
 
 
 def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
@@ -161,7 +163,7 @@ def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
     augment = build.build_feed(config, None, derived).augment
     assert (augment.combine_epochs, augment.close_mosaic_epochs) == ((2, 10), 4)
     as_written = tiny_config(tmp_path, ["train.epochs=20"])
-    assert build.build_schedule_setup(as_written, 64).phases_stretch == 1.0
+    assert build.build_schedule_setup(as_written, 64).phase_scale == 1.0
 
 
 def test_augmentation_by_the_epoch_stretches_with_the_run():

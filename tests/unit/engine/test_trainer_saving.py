@@ -28,7 +28,7 @@ HERE = "tests.unit.engine.test_trainer_saving"
 
 @pytest.fixture(autouse=True)
 def no_second_try(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_AGAIN_SECONDS", ())
+    monkeypatch.setattr(checkpoint, "_RETRY_SECONDS", ())
 
 
 def build(data, output_dir, *overrides, resume=False, evaluate=False):
@@ -150,8 +150,8 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert_same(final(tmp_path), undisturbed)
     said = (tmp_path / "train.log").read_text()
     for step in (6, 9):
-        assert f"THE CHECKPOINT OF STEP {step} IS NOT WRITTEN" in said
-    assert "No space left on device; it needs" in said and "MB free" in said
+        assert f"the checkpoint of step {step} was not written" in said
+    assert "No space left on device (needs" in said and "MB free" in said
     assert "training goes on and tries again" in said
 
 
@@ -161,7 +161,7 @@ def test_a_run_whose_last_checkpoint_is_refused_fails_and_resumes_from_the_one_b
 ):
     with monkeypatch.context() as context:
         refuse_steps(context, 12)
-        with pytest.raises(RuntimeError, match=r"STEP 12 IS NOT WRITTEN: .*--resume, which"):
+        with pytest.raises(RuntimeError, match=r"step 12 was not written: .*--resume, which"):
             train(shapes, tmp_path)
     assert final(tmp_path).state["step"] == 9
     assert "training goes on" not in (tmp_path / "train.log").read_text()
@@ -171,7 +171,7 @@ def test_a_run_whose_last_checkpoint_is_refused_fails_and_resumes_from_the_one_b
 
 def refused_at_the_end(argument):
     """Only rank 0 writes; rank 1 must hear of it."""
-    checkpoint._AGAIN_SECONDS = ()
+    checkpoint._RETRY_SECONDS = ()
     write = checkpoint._write_durably
 
     def full(path, pieces):
@@ -192,7 +192,7 @@ def refused_at_the_end(argument):
 def test_all_ranks_fail_when_the_last_checkpoint_is_refused(shapes, tmp_path):
     argument = {"shapes": str(shapes), "output": str(tmp_path)}
     told = run_on_ranks(2, f"{HERE}:refused_at_the_end", argument, seconds=240)
-    assert told[0] == told[1] and "STEP 2 IS NOT WRITTEN" in told[0]
+    assert told[0] == told[1] and "step 2 was not written" in told[0]
     assert final(tmp_path).state["step"] == 1
 
 

@@ -1,57 +1,15 @@
-"""Cores and memory that affinity, containers and ranks leave us.
+"""Cores, memory and disk that this process may use.
 
 A container usually sees all cores and all memory of its host; what it may use of them stands in its
 control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, scheduler/sched-bwc).
 """
 
-import logging
 import os
+import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Literal
 
-from ppdist.distributed import comm
-
-_LOGGER = logging.getLogger("ppdist.data")
-_MOST_WORKERS = 16  # more than 2,000 images a second: no card of today learns from as many
-_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores learn from, and more
 _UNLIMITED = 2**60  # bytes; cgroup v1 says "no limit" with a number of about 2**63
-
-
-@cache  # one line, not one for each loader
-def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Processes that prepare images for one rank; a line says how many, and why.
-
-    Automatic: with a GPU all cores but the one of each rank, at most 16; without one the
-    cores are needed for training itself, and a fourth of them, at most 4, keep it busy.
-
-    Args:
-        wanted: `data.workers`; a number is taken as it is.
-        ranks_on_host: ranks that share this machine, this one included.
-    """
-    cores = available_cores()
-    share = cores / max(1, ranks_on_host)
-    of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
-    if wanted == "auto":
-        count, why = _automatic(share, comm.on_gpu())
-        _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
-        return count
-    if wanted > max(1, share):
-        _LOGGER.warning(
-            "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
-            wanted, of, _automatic(share, comm.on_gpu())[0],
-        )  # fmt: skip
-    return wanted
-
-
-def _automatic(share: float, gpu: bool) -> tuple[int, str]:
-    """(workers, why) of a rank that has so many cores."""
-    if gpu:
-        count = min(_MOST_WORKERS, max(1, int(share) - 1))
-        return count, "one for the rank itself"
-    count = min(4, max(1, int(share / _CORES_PER_WORKER_ON_CPU)))
-    return count, "most of them needed for training, which has no GPU"
 
 
 def available_cores(root: Path = Path("/")) -> float:
@@ -86,6 +44,21 @@ def available_memory(root: Path = Path("/")) -> int:
         if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
             free = min(free, int(limit) - int(used) + _file_pages(folder))
     return max(0, free)
+
+
+def process_memory() -> dict[str, int]:
+    """Bytes of this process by Linux's names: VmRSS, VmHWM (its peak), VmSize, VmPeak, ..."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition(":") for line in lines if line.startswith("Vm")]
+    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
+
+
+def free_disk(path: str | Path) -> int:
+    """Bytes free where a path is, or will be."""
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 def _file_pages(folder: Path) -> int:
