@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from ppdist.config.base import Section, Task
 
 YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
+Activation = Literal["silu", "relu", "hardswish", "leaky_relu"]
 _Side = Annotated[float, Field(gt=0)]
 _Anchor = tuple[_Side, _Side]
 
@@ -50,6 +51,12 @@ class PPYOLOEConfig(Section):
         description="a second head learns one prediction for each object, from features that it "
         "does not change; it alone predicts after training, without suppression: of `nms` only "
         "score_threshold, keep and multi_label count (YOLOv10)",
+    )
+    activation: Activation = Field(
+        default="silu",
+        description="after each convolution with batch norm; silu: the published one; relu, "
+        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
+        "published weights only after some training",
     )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
@@ -100,6 +107,12 @@ class YOLOv5Config(Section):
     width_multiple: float | None = Field(
         default=None, gt=0, description="channels as a multiple of size l; null: from size"
     )
+    activation: Activation = Field(
+        default="silu",
+        description="after each convolution with batch norm; silu: the published one; relu, "
+        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
+        "published weights only after some training",
+    )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None,
@@ -146,6 +159,12 @@ class YOLOv5ClsConfig(Section):
     )
     width_multiple: float | None = Field(
         default=None, gt=0, description="channels as a multiple of size l; null: from size"
+    )
+    activation: Activation = Field(
+        default="silu",
+        description="after each convolution with batch norm; silu: the published one; relu, "
+        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
+        "published weights only after some training",
     )
     num_classes: int = Field(default=1000, ge=1, description="image classes C")
     pretrained: str | None = Field(

@@ -5,6 +5,8 @@ which the published weights are stored.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import paddle
 import paddle.nn.functional as F
@@ -24,8 +26,8 @@ def upsample2x(feature: Tensor) -> Tensor:
     return paddle.stack([feature, feature], axis=3).flatten(2, 3)
 
 
-def swish(x: Tensor) -> Tensor:
-    """x * sigmoid(x).
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), also called swish.
 
     Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
     of the convolution before it; `silu` it does not know.
@@ -33,10 +35,22 @@ def swish(x: Tensor) -> Tensor:
     return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
 
 
+LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
+
+# By the value of `model.activation`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": F.relu,
+    "hardswish": F.hardswish,
+    "leaky_relu": partial(F.leaky_relu, negative_slope=LEAKY_SLOPE),
+}
+
+
 class ConvBNLayer(nn.Layer):
-    """Convolution without bias, batch norm, and swish if `activate`.
+    """Convolution without bias, batch norm, activation.
 
     Args:
+        activation: a row of `ACTIVATIONS`; None: nothing follows the batch norm.
         padding: zeros on each side, pixels; None: (kernel - 1) // 2.
         epsilon: added to the variance; Paddle's default.
         momentum: weight of the old value in the running statistics (torch counts the new one's).
@@ -48,7 +62,7 @@ class ConvBNLayer(nn.Layer):
         out_channels: int,
         kernel: int,
         stride: int = 1,
-        activate: bool = True,
+        activation: str | None = "silu",
         *,
         padding: int | None = None,
         epsilon: float = 1e-5,
@@ -61,11 +75,11 @@ class ConvBNLayer(nn.Layer):
             in_channels, out_channels, kernel, stride, padding=padding, bias_attr=False
         )
         self.bn = nn.BatchNorm2D(out_channels, momentum=momentum, epsilon=epsilon)
-        self.activate = activate
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x))
-        return swish(x) if self.activate else x
+        return x if self.activation is None else ACTIVATIONS[self.activation](x)
 
     @paddle.no_grad()
     def fold_norm(self) -> None:
@@ -80,9 +94,9 @@ class ConvBNLayer(nn.Layer):
 
 
 class RepConv(nn.Layer):
-    """Parallel 3x3 and 1x1 convolutions, summed, swish; one 3x3 convolution after `fuse()`.
+    """Parallel 3x3 and 1x1 convolutions, summed, activated; one 3x3 convolution after `fuse()`.
 
-        y = swish(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x)))
+        y = activation(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x)))
 
     alpha is 1, or with `scaled_branch` a learned scalar (PP-YOLOE+).
     Source: RepVGG, arXiv:2101.03697, section 3.3 for the fusion.
@@ -90,22 +104,24 @@ class RepConv(nn.Layer):
 
     def __init__(self, channels: int, scaled_branch: bool = False) -> None:
         super().__init__()
-        self.conv1 = ConvBNLayer(channels, channels, 3, activate=False)
-        self.conv2 = ConvBNLayer(channels, channels, 1, activate=False)
+        self.conv1 = ConvBNLayer(channels, channels, 3, activation=None)
+        self.conv2 = ConvBNLayer(channels, channels, 1, activation=None)
         self.alpha = None
         if scaled_branch:
             self.alpha = self.create_parameter(
                 [1], default_initializer=nn.initializer.Constant(1.0)
             )
         self.conv: nn.Conv2D | None = None
+        self.activation = "silu"
 
     def forward(self, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.activation]
         if self.conv is not None:
-            return swish(self.conv(x))
+            return activation(self.conv(x))
         side = self.conv2(x)
         if self.alpha is not None:
             side = self.alpha * side
-        return swish(self.conv1(x) + side)
+        return activation(self.conv1(x) + side)
 
     @paddle.no_grad()
     def fuse(self) -> None:
@@ -122,6 +138,13 @@ class RepConv(nn.Layer):
         fused.bias.set_value(bias + bias_1x1)
         del self.conv1, self.conv2, self.alpha
         self.conv = fused
+
+
+def set_activation(model: nn.Layer, name: str) -> None:
+    """Makes `name`, a row of `ACTIVATIONS`, that of every layer that has one."""
+    for layer in model.sublayers():
+        if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.activation):
+            layer.activation = name
 
 
 def _fold_norm(block: ConvBNLayer) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from ppdist.models.layers import (
     ConvBNLayer,
     RepBlock,
     RepConv,
+    set_activation,
     start_uniform,
     upsample2x,
 )
@@ -148,7 +149,7 @@ class CoarseFirstNeck(YOLOv5Neck):
 
 
 class ESEAttn(nn.Layer):
-    """swish(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
+    """activation(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
 
     With `branches` a RepConv takes the place of the 1x1 ConvBNLayer.
     """
@@ -305,6 +306,7 @@ class PPYOLOE(Detector):
             first_state = self.yolo_head.state_dict()
             for key, value in self.one_to_one_head.state_dict().items():
                 value.set_value(first_state[key])
+        set_activation(self, config.activation)
 
     def forward(self, images_B3HW: Tensor) -> PPYOLOEOutputs:
         """Outputs of all heads are there in training, and in evaluation mode while gradients are

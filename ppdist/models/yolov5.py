@@ -19,7 +19,14 @@ from paddle import Tensor, nn
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models.backbones import build_backbone, scaled_repeats
 from ppdist.models.base import Detector, ImageModel, anchor_points
-from ppdist.models.layers import C3, ConvBNLayer, start_uniform, upsample2x, yolov5_conv
+from ppdist.models.layers import (
+    C3,
+    ConvBNLayer,
+    set_activation,
+    start_uniform,
+    upsample2x,
+    yolov5_conv,
+)
 
 # Which of our modules is which row of the original, whose layers are `model.0`, `model.1`, ...; a
 # row without parameters (up-sampling, concatenation) is None.
@@ -190,6 +197,7 @@ class YOLOv5(Detector):
         self.neck = YOLOv5Neck(channels, scaled_repeats(NECK_REPEATS, depth))
         self.head = YOLOv5Head(channels, config.num_classes)
         start_uniform(self)
+        set_activation(self, config.activation)
         self._start_predictors()
         self.given_anchors_LA2 = np.array(config.anchors) if config.anchors else None
         self.fits_anchors = config.auto_anchor and not config.anchors
@@ -288,6 +296,7 @@ class YOLOv5Classifier(ImageModel):
         )
         self.head = ClassifierHead(self.backbone.channels[-1], config.num_classes, config.dropout)
         start_uniform(self)
+        set_activation(self, config.activation)
 
     def official_keys(self) -> dict[str, str]:
         return original_keys(list(self.state_dict()), CLASSIFIER_ROWS)

@@ -92,9 +92,10 @@ def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
         if type(layer) is nn.Conv2D:
             conv, form = layer, ""
         elif type(layer) is ConvBNLayer:
-            conv, form = layer.conv, f"norm, swish {layer.activate}"
+            conv, form = layer.conv, f"norm, {layer.activation}"
         elif type(layer) is RepConv and layer.conv is None:
-            conv, form = layer.conv1.conv, f"two branches, {layer.alpha is not None}"
+            conv = layer.conv1.conv
+            form = f"two branches, {layer.alpha is not None}, {layer.activation}"
         else:
             continue
         kind = (form, tuple(conv.weight.shape), conv.bias is None, *map(str, (

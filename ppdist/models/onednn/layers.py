@@ -1,9 +1,9 @@
 """Layers on oneDNN's CPU kernels, one for each plain layer.
 
 `ConvBNLayer` and `RepConv` stay in oneDNN's own layout from the convolution through batch norm and
-swish; any other `nn.Conv2D` is converted at its two ends.  Each class only changes `forward` of the
-plain layer it derives from, so that a built layer can be switched by its class (cpu_conv.py).  What
-oneDNN has no kernel for, other dtypes and other kinds of batch norm run as they always did.
+activation; any other `nn.Conv2D` is converted at its two ends.  Each class only changes `forward`
+of the plain layer it derives from, so that a built layer can be switched by its class (convert.py).
+What oneDNN has no kernel for, other dtypes and other kinds of batch norm run as they always did.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ class _Unit:
     def __init__(self, convolution: ops.Convolution) -> None:
         self.conv = convolution
         self._norms: dict[float, ops.BatchNorm] = {}
-        self._swish: ops.Swish | None = None
+        self._activations: dict[str, ops.Activation] = {}
 
     def norm(self, epsilon: float) -> ops.BatchNorm:
         if epsilon not in self._norms:
             self._norms[epsilon] = ops.BatchNorm(self.conv.y, epsilon)
         return self._norms[epsilon]
 
-    def swish(self) -> ops.Swish:
-        if self._swish is None:
-            self._swish = ops.Swish(self.conv.y)
-        return self._swish
+    def activation(self, name: str) -> ops.Activation:
+        if name not in self._activations:
+            self._activations[name] = ops.Activation(name, self.conv.y)
+        return self._activations[name]
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
@@ -160,25 +160,29 @@ class _Branch:
 
 
 class _ConvolveNormalize(PyLayer):
-    """swish(batch_norm(conv(x))), or without the swish."""
+    """activation(batch_norm(conv(x))), or without the activation (None)."""
 
     @staticmethod
-    def forward(ctx, x_BCHW, weight, gamma_O, beta_O, branch, activate, needs):
+    def forward(ctx, x_BCHW, weight, gamma_O, beta_O, branch, activation, needs):
         conv = branch.unit.conv
         x = conv.x_in(_contiguous(x_BCHW))
         normal = branch.forward(x, weight, gamma_O, beta_O)
         ctx.save_for_backward(weight, gamma_O)
-        ctx.kept = branch, x, normal if activate else None, needs
-        return conv.y_out.to_tensor(branch.unit.swish().forward(normal) if activate else normal)
+        if activation is None:
+            ctx.kept = branch, x, None, None, needs
+            return conv.y_out.to_tensor(normal)
+        activate = branch.unit.activation(activation)
+        ctx.kept = branch, x, normal, activate, needs
+        return conv.y_out.to_tensor(activate.forward(normal))
 
     @staticmethod
     def backward(ctx, dy_BOHW):
         weight, gamma_O = ctx.saved_tensor()
-        branch, x, normal, needs = ctx.kept
+        branch, x, normal, activate, needs = ctx.kept
         conv = branch.unit.conv
         dy = conv.y_in(_contiguous(dy_BOHW))
-        if normal is not None:
-            dy = branch.unit.swish().gradient(normal, dy)
+        if activate is not None:
+            dy = activate.gradient(normal, dy)
         dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0])
         return _only((None if dx is None else conv.x_out.to_tensor(dx), *rest), needs)
 
@@ -196,33 +200,35 @@ class OneDNNConvBNLayer(ConvBNLayer):
             return super().forward(x)
         if constants:
             y = _Branch(unit, self.bn).infer(unit.conv.x_in(_contiguous(x)), self.conv.weight)
-            return unit.conv.y_out.to_tensor(unit.swish().forward(y) if self.activate else y)
+            if self.activation is not None:
+                y = unit.activation(self.activation).forward(y)
+            return unit.conv.y_out.to_tensor(y)
         return _ConvolveNormalize.apply(
-            *inputs, _Branch(unit, self.bn), self.activate, _needs(*inputs)
+            *inputs, _Branch(unit, self.bn), self.activation, _needs(*inputs)
         )
 
 
 class _TwoBranches(PyLayer):
-    """swish(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both convolutions share their layouts."""
+    """activation(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both share their layouts."""
 
     @staticmethod
     def forward(ctx, x_BCHW, w3, gamma3_O, beta3_O, w1, gamma1_O, beta1_O, alpha, *rest):
-        wide, side, needs = rest
-        conv = wide.unit.conv
+        wide, side, activation, needs = rest
+        conv, activate = wide.unit.conv, wide.unit.activation(activation)
         x = conv.x_in(_contiguous(x_BCHW))
         total = wide.forward(x, w3, gamma3_O, beta3_O)
         addend = side.forward(x, w1, gamma1_O, beta1_O)
         total = total.add_(addend if alpha is None else alpha * addend)
         ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O)
-        ctx.kept = wide, side, x, total, alpha, None if alpha is None else addend, needs
-        return conv.y_out.to_tensor(wide.unit.swish().forward(total))
+        ctx.kept = wide, side, x, total, alpha, None if alpha is None else addend, activate, needs
+        return conv.y_out.to_tensor(activate.forward(total))
 
     @staticmethod
     def backward(ctx, dy_BOHW):
         w3, gamma3_O, w1, gamma1_O = ctx.saved_tensor()
-        wide, side, x, total, alpha, addend, needs = ctx.kept
+        wide, side, x, total, alpha, addend, activate, needs = ctx.kept
         conv = wide.unit.conv
-        dtotal = wide.unit.swish().gradient(total, conv.y_in(_contiguous(dy_BOHW)))
+        dtotal = activate.gradient(total, conv.y_in(_contiguous(dy_BOHW)))
         dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0])
         dside = dtotal if alpha is None else alpha * dtotal
         dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0])
@@ -250,7 +256,7 @@ class OneDNNRepConv(RepConv):
             return super().forward(x)
         if constants:
             return self._infer(x, *branches)
-        return _TwoBranches.apply(*inputs, *branches, _needs(*inputs))
+        return _TwoBranches.apply(*inputs, *branches, self.activation, _needs(*inputs))
 
     def _branches(self, x: Tensor, constants: bool) -> list[_Branch] | None:
         layers = (self.conv1, self.conv2)
@@ -267,7 +273,7 @@ class OneDNNRepConv(RepConv):
         addend = side.infer(x, self.conv2.conv.weight)
         addend = addend if self.alpha is None else self.alpha * addend
         total = wide.infer(x, self.conv1.conv.weight).add_(addend)
-        return conv.y_out.to_tensor(wide.unit.swish().forward(total))
+        return conv.y_out.to_tensor(wide.unit.activation(self.activation).forward(total))
 
 
 def _same_layouts(a: _Unit, b: _Unit) -> bool:

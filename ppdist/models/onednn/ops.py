@@ -24,10 +24,21 @@ from pathlib import Path
 import paddle
 from paddle import Tensor
 
+from ppdist.models.layers import LEAKY_SLOPE
+
 _MAX_DIMS = 12
 _CPU, _IN_ORDER, _F32, _ANY = 1, 1, 3, 1
 _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
-_CONVOLUTION_DIRECT, _SWISH = 0x1, 0x2C
+_CONVOLUTION_DIRECT = 0x1
+# By the value of `model.activation`: eltwise algorithm, alpha, beta.
+#   relu: x where x > 0, else alpha x;  swish: x sigmoid(alpha x);
+#   hardswish: x max(0, min(1, alpha x + beta))
+_ELTWISE = {
+    "silu": (0x2C, 1.0, 0.0),
+    "relu": (0x20, 0.0, 0.0),
+    "hardswish": (0x34, 1 / 6, 1 / 2),
+    "leaky_relu": (0x20, LEAKY_SLOPE, 0.0),
+}
 _GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
 # What a primitive descriptor is asked for.
 _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST = range(129, 135)
@@ -354,23 +365,25 @@ class BatchNorm:
         return dx, dscale, dshift
 
 
-class Swish:
-    """x * sigmoid(x) of buffers in a given layout."""
+class Activation:
+    """An activation function of buffers in a given layout."""
 
-    def __init__(self, layout: Descriptor) -> None:
+    def __init__(self, name: str, layout: Descriptor) -> None:
+        """Args: name: a value of `model.activation`."""
         self.layout = layout
         lib, forward, back = library(), c_void_p(), c_void_p()
-        one, zero = c_float(1.0), c_float(0.0)
+        kind, alpha, beta = _ELTWISE[name]
+        alpha_beta = c_float(alpha), c_float(beta)
         status = lib.c.dnnl_eltwise_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, _SWISH, layout.handle, layout.handle,
-            one, zero, None,
+            byref(forward), lib.engine, _FORWARD_TRAINING, kind, layout.handle, layout.handle,
+            *alpha_beta, None,
         )  # fmt: skip
-        lib.check(status, "swish")
+        lib.check(status, name)
         status = lib.c.dnnl_eltwise_backward_primitive_desc_create(
-            byref(back), lib.engine, _SWISH, layout.handle, layout.handle, layout.handle,
-            one, zero, forward, None,
+            byref(back), lib.engine, kind, layout.handle, layout.handle, layout.handle,
+            *alpha_beta, forward, None,
         )  # fmt: skip
-        lib.check(status, "swish, gradient")
+        lib.check(status, f"{name}, gradient")
         self._forward = _Primitive(forward, [(_SRC, layout), (_DST, layout)])
         self._back = _Primitive(back, [(_SRC, layout), (_D_DST, layout), (_D_SRC, layout)])
 

@@ -29,10 +29,11 @@ NMS = NMSConfig(score_threshold=0.3)
 Picture = Callable[..., np.ndarray]
 
 
-def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0) -> PPYOLOE:
+def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0, activation: str = "silu") -> PPYOLOE:
     """A PP-YOLOE+ of width 1/8 whose scores and boxes depend on the image, in training mode."""
     paddle.seed(seed)
-    model = kind(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=3))
+    options = {"width_multiple": 0.125, "depth_multiple": 0.33, "activation": activation}
+    model = kind(PPYOLOEConfig(num_classes=3, **options))
     with paddle.no_grad():
         for layer in model.yolo_head.pred_cls:
             layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.08)

@@ -158,6 +158,22 @@ def test_an_onnx_file_keeps_the_boxes_of_eager_at_other_batch_and_image_sizes(
     assert_boxes_of_eager(with_nms)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["hardswish", *(pytest.param(each, marks=pytest.mark.slow) for each in ("relu", "leaky_relu"))],
+)
+def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("paddle2onnx")
+    model = tiny_model(activation=name)
+    report = export_detector(model, tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
+    assert report.spec.paddle is not None and report.spec.onnx is not None
+    images = pictures(2, 96, 64)
+    published = EagerPredictor(deployment_copy(tiny_model()), NMS)(images)
+    exported = ExportedPredictor(tmp_path / "model", ONNX)(images)
+    assert_same_boxes(exported, EagerPredictor(deployment_copy(model), NMS)(images))
+    assert any(len(a) != len(b) or not np.allclose(a, b) for a, b in zip(exported, published))
+
+
 def test_batch_norms_and_the_pixels_scale_are_gone_from_the_graph(with_nms: Path) -> None:
     nodes = onnx.load(str(with_nms / "model.onnx")).graph.node
     assert "BatchNormalization" not in {node.op_type for node in nodes}

@@ -5,7 +5,16 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from ppdist.models.layers import SPP, EffectiveSELayer, RepConv, upsample2x
+from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
+from ppdist.models import build_model
+from ppdist.models.layers import (
+    ACTIVATIONS,
+    SPP,
+    ConvBNLayer,
+    EffectiveSELayer,
+    RepConv,
+    upsample2x,
+)
 
 
 def test_upsample_equals_nearest_interpolation_and_its_gradient() -> None:
@@ -59,3 +68,48 @@ def test_channel_attention_scales_channels_by_a_hardsigmoid_of_their_mean() -> N
 
 def test_the_pyramid_keeps_the_size() -> None:
     assert SPP(4)(paddle.randn([1, 4, 3, 5])).shape == [1, 4, 3, 5]
+
+
+FORMULAS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu": lambda x: np.maximum(x, 0),
+    "hardswish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+    "leaky_relu": lambda x: np.where(x > 0, x, 0.1 * x),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_their_formulas(name: str) -> None:
+    x = np.linspace(-6, 6, 41).astype("float32")
+    got = ACTIVATIONS[name](paddle.to_tensor(x)).numpy()
+    np.testing.assert_allclose(got, FORMULAS[name](x), atol=1e-6)
+
+
+MODELS = {
+    "ppyoloe": (PPYOLOEConfig, {"depth_multiple": 0.33, "width_multiple": 0.125}),
+    "yolov5": (YOLOv5Config, {"size": "n", "width_multiple": 0.0625}),
+    "yolov5_cls": (YOLOv5ClsConfig, {"size": "n", "width_multiple": 0.0625}),
+}
+
+
+@pytest.mark.parametrize("name", ["relu", "hardswish", "leaky_relu"])
+@pytest.mark.parametrize("family", MODELS)
+def test_every_layer_of_a_model_takes_its_activation(family: str, name: str) -> None:
+    config, options = MODELS[family]
+    paddle.seed(0)
+    model = build_model(config(num_classes=3, activation=name, **options))
+    found = [
+        layer.activation
+        for layer in model.sublayers()
+        if isinstance(layer, (ConvBNLayer, RepConv)) and layer.activation
+    ]
+    assert len(found) > 10 and {*found} == {name}
+    x = paddle.randn([2, 3, 64, 64])
+    outputs = paddle.utils.flatten(model(x))
+    floats = [each for each in outputs if getattr(each, "dtype", None) == paddle.float32]
+    paddle.add_n([each.square().mean() for each in floats]).backward()
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert bool(paddle.isfinite(parameter.grad).all()), key
+    backbone = [p for key, p in model.backbone.named_parameters() if key.endswith("conv.weight")]
+    assert all(weight.grad is not None for weight in backbone)

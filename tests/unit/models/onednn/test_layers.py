@@ -1,6 +1,7 @@
 """oneDNN layers equal the plain ones, leave the model's parameters alone, and work on ranks."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import paddle
@@ -11,7 +12,13 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.distributed import comm
 from ppdist.models import build_model
-from ppdist.models.layers import ConvBNLayer, GlooSyncBatchNorm2D, RepConv
+from ppdist.models.layers import (
+    ACTIVATIONS,
+    ConvBNLayer,
+    GlooSyncBatchNorm2D,
+    RepConv,
+    set_activation,
+)
 from ppdist.models.onednn import convert, layers, ops
 from ppdist.models.onednn.convert import plain_convolutions, self_check, use_onednn_convolutions
 from tests.distributed import run_on_ranks
@@ -30,16 +37,27 @@ LAYERS = {
     "dilated": lambda: nn.Conv2D(8, 8, 3, padding=2, dilation=2),
     "5x1, uneven padding": lambda: nn.Conv2D(8, 8, (5, 1), padding=(2, 0)),
     "frozen weight": lambda: frozen(nn.Conv2D(17, 1, 1, bias_attr=False)),
-    "norm, swish": lambda: ConvBNLayer(16, 24, 3, 2),
-    "norm": lambda: ConvBNLayer(16, 24, 1, activate=False),
+    "norm, silu": lambda: ConvBNLayer(16, 24, 3, 2),
+    "norm": lambda: ConvBNLayer(16, 24, 1, activation=None),
     "two branches": lambda: RepConv(24),
     "two branches, alpha": lambda: RepConv(16, scaled_branch=True),
+    **{
+        f"norm, {name}": partial(ConvBNLayer, 16, 24, 3, 2, name)
+        for name in ACTIVATIONS
+        if name != "silu"
+    },
+    "two branches, relu": lambda: with_activation(RepConv(24), "relu"),
 }
 UNSUPPORTED = {
     "NHWC": lambda: nn.Conv2D(8, 8, 3, padding=1, data_format="NHWC"),
     "SAME": lambda: nn.Conv2D(8, 8, 3, padding="SAME"),
     "reflect": lambda: nn.Conv2D(8, 8, 3, padding=1, padding_mode="reflect"),
 }
+
+
+def with_activation(layer, name):
+    set_activation(nn.Sequential(layer), name)
+    return layer
 
 
 def frozen(layer):
@@ -93,7 +111,7 @@ def test_values_gradients_and_statistics_equal_the_plain_layer_at_every_size(kin
             layer.clear_gradients()
 
 
-@pytest.mark.parametrize("kind", ["3x3", "norm, swish", "two branches"])
+@pytest.mark.parametrize("kind", ["3x3", "norm, silu", "two branches"])
 def test_an_input_without_gradient_and_a_strided_input_are_taken(kind):
     plain = LAYERS[kind]()
     fast = copy.deepcopy(plain)
@@ -104,11 +122,11 @@ def test_an_input_without_gradient_and_a_strided_input_are_taken(kind):
     np.testing.assert_allclose(fast(turned).numpy(), plain(turned).numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["norm, swish", "two branches, alpha"])
+@pytest.mark.parametrize("kind", ["norm, silu", "norm, hardswish", "two branches, alpha"])
 def test_evaluation_and_synchronised_norms_equal_the_plain_layer(kind):
     plain = LAYERS[kind]()
     for layer in plain.sublayers():
-        if type(layer) is nn.BatchNorm2D and kind == "norm, swish":
+        if type(layer) is nn.BatchNorm2D and kind == "norm, silu":
             layer.__class__ = GlooSyncBatchNorm2D
     fast = copy.deepcopy(plain)
     use_onednn_convolutions(fast)
