@@ -185,8 +185,8 @@ class ScheduleSetup:
         why += f"over {self.schedule_steps} steps"
         if self.epoch_scale > 1:
             why += (
-                f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all phases "
-                f"in epochs (train.epochs_compensation)"
+                f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all "
+                f"phases in epochs (train.epochs_compensation)"
             )
         if written != 1:
             why += (

@@ -139,8 +139,8 @@ def test_phases_written_for_a_run_of_another_length_keep_their_share_of_it():
         at = written.schedule(round(share * 630)), short.schedule(round(share * 252))
         assert at[0] == pytest.approx(at[1], rel=0.01)
     assert why(short, "steps") == (
-        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as written "
-        "(train.phases_for_epochs)"
+        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as "
+        "configured (train.phases_for_epochs)"
     )
     assert why(short, "warm-up").startswith("0.8 epochs at the reference batch")
     # A longer run on more cards lengthens them once more.
