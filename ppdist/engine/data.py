@@ -1,4 +1,4 @@
-"""The data of a run: its sets, equal on all hosts; its micro-batches; its blocklist."""
+"""The data of a run: checked sets, micro-batches, blocklist."""
 
 import hashlib
 import itertools
@@ -237,7 +237,7 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
 
 
 def fingerprint(dataset: DetectionSet, root: str) -> str:
-    """A digest of a set: names of the images below `root`, sizes, order and objects."""
+    """A digest of a set: image names below `root`, sizes, order, objects."""
     records = Records.of(dataset.records)
     top = os.path.join(os.path.abspath(root), "")
     content = hashlib.blake2b(digest_size=16)
@@ -250,7 +250,7 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
 
 
 def _require_same_images(source: str, records: Records, top: str) -> None:
-    """Compares the files of the images; the first rank of each host reads its own.  Collective."""
+    """Compares image files; the first rank of each host reads them.  Collective."""
     reads = comm.local_rank() == 0
     sizes_N = _file_sizes(records) if reads else np.zeros(0, np.int64)
     chosen = sorted({len(records) * n // _COMPARED_IMAGES for n in range(_COMPARED_IMAGES)})
@@ -322,7 +322,7 @@ def _columns(record: ImageRecord) -> dict[str, str]:
 
 
 def _first_difference(records: Records, top: str, other: int) -> str:
-    """Where rank 0 and rank `other` first differ, in words, the same on all ranks.  Collective."""
+    """Where rank 0 and rank `other` first differ, in words.  Collective."""
     compared = comm.rank() in (0, other)
     counts_W = comm.all_gather_objects(len(records))
     marks = [_mark(record, top) for record in records] if compared else []

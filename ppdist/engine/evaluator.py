@@ -1,4 +1,4 @@
-"""Evaluators of a detector and of a classifier over a whole set, sharded over the ranks.
+"""Evaluation of detectors and classifiers over a set, sharded over the ranks.
 
 Every image is seen once, by one rank, so the result does not depend on the number of ranks.  The
 loop holds no collective, so ranks may have different numbers of batches; at its end they wait for
@@ -38,7 +38,7 @@ _STOPPED = -1  # in place of the position of an image: the rank was asked to sto
 
 
 class EvaluationStopped(Exception):
-    """A rank was asked to stop; raised on all ranks, and there are no metrics."""
+    """A rank was asked to stop; raised on all ranks."""
 
 
 def _never() -> bool:
@@ -46,7 +46,7 @@ def _never() -> bool:
 
 
 class ValidationLoss:
-    """The training loss of a step whose batch is the whole validation set, over all ranks.
+    """The training loss over a whole validation set and all ranks.
 
     The images are those of the evaluation, not augmented; the objects those that training would
     learn of them, without crowds.  An auxiliary head, which only training has, does not count.
@@ -107,7 +107,7 @@ class ValidationLoss:
 
 
 def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
-    """`val_loss` and `val_loss_<part>` from the sums of each rank, empty where it has no images."""
+    """`val_loss` and `val_loss_<part>`; the sums of a rank without images are empty."""
     whole: dict[str, float] = {}
     for sums in sums_W:
         for name, value in sums.items():
@@ -214,7 +214,7 @@ class Evaluator:
         return self.analyse(self._last_R7, step)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
-        """AP of each class of what `measure` gave; None where the set has no object of it."""
+        """AP of each class; None where the set has no object of it."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
@@ -252,8 +252,10 @@ class Evaluator:
     def _detect_share(
         self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> np.ndarray:
-        """Rows [R, 7] of this rank's images; also one of class _SEEN for each image, and one at
-        position _STOPPED if it was asked to stop."""
+        """Rows [R, 7] of this rank's images.
+
+        Also one of class _SEEN for each image, and one at position _STOPPED after a signal.
+        """
         rows = [np.zeros((0, 7), np.float32)]
         self.pictures = []
         progress = ShareProgress(len(self._dataset.records))
@@ -280,7 +282,7 @@ class Evaluator:
     def _in_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
     ) -> np.ndarray:
-        """Rows [R, 7] with the image's position in front; those of padding images are dropped."""
+        """Rows [R, 7] with the image's position in front, without padding images."""
         position_R = np.repeat(np.arange(len(count_B)), count_B)
         index_R = batch.image_index_B.numpy()[position_R]
         scale_yx_R2 = batch.scale_B2.numpy()[position_R]
@@ -428,7 +430,7 @@ class ClassificationEvaluator:
         write_ranking(path, self._dataset, found)
 
     def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Ranking:
-        """The most probable classes of the whole set, in its order, on every rank.  Collective.
+        """The most probable classes of the whole set, in its order.  Collective.
 
         Args: stopped: see `evaluate`.
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
