@@ -166,9 +166,10 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
 def batch_of_checkpoint(
     state: Mapping[str, Any], world: int, asked: int | None, accumulate_steps: int
 ) -> tuple[int, dict[str, int]]:
-    """Images per rank and micro-step of a run that resumes, and what else changes in `train`.
+    """Images per rank and micro-step of a run that resumes.
 
-    Another number of ranks shares the same total batch, in micro-batches that are no larger.
+    Another number of ranks shares the same total batch, in micro-batches that are no larger; the
+    second value is what else changes in `train`.
 
     Args:
         state: of the checkpoint.
@@ -218,7 +219,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
-    """The most boxes of an image of a batch, by drawing many times the images that are combined."""
+    """The most boxes an image of a batch can have, by drawing many."""
     composed: int = augment.mosaic_images if augment.mosaic else 1
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
     images = composed * (1 + partners) + (augment.copy_paste > 0)
@@ -243,7 +244,7 @@ class SearchResult:
 
 
 def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) -> SearchResult:
-    """The largest batch up to `most` that was trained with and stayed within its limits.
+    """The largest batch up to `most` that trains within its limits.
 
     Small batches give a line, the line a prediction, and a process that starts with the predicted
     batch, as the run will, tests it.  Its result corrects the line; a process that died halves the

@@ -1,4 +1,4 @@
-"""Builds a run: where data, models, losses and optim meet."""
+"""The build: the one place where data, models, losses and optim meet."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +15,6 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.logging import RunLog
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml
-from ppdist.config.data import Resize
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.validate import surprises
 from ppdist.data.datasets.build import limits
@@ -54,40 +53,7 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
-
-def better_anchors(
-    anchors_LA2: np.ndarray,
-    train_set: DetectionSet,
-    log: RunLog,
-    *,
-    image_size: tuple[int, int],
-    resize: Resize,
-    threshold: float,
-    seed: int,
-) -> np.ndarray | None:
-    """Anchors for boxes that the present ones do not reach, or None; every rank calls it.
-
-    Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
-
-    Args:
-        anchors_LA2: the present ones, pixels of an input of `image_size` (height, width).
-        resize: `data.resize`.
-        threshold: `loss.anchor_threshold`.
-    """
-
-    def decide() -> dict[str, Any]:
-        wh_N2 = sizes_in_input(train_set, image_size, resize)
-        found = refit(wh_N2, anchors_LA2, threshold=threshold, seed=seed)
-        better = None if found.anchors_LA2 is None else found.anchors_LA2.tolist()
-        return {"anchors": better, "told": found.told}
-
-    decision = comm.run_on_main(decide)
-    log.info(f"anchors: {decision['told']}")
-    better = decision["anchors"]
-    return None if better is None else np.array(better, np.float32)
-
-
-# What scores the outputs of each model, by `model.name`; the models: ppdist/models/__init__.py.
+# The loss of each model, by `model.name`; the models are in ppdist/models/__init__.py.
 LOSSES: dict[str, type[Loss]] = {
     "ppyoloe": PPYOLOELoss,
     "yolov5": YOLOv5Loss,
@@ -105,53 +71,6 @@ class Experiment:
     sets: dict[str, DetectionSet]  # by the name of the split: those that the run reads
 
 
-def build_model(config: ExperimentConfig) -> ImageModel:
-    """The model with fresh weights, the same on every rank (drawn from the seed).
-
-    Raises: ConfigError: the model cannot take images of the configured sizes.
-    """
-    paddle.seed(config.seed)
-    model = models.build_model(config.model)
-    step = model.size_multiple
-    sizes = [("model.image_size", config.model.image_size)]
-    sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
-    for key, (height, width) in sizes:
-        if height % step or width % step or min(height, width) < step:
-            raise ConfigError(
-                f"expected multiples of {step} pixels",
-                code="image_size_not_multiple",
-                where=f"{key}: [{height}, {width}]",
-            )
-    return model
-
-
-def build_evaluator(
-    config: ExperimentConfig,
-    dataset: DetectionSet,
-    model: ImageModel,
-    max_pictures: int = 0,
-    loss: Loss | None = None,
-) -> Evaluator | ClassificationEvaluator:
-    """Evaluation of this rank's share of a split; every rank builds one.
-
-    Args: loss: that of training, to be measured too.
-    """
-    loader = EvalLoader(
-        dataset,
-        config.data,
-        image_size=config.model.image_size,
-        batch_size=config.evaluate.batch_size_per_card,
-        rank=comm.rank(),
-        world=comm.world_size(),
-        ranks_on_host=comm.local_size(),
-        shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
-    )
-    measured = None if loss is None else ValidationLoss(loss, loader)
-    if model.task == "classify":
-        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
-    return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
-
-
 def build_training(
     config: ExperimentConfig,
     *,
@@ -162,16 +81,16 @@ def build_training(
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Experiment:
-    """Builds everything a training run needs, on every rank; `dist.init` comes before.
+    """Builds everything a training run needs, after `comm.init`.  Collective.
 
     Args:
-        output_dir: where everything the run leaves goes.
+        output_dir: where the run writes.
         evaluate: evaluate during training and keep the best (`--eval`).
-        resume: what to go on from (`asked` of `find_start`); None starts anew.
+        resume: what to resume from (`asked` of `find_start`); None: start anew.
         command: what the user typed, for environment.json.
-        resume_changed: resume also with settings that change what is learned.
-        callbacks: look on, in this order; of this rank.
-    Raises: UserError: whatever of data, weights, checkpoint or config is wrong, before step 1.
+        resume_changed: resume also with settings that affect training (`--resume-changed`).
+        callbacks: of this rank, called in this order.
+    Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
     noticed = preflight(
         config,
@@ -180,16 +99,16 @@ def build_training(
         resume=AUTO if resume == AUTO else bool(resume),
         resume_changed=resume_changed,
     )
-    # Where there is nothing yet, nothing is made before this run is known to begin.
+    # A folder that does not exist is made only once the run is known to start.
     noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
     start = find_start(resume, output_dir, config, resume_changed)
-    begins = start.snapshot is None
+    anew = start.snapshot is None
     train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
     bad_images = Blocklist(train_set, config.data.bad_images_limit)
     images = images_of_epoch(train_set, config.data.sampling)
     config, said = settle_batch(config, train_set.records, images, start.snapshot)
     model = build_model(config)
-    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, begins)]
+    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, anew)]
     derived = build_schedule_setup(config, images)
     run = settle_run(start, derived, train_set, config, resume_changed)
     bad_images.known |= run.bad_images
@@ -199,27 +118,79 @@ def build_training(
     log = comm.together(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
-        _say_found([*noticed, *start.warnings, *found, *surprises(config, begins)], said, log)
-        if begins:
-            _settle_anchors(config, model, train_set, log)
+        for warning in [*noticed, *start.warnings, *found, *surprises(config, anew)]:
+            log.warning(warning)
+        for line in said:
+            log.info(line)
+        if anew:
+            _fit_anchors(config, model, train_set, log)
         trainer = _build_trainer(
             config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
-        _check_teacher(trainer.train_step)
+        if trainer.train_step.distillation is not None:  # now that anchors are known
+            trainer.train_step.distillation.check(trainer.train_step.loss)
         trainer.progress.run = run
         log_start(start, derived, log)
-        _say_derived(config, derived, start.step, log)
+        _log_setup(config, derived, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
 
 
-def _check_teacher(step: TrainStep) -> None:
-    """Raises: ConfigError, on every rank: it teaches something else, now that anchors are known."""
-    if step.distillation is not None:
-        step.distillation.check(step.loss)
+def _prepare(
+    config: ExperimentConfig, model: ImageModel, output_dir: Path, anew: bool
+) -> list[str]:
+    """Loads pretrained weights into a fresh model, if the run starts anew.  Collective.
+
+    Returns: lines for the log, also of what is frozen and of layer-wise learning rates.
+    """
+    if anew:
+        comm.together(lambda: keep_sources(config, output_dir))
+    tuned = freezing(model, config.train.freeze)
+    tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
+    loaded = _load_pretrained(config, model) if anew else None
+    return [*([f"{loaded}"] if loaded else []), *tuned]
+
+
+def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
+    """Loads `model.pretrained`, if it is set.  Collective."""
+    if not config.model.pretrained:
+        return None
+    weights = Path(config.model.pretrained)
+    report = comm.together(lambda: load_weights(model, weights))
+    if model.needs_anchors:
+        assert isinstance(model, YOLOv5)  # the only one
+        if model.given_anchors_LA2 is not None:  # they win over those of the file
+            model.set_anchors(model.given_anchors_LA2)
+    return report
+
+
+def _fit_anchors(
+    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
+) -> None:
+    """Fits the anchors of a YOLOv5 to the training set where its own do not.  Collective.
+
+    Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
+    """
+    if not model.needs_anchors:
+        return
+    assert isinstance(model, YOLOv5) and isinstance(config.loss, YOLOv5LossConfig)  # the only ones
+    if not model.fits_anchors:
+        return
+    before_LA2, threshold = model.anchors_LA2, config.loss.anchor_threshold
+
+    def fit() -> dict[str, Any]:
+        wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)
+        found = refit(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
+        better = None if found.anchors_LA2 is None else found.anchors_LA2.tolist()
+        return {"anchors": better, "told": found.told}
+
+    found = comm.run_on_main(fit)
+    log.info(f"anchors: {found['told']}")
+    if found["anchors"] is not None:
+        model.set_anchors(np.array(found["anchors"], np.float32))
 
 
 def _build_trainer(
@@ -233,8 +204,8 @@ def _build_trainer(
     output_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    """The loop around a model that has its weights; every rank builds one."""
-    log_estimate(lambda: _expected(config, derived, model), log)
+    """The trainer of a model that has its weights; every rank builds one."""
+    log_estimate(lambda: _estimate(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
@@ -243,7 +214,7 @@ def _build_trainer(
     if train_step.distillation is not None:
         log.info(train_step.distillation.about)
     if val_set is not None:
-        pictures = config.log.images if comm.is_main() else 0  # nobody else shows them
+        pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
     return Trainer(
         train_step=train_step,
@@ -266,21 +237,8 @@ def _build_trainer(
     )
 
 
-def _say_derived(
-    config: ExperimentConfig, derived: ScheduleSetup, start: int | None, log: RunLog
-) -> None:
-    """What was derived and why, for eyes and for metrics.jsonl; then what to watch out for."""
-    log.table("derived", derived.rows())
-    log.metrics({"step": start or 0, "derived": derived.record()})
-    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
-    chosen = hyper_parameters(config.model, config.seed, derived)
-    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
-    for warning in advice(config, derived):
-        log.warning(warning)
-
-
-def _expected(config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel) -> Estimate:
-    """Of a model as built, for this rank."""
+def _estimate(config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel) -> Estimate:
+    """Memory of a step of this rank."""
     return estimate(
         model,
         images=derived.batch_size_per_card,
@@ -309,46 +267,60 @@ def _open_log(
     )
 
 
-def _prepare(
-    config: ExperimentConfig, model: ImageModel, output_dir: Path, begins: bool
-) -> list[str]:
-    """What is done to a fresh model; every rank calls it.
-
-    Args: begins: the run has no checkpoint to go on from.
-    Returns: lines for the log.
-    """
-    if begins:
-        comm.together(lambda: keep_sources(config, output_dir))
-    tuned = freezing(model, config.train.freeze)
-    tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
-    loaded = _load_pretrained(config, model) if begins else None
-    return [*([f"{loaded}"] if loaded else []), *tuned]
-
-
-def _say_found(warnings: list[str], lines: list[str], log: RunLog) -> None:
-    for warning in warnings:
+def _log_setup(
+    config: ExperimentConfig, derived: ScheduleSetup, start: int | None, log: RunLog
+) -> None:
+    """Logs what was derived and why, also to metrics.jsonl; then the warnings of `advice`."""
+    log.table("derived", derived.rows())
+    log.metrics({"step": start or 0, "derived": derived.record()})
+    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
+    chosen = hyper_parameters(config.model, config.seed, derived)
+    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
+    for warning in advice(config, derived):
         log.warning(warning)
-    for line in lines:
-        log.info(line)
 
 
-def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
-    """Starts from `model.pretrained`, if there is one; every rank calls it."""
-    if not config.model.pretrained:
-        return None
-    weights = Path(config.model.pretrained)
-    report = comm.together(lambda: load_weights(model, weights))
-    if model.needs_anchors:
-        assert isinstance(model, YOLOv5)  # the only one
-        if model.given_anchors_LA2 is not None:  # the file has anchors of its own
-            model.set_anchors(model.given_anchors_LA2)
-    return report
+def build_model(config: ExperimentConfig) -> ImageModel:
+    """The model with fresh weights, drawn from the seed, the same on every rank.
+
+    Raises: ConfigError: the model cannot take images of the configured sizes.
+    """
+    paddle.seed(config.seed)
+    model = models.build_model(config.model)
+    step = model.size_multiple
+    sizes = [("model.image_size", config.model.image_size)]
+    sizes += [("train.multi_scale", size) for size in config.train.multi_scale]
+    for key, (height, width) in sizes:
+        if height % step or width % step or min(height, width) < step:
+            raise ConfigError(
+                f"expected multiples of {step} pixels",
+                code="image_size_not_multiple",
+                where=f"{key}: [{height}, {width}]",
+            )
+    return model
+
+
+def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:
+    """The derived numbers of a run; dataset_size: samples of an epoch over all ranks."""
+    return set_up_schedule(
+        world=comm.world_size(),
+        dataset_size=dataset_size,
+        batch_size_per_card=config.train.images_per_card,
+        accumulate_steps=config.train.micro_steps(comm.world_size()),
+        epochs=config.train.epochs,
+        phases_factor=config.train.phases_factor,
+        epochs_compensation=config.train.epochs_compensation,
+        max_steps=last_step(config.train.max_steps, config.distributed),
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        ema=config.train.ema,
+    )
 
 
 def build_train_step(
     config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel
 ) -> TrainStep:
-    """Model, loss, optimizer and average as one optimizer step; every rank builds one."""
+    """Model, loss, optimizer and EMA as one optimizer step; every rank builds one."""
     train = config.train
     frozen = freeze(model, train.freeze)
     distillation = build_distillation(config.distill, config.model, model, config.seed)
@@ -387,7 +359,7 @@ def build_feed(
 ) -> Feed:
     """This rank's training micro-batches; every rank builds one at the same time.
 
-    Args: plots: the folder in which rank 0 draws some of its batches; None: nobody does.
+    Args: plots: the folder in which rank 0 draws some of its batches; None: no pictures.
     """
     augment = config.data.augment.with_epoch_scale(derived.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
@@ -397,58 +369,47 @@ def build_feed(
     return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
 
 
-def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:
-    return set_up_schedule(
-        world=comm.world_size(),
-        dataset_size=dataset_size,
-        batch_size_per_card=config.train.images_per_card,
-        accumulate_steps=config.train.micro_steps(comm.world_size()),
-        epochs=config.train.epochs,
-        phases_factor=config.train.phases_factor,
-        epochs_compensation=config.train.epochs_compensation,
-        max_steps=last_step(config.train.max_steps, config.distributed),
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        ema=config.train.ema,
-    )
+def build_evaluator(
+    config: ExperimentConfig,
+    dataset: DetectionSet,
+    model: ImageModel,
+    max_pictures: int = 0,
+    loss: Loss | None = None,
+) -> Evaluator | ClassificationEvaluator:
+    """The evaluator of this rank's share of a split; every rank builds one.
 
-
-def _settle_anchors(
-    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
-) -> None:
-    """Gives a YOLOv5 other anchors where its own do not reach the boxes; every rank calls it."""
-    if not model.needs_anchors:
-        return
-    assert isinstance(model, YOLOv5) and isinstance(config.loss, YOLOv5LossConfig)  # the only ones
-    if not model.fits_anchors:
-        return
-    better_LA2 = better_anchors(
-        model.anchors_LA2,
-        train_set,
-        log,
+    Args: loss: that of training, to be measured too; None: it is not.
+    """
+    loader = EvalLoader(
+        dataset,
+        config.data,
         image_size=config.model.image_size,
-        resize=config.data.resize,
-        threshold=config.loss.anchor_threshold,
-        seed=config.seed,
+        batch_size=config.evaluate.batch_size_per_card,
+        rank=comm.rank(),
+        world=comm.world_size(),
+        ranks_on_host=comm.local_size(),
+        shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
     )
-    if better_LA2 is not None:
-        model.set_anchors(better_LA2)
+    measured = None if loss is None else ValidationLoss(loss, loader)
+    if model.task == "classify":
+        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
+    return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
-    """Switches CPU convolutions to oneDNN when they prove equal to eager here, on every rank.
+    """Switches CPU convolutions to oneDNN where they equal Paddle's on every rank.  Collective.
 
-    Returns: a warning when they do not; else nothing.
+    Returns: a warning where they do not; else "".
     """
     if comm.on_gpu() or config.train.cpu_convolutions == "plain":
         return ""
     reason = self_check(models[0], 2 * models[0].size_multiple)
-    comm.barrier()  # a slow machine may need longer for it than a collective waits
+    comm.barrier()  # a slow machine may need longer than the timeout of a collective
     failures = comm.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))
     if failures.item() > 0:
         return (
-            f"oneDNN convolutions did not pass their self-check ({reason or 'on another rank'}); "
-            f"computing with Paddle's plain ones, which are slower"
+            f"oneDNN convolutions failed their self-check ({reason or 'on another rank'}); using "
+            f"Paddle's plain ones, which are slower"
         )
     for model in models:
         use_onednn_convolutions(model)

@@ -93,9 +93,10 @@ def save_checkpoint(
     state: dict[str, Any],
     config_yaml: str,
 ) -> Path:
-    """Writes `folder/step-N` atomically and points `last` at it.  One thread of rank 0 calls it.
+    """Writes `folder/step-N` atomically and points `last` at it.
 
-    `last` stays where it points at a later one: a best that was refused is written late.
+    One thread of rank 0 calls it.  `last` stays where it points at a later one: a best that was
+    refused is written late.
     Args:
         step: has no checkpoint in `folder` yet; see `set_aside`.
         groups: name -> arrays; one .safetensors file each.
@@ -211,11 +212,11 @@ def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Moves checkpoints beyond a step away from a run that starts there; rank 0 alone.
+    """Moves checkpoints beyond a step aside; rank 0 alone.
 
-    They belong to another run (with step 0: all of them), or are damaged.  Left in place they would
-    pass for the newest ones of this run: `prune` would keep them and delete its own, and
-    `newest_valid` would resume from them.
+    A run starts at that step.  They belong to another run (with step 0: all of them), or are
+    damaged.  Left in place they would pass for the newest ones of this run: `prune` would keep
+    them and delete its own, and `newest_valid` would resume from them.
 
     Returns: where they are now, a new directory beside `folder`; None: there were none.
     Raises: CheckpointError: the disk refused.
@@ -337,7 +338,7 @@ def _step_of(path: Path) -> int:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run in a thread; the main thread of rank 0 hands them over."""
+    """Writes checkpoints in a thread; the main thread of rank 0 submits them."""
 
     def __init__(self, folder: Path, config_yaml: str, keep: int) -> None:
         """
@@ -356,7 +357,7 @@ class CheckpointWriter:
         self._troubles: list[str] = []
 
     def make_room(self) -> None:
-        """Drops what waits or was refused, but not the best, before a new snapshot takes memory."""
+        """Drops what waits or was refused, except the best, to free memory."""
         with self._lock:
             self._waiting = [each for each in self._waiting if _is_best(each)]
             self._refused = [(each, why) for each, why in self._refused if _is_best(each)]
@@ -431,7 +432,7 @@ class CheckpointWriter:
                         self._refused.append((snapshot, trouble))
 
     def _write(self, snapshot: Snapshot) -> str:
-        """Writes it, points `best`, and deletes old ones; returns why it was not written, or ""."""
+        """Writes a snapshot, links the best, deletes old ones; returns the failure, or ""."""
         try:
             save_checkpoint(
                 self.folder, snapshot.step, snapshot.groups, snapshot.state, self.config_yaml

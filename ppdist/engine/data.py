@@ -1,7 +1,4 @@
-"""Data of a run: both sets, this rank's micro-batches, the blocklist.
-
-Images that turn out bad during training are counted over all ranks, and bounded.
-"""
+"""The data of a run: checked sets, micro-batches, blocklist."""
 
 import hashlib
 import itertools
@@ -29,25 +26,24 @@ from ppdist.distributed import comm
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 
-_READ_IMAGES = 64  # of each set, whose content is compared; of the others the size of the file
-_LOOKERS = 16  # threads: a network's disk answers each question late, but many at once
+_COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file
+_THREADS = 16  # a network disk answers each request late, but many at once
+_SHOWN = 20  # images of the blocklist in a message
 ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
 
 
 def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
-    """The training set, with `evaluate` the validation set, and what a look at their images found.
-
-    Every rank calls it.
+    """Reads and checks the training set and, with `evaluate`, the validation set.  Collective.
 
     Raises: UserError, on every rank: they cannot be read or used.
     """
 
     if config.sampling.name == "difficulty" and not evaluate:
         raise ConfigError(
-            "difficulty goes by the scores of evaluations: start with --eval, or set it to "
-            "balanced",
+            "difficulty needs the scores of evaluations",
             code="evaluation_missing",
             where="data.sampling.name",
+            fix="start with --eval, or set it to balanced",
         )
 
     def read() -> tuple[DetectionSet, DetectionSet | None]:
@@ -64,164 +60,23 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     for dataset in (train_set, val_set):
         if dataset is not None:
             require_the_same(dataset, config.root)
-    cores = max(1, int(available_cores()))  # rank 0 looks at the images, the others wait
+    cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
     return check_before_training(config, train_set, val_set, workers=cores)
 
 
-def require_the_same(dataset: DetectionSet, root: str) -> None:
-    """Every rank calls it.
-
-    Args:
-        root: data.root of this rank; hosts may have it at different places.
-    Raises: DataError, on every rank: hosts read different sets or other images; it says where they
-        first differ.
-    """
-    if comm.world_size() == 1:
-        return
-    records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(root), "")
-    classes = [list(dataset.class_names), list(dataset.category_ids)]
-    found_W = comm.exchange([classes, fingerprint(dataset, root), comm.host()])
-    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
-    if other is None:
-        _require_same_images(dataset.source, records, top)
-        return
-    if found_W[0][0] != found_W[other][0]:
-        what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
-    else:
-        what = _first_difference(records, top, other)
-    raise DataError(
-        f"not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {what}",
-        code="dataset_differs",
-        where=f"{dataset.source}",
-        fix="give every host the same files below data.root",
-    )
-
-
-def fingerprint(dataset: DetectionSet, root: str) -> str:
-    """Stands for the names of a set's images below `root`, their sizes, order and objects."""
-    records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(root), "")
-    content = hashlib.blake2b(digest_size=16)
-    for index in range(len(records)):
-        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
-    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
-    for column in (*columns, records.crowd_O):
-        content.update(np.ascontiguousarray(column).tobytes())
-    return content.hexdigest()
-
-
-def _require_same_images(source: str, records: Records, top: str) -> None:
-    """Every rank calls it with the same records; the first of each host looks at its files."""
-    looks = comm.local_rank() == 0
-    sizes_N = _file_sizes(records) if looks else np.zeros(0, np.int64)
-    chosen = sorted({len(records) * n // _READ_IMAGES for n in range(_READ_IMAGES)})
-    chosen = chosen if len(records) else []
-    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if looks else []
-    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
-    found_W = comm.exchange([whole, marks, comm.host()] if looks else None)
-    lookers = [rank for rank, found in enumerate(found_W) if found is not None]
-    other = next((rank for rank in lookers if found_W[rank][:2] != found_W[0][:2]), None)
-    if other is None:
-        return
-    told = comm.rank() in (0, other)
-    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
-    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
-    apart = np.flatnonzero(ours_N != theirs_N)
-    if len(apart):
-        first = int(apart[0])
-        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
-        what = f"{sizes[0]} and {sizes[1]}"
-    else:
-        pairs = zip(chosen, found_W[0][1], found_W[other][1])
-        first = next(index for index, ours, theirs in pairs if ours != theirs)
-        what = "as many bytes, but others"
-    raise DataError(
-        f"not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: "
-        f"{what}{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}",
-        code="dataset_differs",
-        where=f"{source}",
-        fix="give every host the same files below data.root",
-    )
-
-
-def _file_sizes(records: Records) -> np.ndarray:
-    """[N] int64, bytes of each image's file; -1 where there is none."""
-
-    def sizes(begin: int) -> list[int]:
-        return [_size(records.path(n)) for n in range(begin, len(records), _LOOKERS)]
-
-    sizes_N = np.zeros(len(records), np.int64)
-    with ThreadPoolExecutor(_LOOKERS) as pool:
-        for begin, found in enumerate(pool.map(sizes, range(_LOOKERS))):
-            sizes_N[begin::_LOOKERS] = found
-    return sizes_N
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:  # whoever reads it says more
-        return -1
-
-
-def _mark(record: ImageRecord, top: str) -> int:
-    """A number that stands for all that is compared of a record."""
-    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
-    return zlib.crc32("\n".join(map(repr, parts)).encode())
-
-
-def _columns(record: ImageRecord) -> dict[str, str]:
-    """What is compared of a record besides its name."""
-    return {
-        "size": f"{record.width} x {record.height}",
-        "number of objects": f"{len(record.labels_M)}",
-        "boxes": f"{record.boxes_M4.tolist()}",
-        "classes of the objects": f"{record.labels_M.tolist()}",
-        "crowds": f"{record.crowd_M.tolist()}",
-    }
-
-
-def _first_difference(records: Records, top: str, other: int) -> str:
-    """In words, where rank 0 and rank `other` part; every rank calls it, the same on all."""
-    speaks = comm.rank() in (0, other)
-    counts_W = comm.all_gather_objects(len(records))
-    marks = [_mark(record, top) for record in records] if speaks else []
-    both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
-    ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
-    common = min(len(ours_N), len(theirs_N))
-    apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
-    first = int(apart[0]) if len(apart) else common
-    record = records[first] if speaks and first < len(records) else None
-    told_W = comm.all_gather_objects(
-        None if record is None else [record.path.removeprefix(top), _columns(record)]
-    )
-    ours, theirs = told_W[0], told_W[other]
-    counts = f"{counts_W[0]} and {counts_W[other]} images"
-    if ours is None and theirs is None:
-        return counts
-    if ours is None or theirs is None:
-        return f"{counts}, of which only one has {(ours or theirs)[0]}"
-    if ours[0] != theirs[0]:
-        return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
-    column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
-    return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"
-
-
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
-    """How many samples an epoch has over all ranks."""
+    """Samples of an epoch over all ranks."""
     copies_N = copies(dataset, config, None)
     return len(dataset.records) if copies_N is None else epoch_size(copies_N)
 
 
 class Feed:
-    """Micro-batches of this rank.  Every rank builds one at the same time: they share a cache.
+    """Micro-batches of this rank, from any step on.
 
+    Every rank builds one at the same time: those of a host share a cache.
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
-        parts: in how many a micro-batch comes, from the next `batches` on; see TrainSampler.
+        parts: into how many a micro-batch is split, from the next `batches` on; see TrainSampler.
     """
 
     parts = 1
@@ -268,10 +123,9 @@ class Feed:
         )
 
     def batches(self, first_step: int, scores: ClassScores | None) -> Iterator[Batch]:
-        """The micro-batches from a step to the end of the run; those of an earlier call end.
+        """The micro-batches from a step to the end of the run; earlier iterators end.
 
-        Args:
-            scores: of the last evaluation, None before the first.
+        Args: scores: of the last evaluation; None: there was none.
         """
         self._loader.plan = self._plan(first_step, scores)
         if self._pictures is None:
@@ -280,12 +134,12 @@ class Feed:
         return self._pictures.watching(iter(self._loader), first_step, per_step)
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
-        """Positions of this rank's images of a step, without opening them; scores: as `batches`."""
+        """Positions of this rank's images of a step, without opening them."""
         keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
         return [key.index for key in keys if key.index >= 0]
 
     def path(self, index: int) -> str:
-        """The file of the image at a position."""
+        """The file of an image."""
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
@@ -296,11 +150,8 @@ class Feed:
         return sampler
 
 
-_SHOWN = 20
-
-
 class Blocklist:
-    """Which training images could not be used, known alike to every rank.
+    """Training images that cannot be used, the same on every rank.
 
     Attributes:
         known: position in the set's records -> why.
@@ -310,8 +161,8 @@ class Blocklist:
         """
         Args:
             dataset: the training set; what a check found unreadable in it counts.
-            limit: `data.bad_images_limit`; one image may be bad whatever it says.
-        Raises: DataError: these are too many already.
+            limit: `data.bad_images_limit`; one bad image is always allowed.
+        Raises: DataError: there are too many already.
         """
         self.known = dict(dataset.unreadable)
         self._dataset = dataset
@@ -319,12 +170,11 @@ class Blocklist:
         self._stop_at_too_many()
 
     def add(self, found: Mapping[int, str]) -> list[str]:
-        """Adds what the ranks found; every rank calls it, after a step in which any found one.
+        """Adds the images that the ranks found in a step.  Collective.
 
-        Args:
-            found: position -> why, by this rank.
-        Returns: a line for each of them all, the same on every rank.
-        Raises: DataError, on every rank: they are too many now.
+        Args: found: position -> why, of this rank.
+        Returns: a line for each new one, the same on every rank.
+        Raises: DataError, on every rank: there are too many now.
         """
         new: dict[int, str] = {}
         for of_rank in comm.all_gather_objects([*found.items()]):
@@ -355,3 +205,143 @@ class Blocklist:
                 f"the limit:\n{lines}"
             ),
         )
+
+
+def require_the_same(dataset: DetectionSet, root: str) -> None:
+    """Compares a set and its images over all hosts.  Collective.
+
+    Args: root: data.root of this rank; hosts may have it at different places.
+    Raises: DataError, on every rank: sets or images differ; it says where first.
+    """
+    if comm.world_size() == 1:
+        return
+    records = Records.of(dataset.records)
+    top = os.path.join(os.path.abspath(root), "")
+    classes = [list(dataset.class_names), list(dataset.category_ids)]
+    found_W = comm.exchange([classes, fingerprint(dataset, root), comm.host()])
+    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
+    if other is None:
+        _require_same_images(dataset.source, records, top)
+        return
+    if found_W[0][0] != found_W[other][0]:
+        what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
+    else:
+        what = _first_difference(records, top, other)
+    raise DataError(
+        f"not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {what}",
+        code="dataset_differs",
+        where=f"{dataset.source}",
+        fix="give every host the same files below data.root",
+    )
+
+
+def fingerprint(dataset: DetectionSet, root: str) -> str:
+    """A digest of a set: image names below `root`, sizes, order, objects."""
+    records = Records.of(dataset.records)
+    top = os.path.join(os.path.abspath(root), "")
+    content = hashlib.blake2b(digest_size=16)
+    for index in range(len(records)):
+        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
+    columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
+    for column in (*columns, records.crowd_O):
+        content.update(np.ascontiguousarray(column).tobytes())
+    return content.hexdigest()
+
+
+def _require_same_images(source: str, records: Records, top: str) -> None:
+    """Compares image files; the first rank of each host reads them.  Collective."""
+    reads = comm.local_rank() == 0
+    sizes_N = _file_sizes(records) if reads else np.zeros(0, np.int64)
+    chosen = sorted({len(records) * n // _COMPARED_IMAGES for n in range(_COMPARED_IMAGES)})
+    chosen = chosen if len(records) else []
+    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if reads else []
+    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
+    found_W = comm.exchange([whole, marks, comm.host()] if reads else None)
+    readers = [rank for rank, found in enumerate(found_W) if found is not None]
+    other = next((rank for rank in readers if found_W[rank][:2] != found_W[0][:2]), None)
+    if other is None:
+        return
+    told = comm.rank() in (0, other)
+    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
+    apart = np.flatnonzero(ours_N != theirs_N)
+    if len(apart):
+        first = int(apart[0])
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
+        what = f"{sizes[0]} and {sizes[1]}"
+    else:
+        pairs = zip(chosen, found_W[0][1], found_W[other][1])
+        first = next(index for index, ours, theirs in pairs if ours != theirs)
+        what = "of the same size, but other content"
+    raise DataError(
+        f"not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
+        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: "
+        f"{what}{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}",
+        code="dataset_differs",
+        where=f"{source}",
+        fix="give every host the same files below data.root",
+    )
+
+
+def _file_sizes(records: Records) -> np.ndarray:
+    """[N] int64, bytes of each image's file; -1 where there is none."""
+
+    def sizes(begin: int) -> list[int]:
+        return [_size(records.path(n)) for n in range(begin, len(records), _THREADS)]
+
+    sizes_N = np.zeros(len(records), np.int64)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for begin, found in enumerate(pool.map(sizes, range(_THREADS))):
+            sizes_N[begin::_THREADS] = found
+    return sizes_N
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # whoever reads it reports why
+        return -1
+
+
+def _mark(record: ImageRecord, top: str) -> int:
+    """A checksum of everything that is compared of a record."""
+    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
+    return zlib.crc32("\n".join(map(repr, parts)).encode())
+
+
+def _columns(record: ImageRecord) -> dict[str, str]:
+    """Everything that is compared of a record besides its name."""
+    return {
+        "size": f"{record.width} x {record.height}",
+        "number of objects": f"{len(record.labels_M)}",
+        "boxes": f"{record.boxes_M4.tolist()}",
+        "classes of the objects": f"{record.labels_M.tolist()}",
+        "crowds": f"{record.crowd_M.tolist()}",
+    }
+
+
+def _first_difference(records: Records, top: str, other: int) -> str:
+    """Where rank 0 and rank `other` first differ, in words.  Collective."""
+    compared = comm.rank() in (0, other)
+    counts_W = comm.all_gather_objects(len(records))
+    marks = [_mark(record, top) for record in records] if compared else []
+    both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
+    common = min(len(ours_N), len(theirs_N))
+    apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
+    first = int(apart[0]) if len(apart) else common
+    record = records[first] if compared and first < len(records) else None
+    told_W = comm.all_gather_objects(
+        None if record is None else [record.path.removeprefix(top), _columns(record)]
+    )
+    ours, theirs = told_W[0], told_W[other]
+    counts = f"{counts_W[0]} and {counts_W[other]} images"
+    if ours is None and theirs is None:
+        return counts
+    if ours is None or theirs is None:
+        return f"{counts}, of which only one has {(ours or theirs)[0]}"
+    if ours[0] != theirs[0]:
+        return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
+    column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
+    return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"

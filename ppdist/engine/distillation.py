@@ -1,12 +1,12 @@
-"""Distillation: the teacher, and what a training step needs of it.
+"""Knowledge distillation: learning from a larger detector, the teacher.
 
     teacher's outputs <- the same uint8 images, no gradient, weights and statistics frozen
     student's features -> adapters (1x1, where widths differ) -> compared with the teacher's
 
-What learns is part of the student: the adapters are its sublayer `distillation`, so optimizer,
-gradient averaging, EMA, checks of weights and recovery treat them like every other weight.  The
-teacher is part of nothing.  Checkpoints keep the adapters in a file of their own, so whoever
-evaluates or exports a distilled student never hears of them.
+The adapters learn, so they are part of the student, its sublayer `distillation`: optimizer,
+gradient sync, EMA, replica checks and recovery treat them like every other weight.  The teacher is
+part of nothing.  Checkpoints keep the adapters in a file of their own, which evaluation and export
+do not read.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
 
 
 def teaching_of(config: DistillConfig) -> Teaching:
-    """The terms, for `Loss.distil`."""
+    """The terms of the distillation loss, for `Loss.distil`."""
 
     def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
         if config is None:
@@ -60,14 +60,14 @@ class Adapters(nn.Layer):
 
 
 class Unchanged(nn.Layer):
-    """The features as they are: a teacher's."""
+    """Passes features on unchanged: a teacher's."""
 
     def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(features)
 
 
 class Distillation:
-    """What a training step needs of a teacher.  Nothing here communicates."""
+    """The teacher of a training step.  Local: nothing here communicates."""
 
     def __init__(
         self, teacher: Detector, teaching: Teaching, source: Path, adapts: bool, about: str
@@ -77,7 +77,7 @@ class Distillation:
             teacher: frozen, in eval mode.
             source: its checkpoint, for messages.
             adapts: the student has adapters that learn.
-            about: the line for the log.
+            about: a line for the log.
         """
         self.teaching = teaching
         self.source = source
@@ -86,9 +86,9 @@ class Distillation:
         self._teacher = teacher
 
     def check(self, loss: Loss) -> None:
-        """Once the student has its anchors, of its data or of a checkpoint; every rank calls it.
+        """Checks that outputs of both models are comparable, once the student has its anchors.
 
-        Raises: ConfigError, on every rank: the teacher's outputs mean something else.
+        Raises: ConfigError, on every rank: they are not.
         """
         if problem := loss.misfit(self._teacher):
             raise ConfigError(
@@ -99,7 +99,7 @@ class Distillation:
 
     @paddle.no_grad()
     def ask(self, images_B3HW: Tensor) -> Any:
-        """The teacher's raw outputs for the student's images, which it normalises its own way."""
+        """The teacher's raw outputs for images 0..255, which it normalises its own way."""
         return self._teacher(self._teacher.normalize(images_B3HW))
 
     def teach(
@@ -110,16 +110,16 @@ class Distillation:
         taught: Any,
         totals: Tensor | None,
     ) -> LossOutput:
-        """A micro-batch's loss with what the teacher adds; see `Loss.distil`."""
+        """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
         return loss.distil(output, outputs, taught, self.teaching, totals)
 
 
 def build_distillation(
     config: DistillConfig | None, section: Any, student: Detector, seed: int
 ) -> Distillation | None:
-    """Reads the teacher and gives the student its adapters, in place; every rank calls it, before
-    optimizer and average are made and before the student is wrapped.
+    """Reads the teacher and gives the student its adapters, in place.  Collective.
 
+    Called before optimizer and EMA are made and before the student is wrapped.
     Args:
         config, section: `distill` and `model` of the run.
         seed: of the adapters' first weights.
@@ -133,13 +133,13 @@ def build_distillation(
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)
     about = (
-        f"teacher: {source}, {size / 1e6:.2f} M parameters ({ratio:.1f} times the student's); it "
-        f"teaches {terms}"
+        f"teacher: {source}, {size / 1e6:.2f} M parameters ({ratio:.1f} times the student's), for "
+        f"{terms}"
     )
-    teacher.fuse()  # merges the branches of its convolutions, drops what only training uses
+    teacher.fuse()
     fast = any(type(layer) is OneDNNConv2D for layer in student.sublayers())
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
-        use_onednn_convolutions(teacher)  # each rank for itself: values agree to rounding
+        use_onednn_convolutions(teacher)  # on each rank by itself: values agree to rounding
     teacher.eval()
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
@@ -155,7 +155,7 @@ def build_distillation(
 
 
 def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:
-    """The checkpoint that a path means, and its detector, with its averaged weights.
+    """The checkpoint that a path means, and its detector with its EMA weights.
 
     Args: section: the student's `model`.
     Raises: ConfigError: see `build_distillation`.  WeightsError: the checkpoint is damaged.
@@ -186,7 +186,7 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
     if theirs.num_classes != section.num_classes:
         raise refuse("its model.num_classes is", theirs.num_classes, section.num_classes)
     teacher = build_model(theirs)
-    assert isinstance(teacher, Detector), "classifiers are refused with the configuration"
+    assert isinstance(teacher, Detector), "the configuration refuses classifiers"
     if teacher.strides != student.strides:
         raise refuse("its levels have the strides", teacher.strides, student.strides)
     load_weights(teacher, source)
@@ -196,7 +196,7 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
 
 @paddle.no_grad()
 def _widths(model: Detector) -> list[int]:
-    """Channels of its neck's features, level by level, by a look at an empty image."""
+    """Channels of its neck's features, level by level, by a forward pass of a black image."""
     before, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
     size = model.size_multiple

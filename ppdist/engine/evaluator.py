@@ -1,6 +1,8 @@
-"""Evaluators: mAP or accuracy over a whole set, sharded over the ranks.
+"""Evaluation of detectors and classifiers over a set, sharded over the ranks.
 
-Where the training loss is wanted too, it comes from the forward passes of the evaluation.
+Every image is seen once, by one rank, so the result does not depend on the number of ranks.  The
+loop holds no collective, so ranks may have different numbers of batches; at its end they wait for
+each other as long as `distributed.timeout_seconds` allows.
 """
 
 import logging
@@ -28,12 +30,26 @@ from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
 from ppdist.models.base import Detector, ImageModel
 from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
+_LOGGER = logging.getLogger("ppdist")
+_REPORT_SECONDS = 30.0
+_DRAWN_SCORE = 0.3
+_SEEN = -1  # in place of a class: the row only says that its rank has seen the image
+_STOPPED = -1  # in place of the position of an image: the rank was asked to stop
+
+
+class EvaluationStopped(Exception):
+    """A rank was asked to stop; raised on all ranks."""
+
+
+def _never() -> bool:
+    return False
+
 
 class ValidationLoss:
-    """What the loss of one step would be whose batch is the whole set, over all ranks.
+    """The training loss over a whole validation set and all ranks.
 
     The images are those of the evaluation, not augmented; the objects those that training would
-    learn of them, without crowds.  An auxiliary head, which only training has, has no part in it.
+    learn of them, without crowds.  An auxiliary head, which only training has, does not count.
 
     Attributes:
         sums: over this rank's batches since `begin`, not normalised; see `normalised`.
@@ -53,7 +69,7 @@ class ValidationLoss:
         self.sums: dict[str, float] = {}
 
     def begin(self, step: int) -> None:
-        """Before the first batch; every rank calls it.
+        """Called before the first batch.  Collective.
 
         Args: step: optimizer steps done; the loss is that of the last one.
         """
@@ -66,8 +82,7 @@ class ValidationLoss:
             self._counted = True
 
     def _counts(self) -> list[float]:
-        """What the loss counts in the targets of this rank's share; nothing, where it counts
-        nothing or there is no image."""
+        """What the loss counts in the targets of this rank's share; [] if nothing."""
         summed: paddle.Tensor | None = None
         for keys in self._loader.plan:
             size = keys[0].height, keys[0].width
@@ -79,7 +94,7 @@ class ValidationLoss:
 
     @paddle.no_grad()
     def add(self, outputs: Any, batch: Batch) -> None:
-        """A batch of the loader, and what the model said of it in eval mode."""
+        """Adds a batch of the loader and the model's outputs in eval mode."""
         height, width = batch.images_B3HW.shape[2:]
         indices = batch.image_index_B.numpy().tolist()
         assert min(indices) >= 0, "EvalSampler pads nothing"
@@ -92,42 +107,22 @@ class ValidationLoss:
 
 
 def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
-    """`val_loss` and `val_loss_<part>` from the sums of each rank, empty where it has no images."""
+    """`val_loss` and `val_loss_<part>`; the sums of a rank without images are empty."""
     whole: dict[str, float] = {}
     for sums in sums_W:
         for name, value in sums.items():
             whole[name] = whole.get(name, 0.0) + value
     divisor = max(1.0, whole.pop("normalizer"))
-    # A part that is no loss (train_top1 of a classifier) is measured as a metric anyway.
+    # A part that is no loss (train_top1 of a classifier) is a metric already.
     losses = {name: value / divisor for name, value in whole.items() if name.startswith("loss")}
     return {f"val_{name}": value for name, value in losses.items()}
 
 
-_LOGGER = logging.getLogger("ppdist")
-_REPORT_SECONDS = 30.0
-_DRAWN_SCORE = 0.3
-SEEN = -1  # in place of a class: the row says only that the image was looked at
-CUT_SHORT = -1  # in place of an image's position: the rank was asked to stop
-
-
-class EvaluationStopped(Exception):
-    """A rank was asked to stop; raised on all of them, and there are no metrics."""
-
-
-def go_on() -> bool:
-    """Nobody asks to stop."""
-    return False
-
-
 class Evaluator:
-    """Runs a detector over a set; every image is seen once, by one rank.
-
-    The result does not depend on the number of ranks.  The loop holds no collective, so ranks may
-    have different numbers of batches; they meet once, at its end, and wait there as long as
-    `distributed.timeout_seconds` allows.
+    """Runs a detector over a set.
 
     Attributes:
-        headline: names of metrics for the log; the first says by default what is best.
+        headline: names of metrics for the log; the best is by default chosen by the first.
         metrics: names of what `measure` gives.
         images: in the whole set.
         pictures: after an evaluation, the first images of this rank's share with true and
@@ -155,7 +150,7 @@ class Evaluator:
                 position in `dataset.records`, or -1 for padding.
             nms: bounds the time of an untrained model too: `candidates` and `keep` boxes at most.
             max_pictures: how many images to draw.
-            loss: `evaluate` gives that, too.
+            loss: measured by `evaluate`, too; None: no loss.
         """
         self.metrics = (*metric_names(dataset.class_names), "fitness")
         self.images = len(dataset.records)
@@ -170,16 +165,16 @@ class Evaluator:
         self._loss = loss
 
     def evaluate(
-        self, model: Detector, stopped: Callable[[], bool] = go_on, step: int = 0
+        self, model: Detector, stopped: Callable[[], bool] = _never, step: int = 0
     ) -> dict[str, float]:
-        """COCO metrics of the model; every rank calls it and every rank gets the same result.
+        """COCO metrics of the model, the same on every rank.  Collective.
 
         Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
         as before when it returns.
 
         Args:
             model: the detector itself, not its data-parallel wrapper.
-            stopped: whether this rank was asked to stop; looked at after each batch.
+            stopped: whether this rank was asked to stop; called after each batch.
             step: optimizer steps done, on which the loss depends.
         Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
             `eval_seconds` (rank 0's wall time).
@@ -203,7 +198,7 @@ class Evaluator:
         return metrics
 
     def measure(self, found_R7: np.ndarray) -> dict[str, float]:
-        """Metrics of what `predict` found, on this rank alone.
+        """Metrics of what `predict` found.  Local.
 
         Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `fitness` = 0.1 mAP50 + 0.9 mAP.
         """
@@ -211,15 +206,15 @@ class Evaluator:
         return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
 
     def analyse(self, found_R7: np.ndarray, step: int | None = None) -> dict[str, Any]:
-        """See `ppdist.metrics.analysis.analyse`; on this rank alone."""
+        """See `ppdist.metrics.analysis.analyse`.  Local."""
         return analyse(self._dataset, found_R7, step)
 
     def analyse_last(self, step: int) -> dict[str, Any]:
-        """`analyse` of what `evaluate` measured last; on rank 0 alone."""
+        """`analyse` of what `evaluate` measured last; rank 0 alone."""
         return self.analyse(self._last_R7, step)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
-        """AP of each class of what `measure` gave; None where the set has no object of it."""
+        """AP of each class; None where the set has no object of it."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
@@ -227,8 +222,8 @@ class Evaluator:
         """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""
         write_detections(path, self._dataset, found_R7)
 
-    def predict(self, model: Detector, stopped: Callable[[], bool] = go_on) -> np.ndarray:
-        """Detections of the whole set; every rank calls it and every rank gets all rows.
+    def predict(self, model: Detector, stopped: Callable[[], bool] = _never) -> np.ndarray:
+        """Detections of the whole set, all of them on every rank.  Collective.
 
         Args: stopped: see `evaluate`.
         Returns: float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
@@ -241,14 +236,14 @@ class Evaluator:
     def _found(
         self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """What `predict` does, and the losses; ranks meet twice, each meeting takes some time."""
+        """What `predict` returns, and the losses.  Collective."""
         share = agreed(
             lambda: self._detect_share(model, stopped, loss),
             say=lambda _: None if loss is None else loss.sums,
         )
         rows_R7 = comm.all_gather_rows(share.value)
         self.clock.lap("ranks")
-        seen_R = rows_R7[:, 1] == SEEN
+        seen_R = rows_R7[:, 1] == _SEEN
         check_each_once(self._dataset, rows_R7[seen_R, 0].astype(np.int64))
         rows_R7 = rows_R7[~seen_R]
         losses = {} if loss is None else normalised(share.said_W)
@@ -257,8 +252,10 @@ class Evaluator:
     def _detect_share(
         self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> np.ndarray:
-        """Rows [R, 7] of this rank's images, one of them of class SEEN for each image, and one at
-        position CUT_SHORT if it was asked to stop."""
+        """Rows [R, 7] of this rank's images.
+
+        Also one of class _SEEN for each image, and one at position _STOPPED after a signal.
+        """
         rows = [np.zeros((0, 7), np.float32)]
         self.pictures = []
         progress = ShareProgress(len(self._dataset.records))
@@ -278,14 +275,14 @@ class Evaluator:
                 self.clock.lap("rows")
                 progress.add(len(rows[-1]))
                 if stopped():
-                    rows.append(_seen(np.array([CUT_SHORT])))
+                    rows.append(_seen(np.array([_STOPPED])))
                     break
         return np.concatenate(rows)
 
     def _in_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
     ) -> np.ndarray:
-        """Rows [R, 7] with the image's position in front; those of padding images are dropped."""
+        """Rows [R, 7] with the image's position in front, without padding images."""
         position_R = np.repeat(np.arange(len(count_B)), count_B)
         index_R = batch.image_index_B.numpy()[position_R]
         scale_yx_R2 = batch.scale_B2.numpy()[position_R]
@@ -299,48 +296,14 @@ class Evaluator:
 
 def _seen(indices_S: np.ndarray) -> np.ndarray:
     rows_S7 = np.zeros((len(indices_S), 7), np.float32)
-    rows_S7[:, 0], rows_S7[:, 1] = indices_S, SEEN
+    rows_S7[:, 0], rows_S7[:, 1] = indices_S, _SEEN
     return rows_S7
-
-
-class ShareProgress:
-    """Says now and then how much of its share of the images a rank has evaluated."""
-
-    def __init__(self, images: int) -> None:
-        """Args: images: of the whole set, over all ranks."""
-        self._share = images / comm.world_size()
-        self._done = 0
-        self._began = self._reported = time.monotonic()
-
-    def add(self, images: int) -> None:
-        heartbeat.alive()
-        self._done += images
-        now = time.monotonic()
-        if now - self._reported > _REPORT_SECONDS:
-            self._reported = now
-            left = (now - self._began) / max(1, self._done) * max(0.0, self._share - self._done)
-            _LOGGER.info(f"evaluated {self._done}/{self._share:.0f} images, ETA {duration(left)}")
-
-
-def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
-    """Raises: RuntimeError: the positions seen by all ranks are not each image exactly once;
-    EvaluationStopped: CUT_SHORT is among them."""
-    if CUT_SHORT in seen_N:
-        raise EvaluationStopped
-    counts_N = np.bincount(seen_N, minlength=len(dataset.records))
-    wrong = np.flatnonzero(counts_N != 1)
-    if wrong.size:
-        first = dataset.records[wrong[0]].path
-        raise RuntimeError(
-            f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
-            f"not, first {first} ({counts_N[wrong[0]]} times)"
-        )
 
 
 def detect(
     model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig, clock: Clock
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Detections of one batch; the caller has set the model's mode.
+    """Detections of one batch by a model in eval mode.
 
     Args:
         images_B3HW: uint8 RGB.
@@ -358,18 +321,6 @@ def detect(
     return found
 
 
-@contextmanager
-def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
-    """Inside, every layer is in eval mode; afterwards each is again in the mode it was in."""
-    modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
-    model.eval()
-    try:
-        yield
-    finally:
-        for layer, training in modes:
-            layer.training = training
-
-
 def draw_batch(
     batch: Batch,
     rows_R6: np.ndarray,
@@ -377,7 +328,7 @@ def draw_batch(
     class_names: tuple[str, ...],
     limit: int,
 ) -> list[np.ndarray]:
-    """Pictures of a batch: the true boxes on the left, the predicted ones on the right.
+    """Pictures of a batch: ground truth on the left, predictions on the right.
 
     Args:
         rows_R6, count_B: what `detect` returned for the batch; predictions whose score is below
@@ -403,17 +354,14 @@ def draw_batch(
 
 
 class ClassificationEvaluator:
-    """Runs a classifier over a set; every image is seen once, by one rank.
-
-    As `Evaluator`: the result does not depend on the number of ranks, and the loop holds no
-    collective, so ranks may have different numbers of batches; they meet once, at its end.
+    """Runs a classifier over a set; as `Evaluator`.
 
     Attributes:
-        headline: names of metrics for the log; the first says by default what is best.
+        headline: names of metrics for the log; the best is by default chosen by the first.
         metrics: names of what `measure` gives.
         images: in the whole set.
-        pictures: after an evaluation, the first images of this rank's share: true class on the
-            left, the surest ones on the right, for `RunLog.images`.
+        pictures: after an evaluation, the first images of this rank's share: the true class on
+            the left, the most probable ones on the right, for `RunLog.images`.
     """
 
     headline = metrics = CLASSIFICATION_METRICS
@@ -432,7 +380,7 @@ class ClassificationEvaluator:
             loader: gives this rank's share of it anew at each iteration; `labels_BM[:, 0]` is the
                 class and `image_index_B` the position in `dataset.records`, -1 for padding.
             max_pictures: how many images to draw.
-            loss: `evaluate` gives that, too.
+            loss: measured by `evaluate`, too; None: no loss.
         """
         self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
@@ -442,15 +390,15 @@ class ClassificationEvaluator:
         self._loss = loss
 
     def evaluate(
-        self, model: ImageModel, stopped: Callable[[], bool] = go_on, step: int = 0
+        self, model: ImageModel, stopped: Callable[[], bool] = _never, step: int = 0
     ) -> dict[str, float]:
-        """Accuracy of the model; every rank calls it and every rank gets the same result.
+        """Accuracy of the model, the same on every rank.  Collective.
 
         The mode (train or eval) of every layer is as before when it returns.
 
         Args:
             model: the classifier itself, not its data-parallel wrapper.
-            stopped: whether this rank was asked to stop; looked at after each batch.
+            stopped: whether this rank was asked to stop; called after each batch.
             step: optimizer steps done.
         Returns: what `measure` does; with a loss `val_loss`; and `eval_seconds` (rank 0's).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.
@@ -475,14 +423,14 @@ class ClassificationEvaluator:
         return self.analyse(self._last, step)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
-        """Nothing: accuracy is of all classes together."""
+        """None: accuracy is measured over all classes together."""
 
     def save(self, path: Path, found: Ranking) -> None:
         """See `ppdist.metrics.classification.write_ranking`."""
         write_ranking(path, self._dataset, found)
 
-    def predict(self, model: ImageModel, stopped: Callable[[], bool] = go_on) -> Ranking:
-        """The surest classes of the whole set, in its order; every rank calls it and gets all.
+    def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Ranking:
+        """The most probable classes of the whole set, in its order.  Collective.
 
         Args: stopped: see `evaluate`.
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
@@ -529,7 +477,7 @@ class ClassificationEvaluator:
                 progress.add(len(ranking.index_N))
                 if stopped():
                     nobody = np.zeros((1, model.num_classes), np.float32)
-                    parts.append(rank(nobody, np.zeros(1, np.int64), np.array([CUT_SHORT])))
+                    parts.append(rank(nobody, np.zeros(1, np.int64), np.array([_STOPPED])))
                     break
         return Ranking(*(np.concatenate(values) for values in zip(*parts)))
 
@@ -549,7 +497,54 @@ class ClassificationEvaluator:
 
 @paddle.no_grad()
 def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.ndarray]:
-    """Raw outputs, and probabilities_BC, of uint8 or float RGB images 0..255; the caller has set
-    the model's mode."""
+    """Raw outputs and probabilities_BC of RGB images 0..255 by a model in eval mode."""
     outputs = model(model.normalize(images_B3HW))
     return outputs, model.decode(outputs).numpy()
+
+
+@contextmanager
+def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards in its mode from before."""
+    modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training
+
+
+class ShareProgress:
+    """Logs now and then how many of its images a rank has evaluated."""
+
+    def __init__(self, images: int) -> None:
+        """Args: images: of the whole set, over all ranks."""
+        self._share = images / comm.world_size()
+        self._done = 0
+        self._began = self._reported = time.monotonic()
+
+    def add(self, images: int) -> None:
+        heartbeat.alive()
+        self._done += images
+        now = time.monotonic()
+        if now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            left = (now - self._began) / max(1, self._done) * max(0.0, self._share - self._done)
+            _LOGGER.info(f"evaluated {self._done}/{self._share:.0f} images, ETA {duration(left)}")
+
+
+def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
+    """Checks the positions that all ranks have seen.
+
+    Raises: RuntimeError: not each image exactly once.  EvaluationStopped: a rank was asked to stop.
+    """
+    if _STOPPED in seen_N:
+        raise EvaluationStopped
+    counts_N = np.bincount(seen_N, minlength=len(dataset.records))
+    wrong = np.flatnonzero(counts_N != 1)
+    if wrong.size:
+        first = dataset.records[wrong[0]].path
+        raise RuntimeError(
+            f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
+            f"not, first {first} ({counts_N[wrong[0]]} times)"
+        )

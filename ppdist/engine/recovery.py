@@ -36,7 +36,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Recovery:
-    """What a run does about failed steps.  Every method is collective, unless it says otherwise.
+    """What a run does about failed steps.  Methods are collective unless Local.
 
     Attributes:
         skipped_steps: numbers, from 1, of steps at which the run ended twice; they are not made.
@@ -74,7 +74,7 @@ class Recovery:
         self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Rolls back to this snapshot from now on, unless it was taken amid bad steps.  Local.
+        """Keeps a snapshot to roll back to, unless taken amid bad steps.  Local.
 
         A run that resumes from such a one (it was the best, or the end) rolls back no further.
         """
@@ -369,7 +369,7 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
 
 
 def trusted(groups: list[list[int]], finite_W: list[bool]) -> tuple[list[int], bool]:
-    """The group of ranks whose state the others get, and whether it is known to be right.
+    """The group of ranks to copy from, and whether it is surely right.
 
     Args: finite_W: whether all that a rank holds is finite.
     """

@@ -89,8 +89,10 @@ class ScheduleSetup:
 
     @property
     def steps_per_written_epoch(self) -> float:
-        """Optimizer steps of an epoch as configured, in which phases of the loss and drops of the
-        learning rate are counted: `steps_per_epoch` times `phase_scale`."""
+        """Optimizer steps of an epoch as configured.
+
+        Phases of the loss and drops of the learning rate are counted in these.
+        """
         return self.steps_per_epoch * self.phase_scale
 
     def rows(self) -> list[tuple[str, str, str]]:

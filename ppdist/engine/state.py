@@ -145,8 +145,9 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
 
 
 def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
-    """Gives a run what was taken from one with as many images in a step.  Collective.
+    """Puts the state of a checkpoint into a run.  Collective.
 
+    The checkpoint has as many images in a step.
     Returns: where the run is now; a warning, if something was lost or starts anew.
     Raises: CheckpointError: it belongs to a model of another shape, or is not whole.
     """
@@ -245,7 +246,7 @@ def _with_distillation(
 
 
 def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> None:
-    """Overwrites tensors by arrays or tensors of the same keys and shapes, keeping their dtype."""
+    """Overwrites tensors by arrays or tensors of the same keys; dtypes stay."""
     for key, target in targets.items():
         source = sources[key]
         if not isinstance(source, paddle.Tensor):
@@ -288,7 +289,7 @@ class Changes:
 
 @dataclass
 class Start:
-    """Where a run starts: anew, or after the step of a checkpoint.  The same on every rank."""
+    """Where a run starts; the same on every rank."""
 
     job: str | None  # id of the run that earlier attempts of this job have started
     snapshot: Snapshot | None = None  # None: it starts anew
@@ -506,8 +507,9 @@ def _require_steps(start: Start, then: int, now: int) -> None:
 
 
 def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
-    """Moves checkpoints of other runs out of this run's folder, and notes its id.  Collective.
+    """Leaves only this run's checkpoints in its folder.  Collective.
 
+    The others are moved beside it; then the id of the run is noted with the job.
     Raises: CheckpointError: the disk refused.
     """
     folder = output_dir / "checkpoints"
@@ -556,7 +558,7 @@ def log_start(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
 
 
 def _id_of_job() -> str | None:
-    """Id of the run that earlier attempts of this job have started, on any host.  Collective.
+    """Id of the run that this job has started, on any host.  Collective.
 
     None: no attempt got that far, or there is no fleetrun.
     """

@@ -1,4 +1,4 @@
-"""Pictures of what the model sees, in `plots`."""
+"""Pictures in `plots`: augmented training batches, validation images with predictions."""
 
 import logging
 import math
@@ -16,14 +16,14 @@ from ppdist.viz.draw import grid, within, write_jpeg
 
 _LOGGER = logging.getLogger("ppdist.engine")
 _BATCHES = 3  # of each kind of augmentation
-_MOST_IMAGES = 9  # of a training batch
+_MAX_IMAGES = 9  # of a training batch
 _PAIRS = 4  # of truth and prediction in one file
 
 
 class BatchPictures:
     """Draws the first training batches of a run, and again where augmentation changes.
 
-    For rank 0 alone.  Trouble with a picture costs one warning and all further ones.
+    Rank 0 alone has one.  The first picture that fails is the last: one warning, no further ones.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class BatchPictures:
         """
         Args:
             folder: gets train_batch_0.jpg, ...; train_batch_epoch_E_0.jpg, ... of batches from
-                epoch E on, if others begin there.
+                epoch E on, where augmentation changes there.
             config: of the samples that are drawn.
         """
         self._folder = folder
@@ -41,45 +41,45 @@ class BatchPictures:
         self._steps_per_epoch = derived.steps_per_epoch
         epochs = math.ceil(derived.schedule_steps / derived.steps_per_epoch)
         kinds = [config.augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
-        self._begins = [at for at in range(epochs) if at == 0 or kinds[at] != kinds[at - 1]]
-        self._drawn = dict.fromkeys(self._begins, 0)
-        self._begun_at: int | None = None  # step of this process
+        self._starts = [at for at in range(epochs) if at == 0 or kinds[at] != kinds[at - 1]]
+        self._drawn = dict.fromkeys(self._starts, 0)
+        self._started_at: int | None = None  # step at which this process started
 
     def watching(self, batches: Iterator[Batch], first_step: int, per_step: int) -> Iterator[Batch]:
-        """The same batches; some are drawn on their way.
+        """Passes batches on, and draws some of them.
 
         Args:
-            first_step: to which the first of them belongs.
+            first_step: the step of the first one.
             per_step: micro-batches of an optimizer step.
         """
-        if self._begun_at is None:
-            self._begun_at = first_step
+        if self._started_at is None:
+            self._started_at = first_step
         for number, batch in enumerate(batches):
-            self._look(batch, first_step + number // per_step)
+            self._draw(batch, first_step + number // per_step)
             yield batch
 
-    def _look(self, batch: Batch, step: int) -> None:
+    def _draw(self, batch: Batch, step: int) -> None:
         epoch = step // self._steps_per_epoch
-        begin = max((at for at in self._begins if at <= epoch), default=0)
-        number = self._drawn.get(begin, _BATCHES)
+        start = max((at for at in self._starts if at <= epoch), default=0)
+        number = self._drawn.get(start, _BATCHES)
         if number >= _BATCHES or not batch.real:
             return
-        self._drawn[begin] += 1
-        kind = f"_epoch_{begin}" if begin else ""
+        self._drawn[start] += 1
+        kind = f"_epoch_{start}" if start else ""
         path = self._folder / f"train_batch{kind}_{number}.jpg"
-        amid = begin * self._steps_per_epoch < (self._begun_at or 0)
-        if amid and path.exists():  # drawn where these batches began, before this run was resumed
+        resumed_later = start * self._steps_per_epoch < (self._started_at or 0)
+        if resumed_later and path.exists():  # drawn before this run was resumed
             return
         try:
             pictures = drawn_samples(batch, self._class_names, self._task)
-            write_jpeg(path, within(grid(list(islice(pictures, _MOST_IMAGES)))))
+            write_jpeg(path, within(grid(list(islice(pictures, _MAX_IMAGES)))))
         except Exception as error:  # no picture is worth a run
-            self._drawn = dict.fromkeys(self._begins, _BATCHES)
-            _LOGGER.warning(f"{path} cannot be drawn, training goes on without: {error}")
+            self._drawn = dict.fromkeys(self._starts, _BATCHES)
+            _LOGGER.warning(f"failed to draw {path}, continuing without pictures: {error}")
 
 
 def write_validation(folder: Path, pictures: Sequence[np.ndarray]) -> None:
-    """Writes val_batch_0.jpg, ... of pictures that show truth and prediction.  May raise."""
+    """Writes val_batch_0.jpg, ... of pictures of truth and prediction.  May raise."""
     for number, first in enumerate(range(0, len(pictures), _PAIRS)):
         picture = grid(pictures[first : first + _PAIRS], across=2)
         write_jpeg(folder / f"val_batch_{number}.jpg", within(picture))

@@ -109,7 +109,7 @@ def test_too_many_bad_images_are_told_before_the_first_step(how, tmp_path, monke
 def test_sampling_by_difficulty_asks_for_evaluations(tmp_path):
     write_shapes(tmp_path, damaged=0)
     config = tiny_config(tmp_path, [*UNCHECKED, "data.sampling.name=difficulty"])
-    with pytest.raises(ValueError, match="goes by the scores of evaluations: start with --eval"):
+    with pytest.raises(ValueError, match="needs the scores of evaluations; start with --eval"):
         build_training(
             config, output_dir=tmp_path / "run", evaluate=False, resume=None, command=["test"]
         )

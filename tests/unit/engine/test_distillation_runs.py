@@ -77,8 +77,8 @@ def taught(shapes, teacher, tmp_path_factory):
 def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher):
     text = (taught / "train.log").read_text()
     assert (
-        f"teacher: {teacher}/checkpoints/last, 2.02 M parameters (3.6 times the student's); it "
-        f"teaches logits, features, boxes" in text
+        f"teacher: {teacher}/checkpoints/last, 2.02 M parameters (3.6 times the student's), for "
+        f"logits, features, boxes" in text
     )
     assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
 

@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_and_no_batch(tmp_path
     (tmp_path / "plots").write_text("a file")
     look(pictures(tmp_path / "plots"), 0, 6)
     (warning,) = caplog.records
-    assert "training goes on without" in warning.getMessage()
+    assert "continuing without pictures" in warning.getMessage()
 
 
 def test_validation_images_that_cannot_be_written_cost_one_warning(tmp_path):
