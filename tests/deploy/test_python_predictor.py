@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from tests.unit.export.test_export_classifier import classifier_spec, tiny_class
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "python"
 sys.path.insert(0, str(FOLDER))
-predictor, pictures = map(importlib.import_module, ("predictor", "pictures"))
+predictor, pictures, results = map(importlib.import_module, ("predictor", "pictures", "results"))
 Predictor, PredictorError = predictor.Predictor, predictor.PredictorError
 
 SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
@@ -99,6 +100,31 @@ def test_images_of_any_shape_in_one_batch_give_the_boxes_of_eager(
         assert (got_R6[:, 2:] >= 0).all()
         assert (got_R6[:, 2:] <= np.array([width, height, width, height])).all()
     assert predict([]) == []
+
+
+def test_boxes_go_back_from_a_letterboxed_input_to_the_image() -> None:
+    predict = object.__new__(Predictor)
+    predict._nms_in_graph = True
+    predict.spec = {
+        "task": "detect", "input": {"size": [64, 96]}, "resize": {"mode": "letterbox"},
+    }  # fmt: skip
+    # An image of 60 x 120 fills the input's columns 32 to 64, at 8/15 of its size.
+    rows_R6 = np.array([[1, 0.5, 40, 16, 56, 48], [0, 0.9, 32, 0, 70, 64]], np.float32)
+    (found,) = predict.finish((rows_R6, np.array([2])), [(120, 60)])
+    want = [[0, 0.9, 0, 0, 60, 120], [1, 0.5, 15, 30, 45, 90]]
+    np.testing.assert_allclose(found, want, atol=1e-4)
+
+
+def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
+    spec = {"task": "detect", "class_names": ["red", "green"], "category_ids": [7, 9]}
+    frame = pictures.Frame("a.jpg", None, 0.0, picture(120, 60))
+    found = results.Results(tmp_path, spec, 0.3, {})
+    found.add(frame, np.array([[1, 0.5, 15, 30, 45, 90], [0, 0.2, 0, 0, 9, 9]], np.float32))
+    content = json.loads(found.write(as_csv=True).read_text())
+    (one,) = content["annotations"]
+    assert (one["bbox"], one["area"], one["category_id"]) == ([15, 30, 30, 60], 1800, 9)
+    lines = (tmp_path / "detections.csv").read_text().splitlines()
+    assert lines[1:] == ["a.jpg,,green,0.5,15.0,30.0,45.0,90.0"]
 
 
 @pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])

@@ -49,6 +49,11 @@ def test_wrong_input_wins_over_what_killed_its_peers(tmp_path: Path) -> None:
     assert outcome == Outcome(2, "error: no such file")
 
 
+def test_wrong_input_wins_over_an_earlier_crash(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, (1, 1.0, 1, crash("boom")), (2, 9.0, 2, wrong("no such file")))
+    assert outcome == Outcome(2, "error: no such file")
+
+
 def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (2, 1.0, 2, wrong("unknown key")), (2, 1.1, 2, wrong("unknown key")))
     assert outcome == Outcome(2, "error: unknown key")
