@@ -143,7 +143,9 @@ def fuse(arguments: argparse.Namespace) -> None:
     else:
         comm.init("cpu", DistributedConfig())
     comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
-    dataset, saved = comm.together(lambda: fusing.read_all(files, configs, arguments.detections))
+    dataset, saved = comm.run_on_all_ranks(
+        lambda: fusing.read_all(files, configs, arguments.detections)
+    )
     for line in limits(dataset):
         tell(line)
     truth, of_files = bool(configs), factors[len(models) :]
@@ -179,7 +181,7 @@ def members_of_model(
     from ppdist.export.predictor import load_all_weights
 
     model = ready_model(config)
-    comm.together(lambda: load_all_weights(model, weights))
+    comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
     written, asked = config.nms.iou_threshold, arguments.view_iou
     suppression_iou = fusing.view_iou(arguments.method, arguments.iou, asked, written)
     members = []

@@ -68,7 +68,7 @@ def main() -> int:
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
-    dataset = comm.together(load)
+    dataset = comm.run_on_all_ranks(load)
     if dataset.limited and comm.is_main():
         print(f"ppdist: {dataset.limited}", file=sys.stderr)
     evaluator = build_evaluator(config, dataset, model, pictures)

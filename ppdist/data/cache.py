@@ -197,10 +197,10 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
     """
     if comm.world_size() == 1:
         return begin()
-    hosts_W = comm.all_gather_objects(_host())
+    hosts_W = comm.all_gather_large_object(_host())
     first = hosts_W.index(hosts_W[comm.rank()])
-    own = comm.together(begin if first == comm.rank() else lambda: _NOTHING)
-    process, descriptor, kept = comm.all_gather_objects([os.getpid(), *own])[first]
+    own = comm.run_on_all_ranks(begin if first == comm.rank() else lambda: _NOTHING)
+    process, descriptor, kept = comm.all_gather_large_object([os.getpid(), *own])[first]
     if first != comm.rank() and kept:
         try:
             own = _Opened(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), kept)

@@ -40,7 +40,8 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import heartbeat
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
 from ppdist.distributed.store import addresses as addresses
-from ppdist.distributed.store import announce as announce
+from ppdist.distributed.store import all_gather_object as all_gather_object
+from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
 from ppdist.distributed.store import (
     drowsy_threads,
@@ -49,15 +50,14 @@ from ppdist.distributed.store import (
     set_timeout,
     store_apart,
 )
-from ppdist.distributed.store import exchange as exchange
 from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
 from ppdist.distributed.store import local_size as local_size
 from ppdist.distributed.store import rank as rank
 from ppdist.distributed.store import ranks_named as ranks_named
+from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
-from ppdist.distributed.store import together as together
 from ppdist.distributed.store import world_size as world_size
 
 SIZES_MB = (1, 2, 4, 8, 16)
@@ -67,18 +67,20 @@ _NEARLY = 1.05  # within the differences between one measurement and the next
 _SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whatever the size
 
 
-def fastest_bucket_mb(try_size: Callable[[int], None], exchange: Callable[[Any], list[Any]]) -> int:
+def fastest_bucket_mb(
+    try_size: Callable[[int], None], all_gather_object: Callable[[Any], list[Any]]
+) -> int:
     """The smallest size that is as fast as any, MiB; every rank calls it, in less than 2 s.
 
     Small messages leave early and take less memory, large ones have less to wait for.
 
     Args:
         try_size: sums the same LARGEST_MB MiB in messages of so many MiB; all ranks run it.
-        exchange: gives what every rank gave, in rank order.
+        all_gather_object: gives what every rank gave, in rank order.
     Returns: what rank 0 found, on every rank.
     """
     try_size(LARGEST_MB)  # makes the connections
-    if exchange(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
+    if all_gather_object(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
         return LARGEST_MB
     seconds: dict[int, list[float]] = {mb: [] for mb in SIZES_MB}
     for _ in range(_REPEATS):
@@ -86,7 +88,7 @@ def fastest_bucket_mb(try_size: Callable[[int], None], exchange: Callable[[Any],
             seconds[mb].append(_seconds(try_size, mb))
     typical = {mb: median(found) for mb, found in seconds.items()}
     best = min(typical.values())
-    return exchange(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
+    return all_gather_object(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
 
 
 def _seconds(try_size: Callable[[int], None], mb: int) -> float:
@@ -161,13 +163,13 @@ def init(device: str, config: DistributedConfig) -> None:
         # Paddle has put a handler of its own below Python's, which prints a page about a
         # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    kind = together(lambda: _choose_device(device))
+    kind = run_on_all_ranks(lambda: _choose_device(device))
     if kind == "cpu":
         keep_freed_memory()
     if world_size() > 1:
         settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
-        require_same(exchange, host(), {"device": kind} | settings)
-        require_ways(exchange, addresses(), rank(), os.environ)
+        require_same(all_gather_object, host(), {"device": kind} | settings)
+        require_ways(all_gather_object, addresses(), rank(), os.environ)
         _join(kind)
         if kind == "cpu":
             _share_memory(config)
@@ -221,12 +223,12 @@ def _join(kind: str) -> None:
 def _share_memory(config: DistributedConfig) -> None:
     """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
     global _host, _leaders
-    first, patience = rank() - local_rank(), config.timeout_seconds
+    first, timeout = rank() - local_rank(), config.timeout_seconds
     mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
     _host = join(
-        exchange, rank=rank(), first=first, message_bytes=mb << 20, patience_seconds=patience
+        all_gather_object, rank=rank(), first=first, message_bytes=mb << 20, timeout_seconds=timeout
     )
-    leaders = sorted(set(exchange(first)))
+    leaders = sorted(set(all_gather_object(first)))
     if _host is not None and len(leaders) > 1:
         _leaders = _new_group(leaders)
 
@@ -235,7 +237,7 @@ def _new_group(members: list[int]) -> Any:
     """A group of some ranks besides that of all; every rank calls it."""
     if on_gpu():
         return pd.new_group(members)
-    apart = store_apart(collective, exchange, addresses(), rank(), members)
+    apart = store_apart(collective, all_gather_object, addresses(), rank(), members)
     with drowsy_threads(), apart:
         return pd.new_group(members)
 
@@ -251,7 +253,7 @@ def _measured_bucket() -> int:
         _use_bucket(mb)
         sum_tensors(tensors)
 
-    return fastest_bucket_mb(try_bucket, exchange)
+    return fastest_bucket_mb(try_bucket, all_gather_object)
 
 
 def bucket_mb() -> int:
@@ -395,7 +397,7 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
     return np.concatenate([part[:count] for part, count in zip(gathered_WRK, counts_W)])
 
 
-def all_gather_objects(value: Any) -> list[Any]:
+def all_gather_large_object(value: Any) -> list[Any]:
     """What every rank gave, in rank order; it must survive JSON.  Every rank calls it; they may
     arrive minutes apart."""
     line = f"{json.dumps(value)}\n".encode()
@@ -426,7 +428,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Agreed(Generic[T]):
+class OnAllRanks(Generic[T]):
     """Of a piece of work that all ranks have done."""
 
     value: T  # what it returned on this rank
@@ -439,7 +441,9 @@ class EvaluationFailed(CodedError, RuntimeError):
     kind = "evaluation"
 
 
-def agreed(work: Callable[[], T], say: Callable[[T], Any] = lambda value: None) -> Agreed[T]:
+def evaluate_on_all_ranks(
+    work: Callable[[], T], say: Callable[[T], Any] = lambda value: None
+) -> OnAllRanks[T]:
     """What `work` returned on this rank, if it did on all; every rank calls it.
 
     Args: say: what the other ranks shall know of what it returned; it must survive JSON.
@@ -455,10 +459,10 @@ def agreed(work: Callable[[], T], say: Callable[[T], Any] = lambda value: None) 
         text = f"rank {rank()} (host {host()}): {type(error).__name__}: {error}"
         heard = failure_of(error).of_rank(rank(), host())
         mine = [isinstance(error, UserError), text, asdict(heard)]
-    said_W = exchange([mine, told])
+    said_W = all_gather_object([mine, told])
     failed = [failure for failure, _ in said_W if failure]
     if not failed:
-        return Agreed(cast(T, value), [told for _, told in said_W])
+        return OnAllRanks(cast(T, value), [told for _, told in said_W])
     first = Failure(**failed[0][2])
     if all(is_users for is_users, _, _ in failed):
         raise failure or first.error()

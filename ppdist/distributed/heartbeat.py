@@ -32,11 +32,11 @@ _WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind t
 _SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
 _BEAT_BYTES, _WORK_BYTES = _LAYOUT.size + _SEAL.size, _WORK.size + _SEAL.size
 _READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
-_pulse: mmap.mmap | None = None
+_file: mmap.mmap | None = None
 # As in `Reading`, but for times in ns.
 _NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
 _state: list = list(_NOTHING_YET)
-_PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _PATIENCE, _LIMIT, _PLACE = range(9)
+_PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _TIMEOUT, _LIMIT, _PLACE = range(9)
 _SINCE, _MEASURED, _SECONDS = range(9, 12)
 _waited_ns = _entered_ns = _step_began_ns = 0
 _planned_steps = _steps = _bad_steps = _images = 0
@@ -49,13 +49,13 @@ class Reading:
 
     pid: int
     phase: str  # of PHASES
-    inside: bool  # it waits for the others now, in the last collective or meeting
+    inside: bool  # it waits for the others now, in the last collective or barrier
     step: int  # optimizer steps done
     collectives: int  # entered so far, the last one included
     seconds: float  # of the last beat, by time.monotonic(), which all processes of a host share
-    patience: float  # how long ranks wait for one another at meetings, s
+    timeout: float  # how long ranks wait for one another at barriers, s
     limit: float  # how long a step may last without a sign of life at least, s; inf: for ever
-    place: str  # the collective or meeting, or what it does by itself
+    place: str  # the collective or barrier, or what it does by itself
     steps_since: int  # made since the start or the last evaluation
     steps_measured: int  # in all, without those first ones, which may be slow
     step_seconds: float  # of the last of them
@@ -80,12 +80,12 @@ class Work:
     loss: float  # of the last step, of all ranks; nan before the first
 
 
-def begin(patience_seconds: float, limit_seconds: float | None) -> None:
+def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     """Opens this rank's file, if a fleetrun of ours started it; called once, at the start.
 
     Args: see distributed.timeout_seconds and distributed.hang_seconds.
     """
-    global _pulse
+    global _file
     folder = os.environ.get(EXIT_DIR_VARIABLE)
     if not folder or not Path(folder).is_dir():
         return
@@ -96,8 +96,8 @@ def begin(patience_seconds: float, limit_seconds: float | None) -> None:
     path = file_of(Path(folder), rank)
     path.write_bytes(bytes(_BEAT_BYTES + _WORK_BYTES))
     with path.open("r+b") as file:
-        _pulse = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
-    _state[_PID], _state[_PATIENCE] = os.getpid(), patience_seconds
+        _file = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
+    _state[_PID], _state[_TIMEOUT] = os.getpid(), timeout_seconds
     _state[_LIMIT] = math.inf if limit_seconds is None else limit_seconds
     beat("start", 0)
 
@@ -152,7 +152,7 @@ def tell_run(output_dir: Path) -> None:
     Whatever keeps that from being said keeps nothing else.
     """
     folder = os.environ.get(EXIT_DIR_VARIABLE, "")
-    if _pulse is None or not Path(folder).is_dir():
+    if _file is None or not Path(folder).is_dir():
         return
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
@@ -175,7 +175,7 @@ def at(place: str) -> None:
 
 
 def entering(collective: str) -> None:
-    """Says that this rank enters a collective or a meeting: there it waits for the others.
+    """Says that this rank enters a collective or a barrier: there it waits for the others.
 
     Every rank enters the same ones in the same order, so their numbers agree.
     """
@@ -209,7 +209,7 @@ class Waiting:
 
 
 def waited_seconds() -> float:
-    """How long this rank has been in collectives and meetings so far."""
+    """How long this rank has been in collectives and barriers so far."""
     return _waited_ns / 1e9
 
 
@@ -219,7 +219,7 @@ def tell_stop(number: int) -> bool:
     Returns: False where no fleetrun listens.
     """
     folder = os.environ.get(EXIT_DIR_VARIABLE, "")
-    if _pulse is None or not Path(folder).is_dir():
+    if _file is None or not Path(folder).is_dir():
         return False
     rank = os.environ.get("PADDLE_TRAINER_ID", "0")
     with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ def step() -> int:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    return folder / f"pulse-{rank}"
+    return folder / f"heartbeat-{rank}"
 
 
 def stacks_of(folder: Path, rank: int) -> Path:
@@ -246,9 +246,9 @@ def run_of(folder: Path, rank: int) -> Path:
     return folder / f"run-{rank}.json"
 
 
-def silent(pid: int, patience: float, limit: float) -> Reading:
+def silent(pid: int, timeout: float, limit: float) -> Reading:
     """What is known of a process that has begun and not yet said anything."""
-    return Reading(pid, "start", False, 0, 0, 0.0, patience, limit, "", 0, 0, 0.0)
+    return Reading(pid, "start", False, 0, 0, 0.0, timeout, limit, "", 0, 0, 0.0)
 
 
 def read(path: Path) -> Reading | None:
@@ -256,7 +256,7 @@ def read(path: Path) -> Reading | None:
     found = _read(path, _LAYOUT, 0)
     if found is None or found[0] == 0:
         return None
-    pid, phase, inside, step, collectives, beat_ns, patience, limit, name, *steps = found
+    pid, phase, inside, step, collectives, beat_ns, timeout, limit, name, *steps = found
     return Reading(
         pid=pid,
         phase=PHASES[phase],
@@ -264,7 +264,7 @@ def read(path: Path) -> Reading | None:
         step=step,
         collectives=collectives,
         seconds=beat_ns / 1e9,
-        patience=patience,
+        timeout=timeout,
         limit=limit,
         place=name.rstrip(b"\0").decode(errors="replace"),
         steps_since=steps[0],
@@ -311,14 +311,14 @@ def _sealed(layout: struct.Struct, *values: object) -> bytes:
 
 # Each block is written at once: packed into the file it would be empty for a moment, then half.
 def _write_work(loss: float) -> None:
-    if _pulse is not None:
-        _pulse[_BEAT_BYTES:] = _sealed(
+    if _file is not None:
+        _file[_BEAT_BYTES:] = _sealed(
             _WORK, _steps, _planned_steps, _bad_steps, _images,
             _step_seconds, _own_seconds, _data_seconds, loss,
         )  # fmt: skip
 
 
 def _write() -> None:
-    if _pulse is not None:
+    if _file is not None:
         _state[_TIME] = time.monotonic_ns()
-        _pulse[:_BEAT_BYTES] = _sealed(_LAYOUT, *_state)
+        _file[:_BEAT_BYTES] = _sealed(_LAYOUT, *_state)

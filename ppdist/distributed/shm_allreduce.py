@@ -59,25 +59,25 @@ Piece = tuple[int, int, int]
 
 
 def join(
-    exchange: Callable[[Any], list[Any]],
+    all_gather_object: Callable[[Any], list[Any]],
     *,
     rank: int,
     first: int,
     message_bytes: int,
-    patience_seconds: float,
+    timeout_seconds: float,
 ) -> "SharedMemoryAllReduce | None":
     """Memory shared with the other ranks of this host; every rank of the run calls it.
 
     Args:
-        exchange: gives what every rank of the run gave to it, in rank order.
+        all_gather_object: gives what every rank of the run gave to it, in rank order.
         first: the lowest rank of this host.  It makes the memory; the others reach it through its
             entry in /proc, which needs no name and no permission but that of the same user.
         message_bytes: the longest message, a multiple of 4; longer ones are cut.
-        patience_seconds: how long a rank waits for another one; with several hosts 25 s at most.
+        timeout_seconds: how long a rank waits for another one; with several hosts 25 s at most.
     Returns: None on every rank where every host has one, or where it cannot be had on every host;
         then a warning says why.
     """
-    firsts_W = exchange(first)
+    firsts_W = all_gather_object(first)
     if len(set(firsts_W)) == len(firsts_W):
         return None  # one rank a host
     ranks = [other for other, theirs in enumerate(firsts_W) if theirs == first]
@@ -88,7 +88,7 @@ def join(
             descriptor = _make(size, token)
     except OSError as error:
         problem = f"rank {rank}: {error.strerror or error}"
-    offers_W = exchange([os.getpid(), descriptor, token, problem])
+    offers_W = all_gather_object([os.getpid(), descriptor, token, problem])
     problem = next((offer[3] for offer in offers_W if offer[3]), "")
     try:
         if not problem:
@@ -99,7 +99,7 @@ def join(
     except OSError as error:
         problem = f"rank {rank}: memory of rank {first}: {error.strerror or error}"
     # Only now the first may close its own: the others have theirs open.
-    problem = next(filter(None, exchange(problem)), "")
+    problem = next(filter(None, all_gather_object(problem)), "")
     if descriptor >= 0:
         os.close(descriptor)
     if problem or memory is None:
@@ -111,7 +111,7 @@ def join(
         rank=rank,
         processes={other: offers_W[other][0] for other in ranks},
         message_bytes=message_bytes,
-        patience_seconds=patience_seconds,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -157,7 +157,7 @@ class SharedMemoryAllReduce:
         rank: int,
         processes: Mapping[int, int],
         message_bytes: int,
-        patience_seconds: float,
+        timeout_seconds: float,
     ) -> None:
         """
         Args:
@@ -167,7 +167,7 @@ class SharedMemoryAllReduce:
         """
         self._ranks, self._processes = list(processes), list(processes.values())
         self._rank, self._me = rank, self._ranks.index(rank)
-        self._patience = patience_seconds
+        self._timeout = timeout_seconds
         count = len(self._ranks)
         slots = np.frombuffer(memory, np.float32, offset=(1 + count) * _LINE)
         slots = slots.reshape(count + 1, -1)
@@ -193,26 +193,26 @@ class SharedMemoryAllReduce:
         """
         self._show("sum", sum(count for _, count in places))
         slot, sums = self._slots[self._me].ctypes.data, self._sums.ctypes.data
-        patience = self._patience if across is None else min(self._patience, _BETWEEN_HOSTS_SECONDS)
+        timeout = self._timeout if across is None else min(self._timeout, _BETWEEN_HOSTS_SECONDS)
         for message in _messages(places, self.message_bytes // _ELEMENT):
             count = sum(values for _, values in message)
             mine = _share(count, self._me, len(self._ranks))
             others = [*_pieces(message, 0, mine.start), *_pieces(message, mine.stop, count)]
             for at, address, values in others:
                 ctypes.memmove(slot + _ELEMENT * at, address, _ELEMENT * values)
-            self._meet(patience)
+            self._meet(timeout)
             self._require_same_exchange()
             self._add_up(_pieces(message, mine.start, mine.stop), factor if across is None else 1.0)
-            self._meet(patience)
+            self._meet(timeout)
             if across is not None:
                 if self._me == 0:
                     across(self._sums[:count])
                     self._sums[:count] *= np.float32(factor)
-                self._meet(self._patience)  # the first may wait for another host meanwhile
+                self._meet(self._timeout)  # the first may wait for another host meanwhile
                 others = list(_pieces(message, 0, count))
             for at, address, values in others:
                 ctypes.memmove(address, sums + _ELEMENT * at, _ELEMENT * values)
-            # No third meeting: whoever comes back writes to its slot, which all have read, and
+            # No third barrier: whoever comes back writes to its slot, which all have read, and
             # nobody writes to the sums before all have come back.
 
     def _add_up(self, pieces: Iterable[Piece], factor: float) -> None:
@@ -236,11 +236,11 @@ class SharedMemoryAllReduce:
         address, count = place
         self._show("gather", count)
         ctypes.memmove(self._slots[self._me].ctypes.data, address, _ELEMENT * count)
-        self._meet(self._patience)
+        self._meet(self._timeout)
         self._require_same_exchange()
         for number, slot in enumerate(self._slots):
             ctypes.memmove(into + number * _ELEMENT * count, slot.ctypes.data, _ELEMENT * count)
-        self._meet(self._patience)  # before anybody writes to a slot again
+        self._meet(self._timeout)  # before anybody writes to a slot again
 
     def _show(self, kind: str, values: int) -> None:
         """Says which exchange this rank begins; the others look once they have all arrived."""
@@ -270,7 +270,7 @@ class SharedMemoryAllReduce:
             f"rank {self._ranks[number]} in a {_KINDS[kind]} of {values} values of step {step + 1}"
         )
 
-    def _meet(self, patience: float) -> None:
+    def _meet(self, timeout: float) -> None:
         """Waits, so many seconds at most, until every rank has called it as often as this one."""
         self._arrivals += 1
         self._counters[self._me * _CELL] = self._arrivals
@@ -284,22 +284,22 @@ class SharedMemoryAllReduce:
                     continue
                 if now - looked > _LOOK_SECONDS:
                     looked = now
-                    self._require(other, process, now - began, patience)
+                    self._require(other, process, now - began, timeout)
                 time.sleep(nap)
                 nap = min(2 * nap, _NAP_SECONDS[1])
 
-    def _require(self, other: int, process: int, waited: float, patience: float) -> None:
+    def _require(self, other: int, process: int, waited: float, timeout: float) -> None:
         """Raises, unless it makes sense to go on waiting for that rank."""
         late = f"rank {self._ranks[other]} (process {process} of this host)"
         # It may have come and ended since the counter was read.
         if not _lives(process) and self._counters[other * _CELL] < self._arrivals:
             raise RankError(f"{late} ended while rank {self._rank} waited for it", code="lost_rank")
-        if waited > patience:
+        if waited > timeout:
             limit = "distributed.timeout_seconds"
-            if patience < self._patience:
+            if timeout < self._timeout:
                 limit = "other hosts wait 30 s for this one, which cannot be configured"
             raise RankError(
-                f"rank {self._rank} waited {patience:g} s ({limit}) for {late}, which lives but "
+                f"rank {self._rank} waited {timeout:g} s ({limit}) for {late}, which lives but "
                 f"did not come to the same exchange",
                 code="rank_timeout",
             )

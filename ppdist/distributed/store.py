@@ -33,7 +33,7 @@ from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, U
 from ppdist.common.process import JOB_VARIABLE
 from ppdist.distributed import heartbeat
 
-Exchange = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
+AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
 _CONNECT_SECONDS = 10.0  # a lost packet is sent again after 1, 3 and 7
 _SILENT_SECONDS = 30.0  # a host that is up answers at once, if only that nothing listens
 _START_SECONDS = 300.0  # rank 0 may import Paddle from a cold disk while nothing listens yet
@@ -62,13 +62,13 @@ def drowsy_threads() -> Iterator[None]:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # that of before
 
 
-def wait_for_store(endpoint: str, here: str, patience: float) -> None:
+def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
     """Returns once something listens where rank 0 holds the store; every other rank calls it.
 
     Args:
         endpoint: `ADDRESS:PORT` of the store.
         here: this host, for the message.
-        patience: the most it waits, in seconds.
+        timeout: the most it waits, in seconds.
     Raises: LaunchError: nothing does.
     """
     address, _, port = endpoint.rpartition(":")
@@ -76,7 +76,7 @@ def wait_for_store(endpoint: str, here: str, patience: float) -> None:
     while (problem := _call(address, int(port))) is not None:
         refused = isinstance(problem, ConnectionRefusedError)
         waited = time.monotonic() - began
-        if waited > min(patience, _START_SECONDS if refused else _SILENT_SECONDS):
+        if waited > min(timeout, _START_SECONDS if refused else _SILENT_SECONDS):
             why = (
                 "nothing listens there: see in its log what keeps rank 0"
                 if refused
@@ -93,7 +93,7 @@ def wait_for_store(endpoint: str, here: str, patience: float) -> None:
 @contextmanager
 def store_apart(
     collective: Any,
-    exchange: Exchange,
+    all_gather_object: AllGatherObject,
     addresses_W: Sequence[str],
     rank: int,
     members: Sequence[int],
@@ -115,7 +115,7 @@ def store_apart(
     port = _free_port() if rank == members[0] else 0
     if rank == members[0]:
         store = core.TCPStore(address, port, True, 0)
-    port = exchange(port)[members[0]]  # who calls before it listens tries again after 3 s
+    port = all_gather_object(port)[members[0]]  # who calls before it listens tries again after 3 s
     if rank in members[1:]:
         store = core.TCPStore(address, port, False, 0)
     collective._default_store = store
@@ -131,13 +131,15 @@ def _free_port() -> int:
         return chosen.getsockname()[1]
 
 
-def require_same(exchange: Exchange, host: str, settings: Mapping[str, Any]) -> None:
+def require_same(
+    all_gather_object: AllGatherObject, host: str, settings: Mapping[str, Any]
+) -> None:
     """Every rank calls it.
 
     Args: settings: what decides how a rank joins, by name.
     Raises: ConfigError, on every rank: they are not the same.
     """
-    found_W = exchange([host, dict(settings)])
+    found_W = all_gather_object([host, dict(settings)])
     first_host, first = found_W[0]
     for other, (place, found) in enumerate(found_W):
         for key, value in first.items():
@@ -154,7 +156,10 @@ def require_same(exchange: Exchange, host: str, settings: Mapping[str, Any]) -> 
 
 
 def require_ways(
-    exchange: Exchange, addresses_W: Sequence[str], rank: int, environment: Mapping[str, str]
+    all_gather_object: AllGatherObject,
+    addresses_W: Sequence[str],
+    rank: int,
+    environment: Mapping[str, str],
 ) -> None:
     """The first rank of each host connects to that of every other at a port the system chose, as
     gloo and NCCL will; every rank calls it.
@@ -169,7 +174,7 @@ def require_ways(
     speaks = addresses_W.index(own) == rank and not _other_network(environment)
     listener = _listen(own, len(hosts)) if speaks else None
     try:
-        ports_W = exchange(listener and listener.getsockname()[1])
+        ports_W = all_gather_object(listener and listener.getsockname()[1])
         targets = [
             (address, port)
             for address, port in zip(addresses_W, ports_W)
@@ -182,7 +187,7 @@ def require_ways(
             for (address, port), problem in zip(targets, problems)
             if problem is not None
         ]
-        failed_W = exchange(failed)
+        failed_W = all_gather_object(failed)
     finally:
         if listener is not None:
             listener.close()
@@ -286,8 +291,8 @@ def _connections() -> Iterator[socket.socket]:
 
 _POLL_SECONDS = 0.02
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
-_meetings = itertools.count()  # every rank counts the same meetings, so the numbers agree
-_patience = 1800.0
+_barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
+_timeout = 1800.0
 _reached = False  # the store, by this process
 _hastened = False  # its connections
 
@@ -356,18 +361,18 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def set_timeout(seconds: float) -> None:
     """How long ranks wait for one another from now on."""
-    global _patience
-    _patience = seconds
+    global _timeout
+    _timeout = seconds
 
 
-def exchange(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What every rank gave, in rank order, through the store; it must survive JSON and be small.
 
     Every rank calls it; it needs no collective, so it tells before they are known to work.
     """
     if world_size() == 1:
         return [value]
-    key = f"ppdist/exchange/{next(_meetings)}"
+    key = f"ppdist/exchange/{next(_barriers)}"
     store = _store()
     store.set(f"{key}/{rank()}", json.dumps(value))
     _arrive(key)
@@ -377,10 +382,10 @@ def exchange(value: Any) -> list[Any]:
 
 
 def barrier() -> None:
-    """Waits, up to the configured patience, until every rank is here; no collective is used."""
+    """Waits, up to the configured timeout, until every rank is here; no collective is used."""
     if world_size() == 1:
         return
-    key = f"ppdist/barrier/{next(_meetings)}"
+    key = f"ppdist/barrier/{next(_barriers)}"
     _arrive(key)
     _leave(key)
 
@@ -398,12 +403,12 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     """
     if world_size() == 1:
         return work()
-    key = f"ppdist/main/{next(_meetings)}"
+    key = f"ppdist/main/{next(_barriers)}"
     store = _store()
     if is_main():
         with heartbeat.Waiting(
-            f"meeting {key}"
-        ):  # the others count the same meetings; it waits for none
+            f"barrier {key}"
+        ):  # the others count the same barriers; it waits for none
             pass
         try:
             result = work()
@@ -416,8 +421,8 @@ def run_on_main(work: Callable[[], Any]) -> Any:
             store.set(f"{key}/result", text)
             store.add(f"{key}/done", 1)
             _leave(key)
-    deadline = time.monotonic() + _patience
-    with heartbeat.Waiting(f"meeting {key}"):
+    deadline = time.monotonic() + _timeout
+    with heartbeat.Waiting(f"barrier {key}"):
         while store.add(f"{key}/done", 0) == 0:
             _sleep_until(deadline, lambda: "rank 0 did not finish its work")
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
@@ -427,7 +432,7 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def together(work: Callable[[], Any]) -> Any:
+def run_on_all_ranks(work: Callable[[], Any]) -> Any:
     """Runs `work` on every rank; when it fails on one, it fails on all of them.
 
     For what each rank does by itself and may fail at alone, such as reading the files of its
@@ -440,7 +445,7 @@ def together(work: Callable[[], Any]) -> Any:
     """
     if world_size() == 1:
         return work()
-    key = f"ppdist/together/{next(_meetings)}"
+    key = f"ppdist/together/{next(_barriers)}"
     store = _store()
     try:
         result = work()
@@ -468,24 +473,24 @@ def _told(error: BaseException) -> dict[str, Any]:
     return asdict(failure_of(error).of_rank(rank(), host()))
 
 
-def announce() -> Callable[[], str]:
+def announce_arrival() -> Callable[[], str]:
     """Says that this rank has come so far, and waits for nobody; every rank calls it.
 
     Returns: names the ranks that have not come yet whenever it is called, "" when all have.
     """
     if world_size() == 1:
         return lambda: ""
-    key = f"ppdist/announced/{next(_meetings)}"
+    key = f"ppdist/announced/{next(_barriers)}"
     _store().add(f"{key}/{rank()}", 1)
     return lambda: _absent(key)
 
 
 def _arrive(key: str) -> None:
-    """Waits, up to the configured patience, until every rank has called it with this key."""
+    """Waits, up to the configured timeout, until every rank has called it with this key."""
     global _hastened
     store = _store()
-    deadline = time.monotonic() + _patience
-    with heartbeat.Waiting(f"meeting {key}"):
+    deadline = time.monotonic() + _timeout
+    with heartbeat.Waiting(f"barrier {key}"):
         store.add(f"{key}/{rank()}/here", 1)
         arrived = store.add(f"{key}/arrived", 1)
         while arrived < world_size():
@@ -518,7 +523,7 @@ def _leave(key: str) -> None:
 def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
     if time.monotonic() > deadline:
         raise RankError(
-            f"rank {rank()} waited {_patience:g} s (distributed.timeout_seconds): {missing()}",
+            f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
             code="rank_timeout",
         )
     time.sleep(_POLL_SECONDS)
@@ -529,10 +534,10 @@ def _store() -> Any:
     if _reached:
         return paddle.base.core.create_or_get_global_tcp_store()
     endpoint = os.environ.get("PADDLE_MASTER")
-    with heartbeat.Waiting("meeting ppdist/store"):
+    with heartbeat.Waiting("barrier ppdist/store"):
         if endpoint and not is_main():
             # Paddle would wait for it for 15 minutes, with the interpreter's lock.
-            wait_for_store(endpoint, host(), _patience)
+            wait_for_store(endpoint, host(), _timeout)
         store = paddle.base.core.create_or_get_global_tcp_store()
         _reached = True
         _require_same_job(store)
@@ -540,7 +545,7 @@ def _store() -> Any:
 
 
 def _require_same_job(store: Any) -> None:
-    """Keeps a rank of an earlier job, or of an earlier attempt, out of the meetings of this one.
+    """Keeps a rank of an earlier job, or of an earlier attempt, out of the barriers of this one.
 
     The store is open to everybody who reaches it, so it gets no more than a fingerprint.
 
@@ -551,7 +556,7 @@ def _require_same_job(store: Any) -> None:
         store.set("ppdist/job", job)
         store.add("ppdist/job/said", 1)
         return
-    deadline = time.monotonic() + _patience
+    deadline = time.monotonic() + _timeout
     while store.add("ppdist/job/said", 0) == 0:
         _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
     if bytes(store.get("ppdist/job")).decode() != job:

@@ -112,12 +112,12 @@ def settle_batch(
     most = min(train.auto_batch_most, share or max(1, once))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
     # A barrier, too: all ranks look before the first process takes some of it.
-    limits = comm.together(lambda: _limits(train.auto_batch_memory))
+    limits = comm.run_on_all_ranks(lambda: _limits(train.auto_batch_memory))
     deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), limits, deadline)
-    own = comm.together(lambda: search(trial, limits, most))
-    told_W = comm.exchange([own.images, own.why])
-    hosts_W = comm.exchange(comm.host())
+    own = comm.run_on_all_ranks(lambda: search(trial, limits, most))
+    told_W = comm.all_gather_object([own.images, own.why])
+    hosts_W = comm.all_gather_object(comm.host())
     least = min(found for found, _ in told_W)
     batch = least if share is None else largest_divisor(share, least)
     ranks = [rank for rank, (found, _) in enumerate(told_W) if found == least]
@@ -417,7 +417,7 @@ def log_estimate(make: Callable[[], Estimate], log: RunLog) -> None:
         own = list(shortages(expected, free_memory(comm.local_size())))
     except Exception as error:  # no estimate is worth a run
         line, own = "", [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
-    warnings_W = comm.exchange(own)
+    warnings_W = comm.all_gather_object(own)
     if line:
         log.info(line)
     for warning in (each for warnings in warnings_W for each in warnings):

@@ -115,7 +115,7 @@ def build_training(
     noticed += comm.run_on_main(lambda: files.hold(output_dir))
     comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     claim_folder(output_dir, start, run)
-    log = comm.together(lambda: _open_log(config, output_dir, derived, start.step))
+    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
         for warning in [*noticed, *start.warnings, *found, *surprises(config, anew)]:
@@ -147,7 +147,7 @@ def _prepare(
     Returns: lines for the log, also of what is frozen and of layer-wise learning rates.
     """
     if anew:
-        comm.together(lambda: keep_sources(config, output_dir))
+        comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
     tuned = freezing(model, config.train.freeze)
     tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
     loaded = _load_pretrained(config, model) if anew else None
@@ -159,7 +159,7 @@ def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport 
     if not config.model.pretrained:
         return None
     weights = Path(config.model.pretrained)
-    report = comm.together(lambda: load_weights(model, weights))
+    report = comm.run_on_all_ranks(lambda: load_weights(model, weights))
     if model.needs_anchors:
         assert isinstance(model, YOLOv5)  # the only one
         if model.given_anchors_LA2 is not None:  # they win over those of the file

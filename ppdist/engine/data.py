@@ -56,7 +56,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         check_same_classes(train_set, val_set)
         return train_set, val_set
 
-    train_set, val_set = comm.together(read)
+    train_set, val_set = comm.run_on_all_ranks(read)
     for dataset in (train_set, val_set):
         if dataset is not None:
             require_the_same(dataset, config.root)
@@ -177,7 +177,7 @@ class Blocklist:
         Raises: DataError, on every rank: there are too many now.
         """
         new: dict[int, str] = {}
-        for of_rank in comm.all_gather_objects([*found.items()]):
+        for of_rank in comm.all_gather_large_object([*found.items()]):
             new |= {index: why for index, why in of_rank if index not in self.known}
         self.known |= new
         self._stop_at_too_many()
@@ -218,7 +218,7 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
     records = Records.of(dataset.records)
     top = os.path.join(os.path.abspath(root), "")
     classes = [list(dataset.class_names), list(dataset.category_ids)]
-    found_W = comm.exchange([classes, fingerprint(dataset, root), comm.host()])
+    found_W = comm.all_gather_object([classes, fingerprint(dataset, root), comm.host()])
     other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
     if other is None:
         _require_same_images(dataset.source, records, top)
@@ -257,7 +257,7 @@ def _require_same_images(source: str, records: Records, top: str) -> None:
     chosen = chosen if len(records) else []
     marks = [digest_of_file(Path(records.path(index))) for index in chosen] if reads else []
     whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
-    found_W = comm.exchange([whole, marks, comm.host()] if reads else None)
+    found_W = comm.all_gather_object([whole, marks, comm.host()] if reads else None)
     readers = [rank for rank, found in enumerate(found_W) if found is not None]
     other = next((rank for rank in readers if found_W[rank][:2] != found_W[0][:2]), None)
     if other is None:
@@ -324,7 +324,7 @@ def _columns(record: ImageRecord) -> dict[str, str]:
 def _first_difference(records: Records, top: str, other: int) -> str:
     """Where rank 0 and rank `other` first differ, in words.  Collective."""
     compared = comm.rank() in (0, other)
-    counts_W = comm.all_gather_objects(len(records))
+    counts_W = comm.all_gather_large_object(len(records))
     marks = [_mark(record, top) for record in records] if compared else []
     both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
     ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
@@ -332,7 +332,7 @@ def _first_difference(records: Records, top: str, other: int) -> str:
     apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
     first = int(apart[0]) if len(apart) else common
     record = records[first] if compared and first < len(records) else None
-    told_W = comm.all_gather_objects(
+    told_W = comm.all_gather_large_object(
         None if record is None else [record.path.removeprefix(top), _columns(record)]
     )
     ours, theirs = told_W[0], told_W[other]

@@ -128,7 +128,9 @@ def build_distillation(
     """
     if config is None:
         return None
-    source, teacher = comm.together(lambda: read_teacher(Path(config.teacher), section, student))
+    source, teacher = comm.run_on_all_ranks(
+        lambda: read_teacher(Path(config.teacher), section, student)
+    )
     teaching = teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)

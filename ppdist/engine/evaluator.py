@@ -20,7 +20,7 @@ from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS, NM
 from ppdist.data.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm, heartbeat
-from ppdist.distributed.comm import agreed
+from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
@@ -75,7 +75,7 @@ class ValidationLoss:
         """
         self._step, self.sums = max(0, step - 1), {}
         if not self._counted:  # once: the set, the size of its inputs and the anchors stay
-            counts_W = agreed(self._counts, say=lambda counts: counts).said_W
+            counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
             if totals:
                 self._totals = paddle.to_tensor(totals, dtype="float32")
@@ -193,7 +193,7 @@ class Evaluator:
             self.clock.lap("metrics")
             return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
 
-        metrics = agreed(measure, say=lambda metrics: metrics).said_W[0]
+        metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
         self.clock.lap("ranks")
         return metrics
 
@@ -237,7 +237,7 @@ class Evaluator:
         self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> tuple[np.ndarray, dict[str, float]]:
         """What `predict` returns, and the losses.  Collective."""
-        share = agreed(
+        share = evaluate_on_all_ranks(
             lambda: self._detect_share(model, stopped, loss),
             say=lambda _: None if loss is None else loss.sums,
         )
@@ -440,7 +440,7 @@ class ClassificationEvaluator:
     def _found(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> tuple[Ranking, dict[str, float]]:
-        share = agreed(
+        share = evaluate_on_all_ranks(
             lambda: self._predict_share(model, stopped, loss),
             say=lambda _: None if loss is None else loss.sums,
         )

@@ -63,8 +63,8 @@ def preflight(
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         the all-reduce fails; early stopping without evaluations.
     """
-    comm.together(lambda: check_precision(config))
-    hosts_W = comm.exchange(comm.host())
+    comm.run_on_all_ranks(lambda: check_precision(config))
+    hosts_W = comm.all_gather_object(comm.host())
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",
@@ -88,7 +88,7 @@ def preflight(
     require_sum()
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []
-    return [warning for host in comm.exchange(mine) for warning in host]
+    return [warning for host in comm.all_gather_object(mine) for warning in host]
 
 
 def keep_sources(config: Any, output_dir: Path) -> None:
@@ -158,14 +158,14 @@ def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> 
     mine = {
         subject: digest(json.dumps(facts, sort_keys=True)) for subject, facts in subjects.items()
     }
-    digests_W = comm.exchange(mine)
+    digests_W = comm.all_gather_object(mine)
     lines: list[str] = []
     for subject, facts in subjects.items():
         kinds_W = [digests[subject] for digests in digests_W]
         if len(set(kinds_W)) == 1:
             continue
         speaks = kinds_W.index(kinds_W[comm.rank()]) == comm.rank()
-        told_W = comm.exchange(facts if speaks else None)
+        told_W = comm.all_gather_object(facts if speaks else None)
         facts_W = [told_W[kinds_W.index(kind)] for kind in kinds_W]
         found = list(differences(facts_W, hosts_W))
         lines += [f"  {subject}: {line}" for line in found[:_MOST_LINES]]
@@ -256,7 +256,7 @@ def require_sum() -> None:
     if world == 1:
         return
     ranks = paddle.full([1024], float(comm.rank() + 1), dtype="float32")
-    absent = comm.announce()
+    absent = comm.announce_arrival()
     began = time.monotonic()
     try:
         with within(_SUM_SECONDS, "the first all-reduce", absent):
@@ -282,7 +282,7 @@ def require_sum() -> None:
                 fix="on GPUs try NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO",
             )
 
-    comm.together(check)
+    comm.run_on_all_ranks(check)
 
 
 @contextmanager

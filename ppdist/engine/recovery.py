@@ -161,7 +161,7 @@ class Recovery:
         Raises: ConfigError, on every rank: they have one image already.
         """
         step = progress.step + 1
-        told_W = comm.all_gather_objects([result.ran_out, comm.host()])
+        told_W = comm.all_gather_large_object([result.ran_out, comm.host()])
         ranks = comm.ranks_named(
             [rank for rank, (ran_out, _) in enumerate(told_W) if ran_out],
             [host for _, host in told_W],
@@ -217,7 +217,7 @@ class Recovery:
             loss: of this rank, a sum over them.
         """
         own_loss = loss if math.isfinite(loss) else f"{loss}"
-        told_W = comm.all_gather_objects([own_loss, images])
+        told_W = comm.all_gather_large_object([own_loss, images])
         lines = [
             {
                 "time": round(time.time(), 3),
@@ -314,7 +314,7 @@ def _noted() -> int | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
             text = (Path(folder) / _OUT_OF_MEMORY_FILE).read_text(encoding="utf-8")
             found = int(json.loads(text)["most_images"])
-    return min((most for most in comm.exchange(found) if most is not None), default=None)
+    return min((most for most in comm.all_gather_object(found) if most is not None), default=None)
 
 
 @paddle.no_grad()
@@ -342,7 +342,7 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
     if len(holders) == 1:
         return "", True
     finite = all(bool(paddle.isfinite(each).all()) for each in tensors if each.is_floating_point())
-    told_W = comm.all_gather_objects([finite, comm.host(), sums])
+    told_W = comm.all_gather_large_object([finite, comm.host(), sums])
     right, sure = trusted([*holders.values()], [finite for finite, _, _ in told_W])
     source = right[0]
     wrong = [rank for rank in range(comm.world_size()) if rank not in right]

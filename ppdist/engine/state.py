@@ -566,7 +566,7 @@ def _id_of_job() -> str | None:
     if file is not None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # not there yet; never half there
             mine = str(json.loads(file.read_text(encoding="utf-8"))["id"])
-    return next((each for each in comm.exchange(mine) if each), None)
+    return next((each for each in comm.all_gather_object(mine) if each), None)
 
 
 def _run_id_file() -> Path | None:

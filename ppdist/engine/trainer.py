@@ -526,6 +526,6 @@ def listen(ask: Callable[[], None]) -> None:
             continue
         signal.signal(number, hear)
         if comm.world_size() > 1:
-            # A signal amid a meeting would break the connection to Paddle's store, which takes an
+            # A signal amid a barrier would break the connection to Paddle's store, which takes an
             # interrupted system call for an error: the call begins anew, and `hear` runs after it.
             signal.siginterrupt(number, False)

@@ -120,7 +120,7 @@ def members_of_model(
 
 def member_of_file(saved: Saved, weight: float, dataset: DetectionSet, truth: bool) -> Member:
     """Saved detections as a member; every rank calls it.  truth: the set has true boxes."""
-    rows_R7 = comm.together(lambda: rows_of(saved, dataset))
+    rows_R7 = comm.run_on_all_ranks(lambda: rows_of(saved, dataset))
     return member_of(str(saved.path), rows_R7, weight, dataset if truth else None)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, heartbeat
-from ppdist.distributed.comm import agreed
+from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.ensemble.fusion import Boxes
 from ppdist.metrics.coco import evaluate_boxes
 
@@ -60,7 +60,7 @@ def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.nd
     Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
     Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
     """
-    share_R7 = agreed(lambda: _fuse_share(members, fuse, keep)).value
+    share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, fuse, keep)).value
     all_R7 = comm.all_gather_rows(share_R7)
     return all_R7[np.argsort(all_R7[:, 0], kind="stable")]
 

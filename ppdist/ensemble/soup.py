@@ -72,7 +72,7 @@ def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
 
     Every rank calls it.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
     """
-    comm.together(lambda: load_all_weights(model, path))
+    comm.run_on_all_ranks(lambda: load_all_weights(model, path))
     return arrays_of(model)
 
 

@@ -18,7 +18,7 @@ from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm, heartbeat
-from ppdist.distributed.comm import agreed
+from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.models.base import ImageModel
@@ -121,7 +121,7 @@ def renew_statistics(
     tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
     if not tensors:
         return
-    rows_K = agreed(lambda: _measured(model, epoch, norms, kept)).value
+    rows_K = evaluate_on_all_ranks(lambda: _measured(model, epoch, norms, kept)).value
     rows_K = comm.all_gather_rows(rows_K)
     rows_K = rows_K[np.argsort(rows_K[:, 0])].astype(np.float64)  # the order on one rank
     means = (rows_K[:, 1:2] * rows_K[:, 2:]).sum(axis=0) / rows_K[:, 1].sum()

@@ -34,7 +34,7 @@ METRICS = {
     "ppdist_run_evaluation_step": "The step it followed.",
     "ppdist_host_ranks": "Ranks that this host should have.",
     "ppdist_host_restarts_total": "How often the job was started again.",
-    "ppdist_host_stalls_total": "How often fleetrun ended ranks of this host that stood still.",
+    "ppdist_host_stalls_total": "How often fleetrun ended ranks that made no progress.",
     "ppdist_rank_up": "1 while the process of the rank lives.",
     "ppdist_rank_step": "Optimizer steps done, as this rank says.",
     "ppdist_rank_lag_steps": "Steps behind the rank of this host that leads.",
@@ -74,7 +74,7 @@ class Measures:
             say: for what cannot be read, each kind once.
         """
         self._folder, self._cards, self._say = folder, cards, say
-        self._run: dict[str, Any] = {}  # as pulse.tell_run has said
+        self._run: dict[str, Any] = {}  # as heartbeat.tell_run has said
         self._evaluations: Evaluations | None = None
         self._said: set[str] = set()
 

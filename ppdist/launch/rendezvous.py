@@ -412,8 +412,9 @@ _NOTE_SECONDS = 10.0
 _CALLERS = 32  # answered at one look
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
-    "No host knows a cause, each lost another one: a rank stood still, or the network between the "
-    "hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py --ips"
+    "No host knows a cause, each lost another one: a rank made no progress, or the network between "
+    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py "
+    "--ips"
 )
 _MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
 
@@ -714,7 +715,7 @@ REPORT_SECONDS = 10.0  # between two lines that say who is missing
 _LOOK_SECONDS = 5.0  # between two looks whether names of --ips have other addresses
 _CALL_SECONDS = 1.0  # between two calls of one host
 _GREETING_SECONDS = 10.0  # for an answer of who has taken the call
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _GUESTS = 256  # callers that have not said who they are
 _MOST_REFUSED = 20  # lines about callers that were refused
@@ -800,8 +801,8 @@ class _Meeting:
                 looked = now
                 self._learn(look())
             # Who has joined leaves it to the first host, which knows who is missing.
-            patience = seconds + _PATIENCE_SECONDS * (not self.mine.is_first and not self.missing)
-            if not self.complete and now - begin > patience:
+            timeout = seconds + _TIMEOUT_SECONDS * (not self.mine.is_first and not self.missing)
+            if not self.complete and now - begin > timeout:
                 self._fail(
                     LaunchError(
                         f"gave up after {seconds:g} s (--start_timeout): {self._who()}",

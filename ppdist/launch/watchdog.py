@@ -47,7 +47,7 @@ _FOUND = "watch.json"
 
 @dataclass(frozen=True)
 class Stall:
-    """Who stood still, for outcome.py."""
+    """Who made no progress, for `judge`."""
 
     message: str
     time: float  # since when, seconds since the epoch
@@ -92,7 +92,7 @@ class Watch:
     ) -> None:
         """
         Args:
-            folder: of the attempt, where ranks keep their pulses, and job.json says where logs go.
+            folder: of the attempt, with the ranks' heartbeats; job.json there says where logs go.
             several_hosts: ranks may wait for those of other hosts.
             clock: seconds; setting the time of the host does not move it.
         """
@@ -106,7 +106,7 @@ class Watch:
         self._struck = False
 
     def look(self, others_wait: bool = False) -> None:
-        """Called often; blocks only for the moment that stacks take once somebody stands still.
+        """Called often; blocks only while stacks are written, once a rank makes no progress.
 
         Args: others_wait: the ranks of another host failed, and it does not know why.
         """
@@ -134,14 +134,14 @@ class Watch:
     def limit(self, seen: Seen) -> float:
         """How long this rank may give no sign of life, s."""
         reading, usual = seen.reading, self._usual_seconds()
-        patience = max(reading.patience, reading.limit)
+        timeout = max(reading.timeout, reading.limit)
         if math.isinf(reading.limit):
             return math.inf
         if reading.phase != "step":
-            return patience
+            return timeout
         if usual is None or reading.steps_since == 0:
             first = max(_FIRST_SECONDS, _TIMES_FIRST * reading.limit)
-            return min(patience, max(first, _TIMES_P99 * (usual or 0.0)))
+            return min(timeout, max(first, _TIMES_P99 * (usual or 0.0)))
         return max(reading.limit, _TIMES_P99 * usual)
 
     def _usual_seconds(self) -> float | None:
@@ -157,15 +157,15 @@ class Watch:
         Those have the limits that the others have told, and none while nobody has.
         """
         found: dict[int, Reading] = {}
-        for path in self._folder.glob("pulse-*"):
+        for path in self._folder.glob("heartbeat-*"):
             reading = heartbeat.read(path)
             if reading is not None:
                 found[int(path.name.partition("-")[2])] = reading
-        patience = min((each.patience for each in found.values()), default=math.inf)
+        timeout = min((each.timeout for each in found.values()), default=math.inf)
         limit = min((each.limit for each in found.values()), default=math.inf)
         for report in worker.reports(self._folder):
             if report["rank"] not in found and report["child"]:
-                found[report["rank"]] = heartbeat.silent(report["child"], patience, limit)
+                found[report["rank"]] = heartbeat.silent(report["child"], timeout, limit)
         return found
 
     def _see(self) -> None:
@@ -203,7 +203,7 @@ class Watch:
         return failed
 
     def _strike(self, culprits: Sequence[Seen], how: str, certain: bool) -> None:
-        """Leaves word of who stands still and of where everybody is, and ends them.
+        """Leaves word of who makes no progress and of where everybody is, and ends them.
 
         Args: certain: nothing has failed yet, so all are to be ended; else process.py does it.
         """
@@ -257,7 +257,7 @@ class Watch:
 def stalled(
     ranks: Sequence[Seen], limits: dict[int, float], now: float, several_hosts: bool
 ) -> tuple[Sequence[Seen], str]:
-    """Who of the ranks of a host stands still, and how to say it; nobody and "" if none does.
+    """Who of the ranks of a host makes no progress, and how to say it; nobody and "" if none does.
 
     Args: limits: of each rank, s without a sign of life.
     """
@@ -287,16 +287,16 @@ def stalled(
             f"s: {'; '.join(f'{_named(seen)} {_where(seen)}' for seen in ranks)}; one of them left "
             f"out a collective or took another way"
         )
-    # The host where a rank stands still knows more, and is first.
-    patience = 2 if several_hosts else 1
-    if apart or any(now - seen.changed <= patience * limits[seen.rank] for seen in ranks):
+    # The host where a rank makes no progress knows more, and is first.
+    timeout = 2 if several_hosts else 1
+    if apart or any(now - seen.changed <= timeout * limits[seen.rank] for seen in ranks):
         return [], ""
     whom = "those of other hosts, or for the network" if several_hosts else "none that is missing"
     return ranks, f"all ranks of this host wait for {whom}, since {still:.0f} s: {_where(ranks[0])}"
 
 
 def suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Sequence[Seen], str]:
-    """Who stands still, if others say that they waited in vain: sooner than by itself.
+    """Who makes no progress, if others say that they waited in vain: sooner than by itself.
 
     Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
     """
@@ -315,7 +315,7 @@ def suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Se
 
 
 def told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
-    """`rank 5 (host a, pid 123) stands still since 61 s: stopped (SIGSTOP), in ...`"""
+    """`rank 5 (host a, pid 123) has made no progress for 61 s: stopped (SIGSTOP), in ...`"""
     texts = []
     for seen in culprits:
         since = now - seen.changed
@@ -324,7 +324,7 @@ def told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
             why = f"stopped (SIGSTOP), {why}"
         elif seen.state == "D":
             why = f"waiting for a disk or a network file system, {why}"
-        texts.append(f"{_named(seen)} stands still since {since:.0f} s: {why}")
+        texts.append(f"{_named(seen)} has made no progress for {since:.0f} s: {why}")
     names = {seen.rank for seen in culprits}
     waiting = [str(seen.rank) for seen in ranks if seen.rank not in names and seen.reading.inside]
     if waiting:
@@ -383,7 +383,7 @@ def _send(seen: Seen, number: int) -> None:
 
 USER_ERROR, STOPPED = 2, 75
 _TAIL_LINES = 40
-# Codes of a rank that waited for one that may stand still (watch.py).
+# Codes of a rank that waited for one that may make no progress (see `Watch`).
 _WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
 
 
@@ -486,7 +486,7 @@ class Outcome:
     time: float = field(default=0.0, compare=False)  # of the failure, seconds since the epoch
     step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
     reached: int = field(default=0, compare=False)  # the last step that began here
-    # Somebody stood still when others had waited in vain, who may have had another reason.
+    # Somebody made no progress when others had waited in vain, who may have had another reason.
     is_guess: bool = field(default=False, compare=False)
 
     @property

@@ -167,7 +167,7 @@ class Sharding:
         Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
         """
         everything = {} if comm.is_main() else dict(arrays)
-        shapes_W = comm.all_gather_objects({key: array.shape for key, array in arrays.items()})
+        shapes_W = comm.all_gather_large_object({key: array.shape for key, array in arrays.items()})
         for owner, shapes in enumerate(shapes_W):
             if owner == comm.rank():
                 tensors = [paddle.to_tensor(arrays[key]) for key in shapes]

@@ -58,15 +58,15 @@ def check_ranks(config: "ExperimentConfig | None", output_dir: "Path | None") ->
         device = config.device if config else "auto"
         comm.init(device, config.distributed if config else DistributedConfig())
     if config is None or output_dir is None:
-        hosts_W = comm.exchange(comm.host())
+        hosts_W = comm.all_gather_object(comm.host())
         require_agreement({"versions": versions(), "code": digests_of_code()}, hosts_W)
         require_sum()
         return []
     warnings = preflight(config, output_dir=output_dir, evaluate=True, resume=False)
     classes = config.model.num_classes
     for dataset in (
-        comm.together(lambda: read_split(config.data, "train", classes)),
-        comm.together(lambda: read_split(config.data, "val", classes)),
+        comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),
+        comm.run_on_all_ranks(lambda: read_split(config.data, "val", classes)),
     ):
         require_the_same(dataset, config.data.root)
     return warnings
@@ -81,7 +81,7 @@ def measure_cluster() -> Report:
         (the bus bandwidth) from the largest.  None on one rank.
     """
     world = comm.world_size()
-    hosts_W = comm.exchange(comm.host())
+    hosts_W = comm.all_gather_object(comm.host())
     report: Report = {"world": world, "hosts": hosts_W, "device": paddle.device.get_device()}
     with within(_STAGE_SECONDS, "measuring how fast every rank computes"):
         report["ranks"] = measure_computing(hosts_W)
@@ -101,12 +101,12 @@ def compare_hosts(facts: dict[str, str]) -> Report:
     Returns: `differences`, a line for each fact that is not the same everywhere, and `clocks`, how
         many seconds each host's clock is ahead of the first one's, to some milliseconds.
     """
-    hosts_W = comm.exchange(comm.host())
-    lines = list(differences(comm.exchange(facts), hosts_W))
+    hosts_W = comm.all_gather_object(comm.host())
+    lines = list(differences(comm.all_gather_object(facts), hosts_W))
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         comm.barrier()
-        rounds.append(comm.exchange(time.time()))
+        rounds.append(comm.all_gather_object(time.time()))
     ahead_W = [
         min((times[rank] - times[0] for times in rounds), key=abs) for rank in range(len(hosts_W))
     ]
@@ -171,7 +171,7 @@ def measure_links(hosts_W: list[str]) -> list[Report]:
             if comm.rank() in pair:
                 measured[number] = _measure_link(*pair, link)
             comm.all_reduce_sum(paddle.zeros([1]))  # the others wait for their turn
-    told_W = comm.exchange({str(n): found for n, found in measured.items() if found})
+    told_W = comm.all_gather_object({str(n): found for n, found in measured.items() if found})
     found = {int(n): value for told in told_W for n, value in told.items()}
     return [
         {"ranks": [a, b], "hosts": [hosts_W[a], hosts_W[b]], **found[number]}

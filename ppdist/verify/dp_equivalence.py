@@ -92,7 +92,7 @@ def verify_ranks(config: "ExperimentConfig", steps: int, command: Sequence[str])
         ranks = train_steps(config, steps)
     if comm.on_gpu():
         paddle.device.cuda.empty_cache()  # the process alone needs the same card
-    digests = comm.all_gather_objects(ranks["digest"].tobytes().hex())
+    digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
     odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
     world = comm.world_size()
     behind = [*command, "-o", *alone_overrides(config, world)]

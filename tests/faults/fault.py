@@ -42,7 +42,7 @@ class Kind:
 
 KINDS = {
     "kill": Kind("SIGKILL, as by the kernel when memory runs out", ends=True),
-    "stop": Kind("SIGSTOP: the process stands still and still exists", ends=True),
+    "stop": Kind("SIGSTOP: the process is stopped and still exists", ends=True),
     "segv": Kind("reads address 0, as a broken native operator may", ends=True),
     "abort": Kind("abort(), as a failed check in C++", ends=True),
     "term": Kind("SIGTERM, as sent before a machine is taken away", ends=True),

@@ -323,7 +323,7 @@ def on_one_host(root: str) -> list:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cache_module.os, "stat", without_namespaces)
         apart = open_cache("ram", dataset, FACTORS)
-    inodes = comm.all_gather_objects(os.fstat(apart._descriptor).st_ino)
+    inodes = comm.all_gather_large_object(os.fstat(apart._descriptor).st_ino)
     kinds["hosts unknown"] = len(set(inodes)) == 2
     cache_module.os.open = refused
     kinds["alone"] = open_cache("ram", dataset, FACTORS) is not None

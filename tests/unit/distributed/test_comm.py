@@ -24,7 +24,7 @@ def meet(argument):
     me = comm.rank()
     total = comm.all_reduce_sum(paddle.to_tensor([1.0 + me]))
     rows = comm.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
-    objects = comm.all_gather_objects({"rank": me, "text": "höhe\n" * me})
+    objects = comm.all_gather_large_object({"rank": me, "text": "höhe\n" * me})
     slow = comm.run_on_main(lambda: time.sleep(0.3) or {"from": comm.rank()})
     try:
         comm.run_on_main(lambda: 1 / 0 if me == 0 else None)
@@ -69,7 +69,7 @@ def fail_alone(argument):
         KeyError("bug"),
     ):
         try:
-            said.append(comm.together(lambda error=error: work(error)))
+            said.append(comm.run_on_all_ranks(lambda error=error: work(error)))
         except (DataError, KeyError, RankError) as failure:
             code, origin = getattr(failure, "code", ""), getattr(failure, "from_rank", None)
             said.append([type(failure).__name__, code, origin, str(failure)])

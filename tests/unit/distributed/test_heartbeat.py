@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As a fleetrun gives it to rank 3; afterwards nothing is written any more."""
     monkeypatch.setenv("PPDIST_EXIT_DIR", str(tmp_path))
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
-    monkeypatch.setattr(heartbeat, "_pulse", None)
+    monkeypatch.setattr(heartbeat, "_file", None)
     monkeypatch.setattr(heartbeat, "_state", list(heartbeat._NOTHING_YET))
     monkeypatch.setattr(heartbeat.faulthandler, "register", lambda *args, **more: None)
     return tmp_path
@@ -36,7 +36,7 @@ def test_a_rank_says_where_it_is(folder: Path) -> None:
         inside = heartbeat.read(heartbeat.file_of(folder, 3))
     assert inside is not None and inside.inside and inside.place == "all_reduce of 8 values"
     assert (inside.pid, inside.phase, inside.step) == (os.getpid(), "step", 7)
-    assert (inside.patience, inside.limit) == (1800.0, float("inf"))
+    assert (inside.timeout, inside.limit) == (1800.0, float("inf"))
     assert abs(time.monotonic() - inside.seconds) < 10
     assert 0.02 <= heartbeat.waited_seconds() - before < 10
     heartbeat.at("waiting for its images")
@@ -115,7 +115,7 @@ while time.monotonic() < end:
         began = time.monotonic()
         while rank.poll() is None and time.monotonic() < began + 1:
             reading, work = heartbeat.read(place), heartbeat.read_work(place)
-            assert reading is not None and (reading.patience, reading.limit) == (1800, 60)
+            assert reading is not None and (reading.timeout, reading.limit) == (1800, 60)
             assert abs(time.monotonic() - reading.seconds) < 30
             assert work is not None and work.images == 8 * work.steps
     finally:
@@ -144,7 +144,7 @@ def test_a_rank_says_where_the_run_keeps_its_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heartbeat.tell_run(Path("output/demo"))
-    assert not heartbeat.run_of(folder, 3).exists()  # without a pulse nobody listens
+    assert not heartbeat.run_of(folder, 3).exists()  # without a file nobody listens
     heartbeat.begin(1.0, 60.0)
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
     heartbeat.tell_run(Path("output/demo"))
@@ -171,10 +171,10 @@ def test_without_fleetrun_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PPDIST_EXIT_DIR", raising=False)
-    monkeypatch.setattr(heartbeat, "_pulse", None)
+    monkeypatch.setattr(heartbeat, "_file", None)
     heartbeat.begin(1.0, 1.0)
     heartbeat.beat("step", 1)
-    assert heartbeat._pulse is None
+    assert heartbeat._file is None
 
 
 def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:

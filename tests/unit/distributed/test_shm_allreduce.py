@@ -78,7 +78,7 @@ def late(argument):
     time.sleep(2.0 * me)
     said.append(comm.all_reduce_sum(one).tolist())
     said.append(heard[0] < 1.5)
-    comm._host._patience = 60.0 if me else 0.5
+    comm._host._timeout = 60.0 if me else 0.5
     comm.barrier()
     time.sleep(2.0 * me)
     for _ in range(2):  # rank 0 meets a rank that is late, then rank 1 one that has ended
@@ -114,7 +114,7 @@ def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(
         size = 3 * 64 + 3 * 64
         memory = SharedMemoryAllReduce(
             mmap.mmap(-1, size), rank=2, processes={2: me, 3: me}, message_bytes=64,
-            patience_seconds=0.4,
+            timeout_seconds=0.4,
         )  # fmt: skip
         for cell, fact in enumerate((arrived, heartbeat.step(), 0, 2)):  # a sum of two values
             memory._counters[8 + cell] = fact
@@ -227,7 +227,7 @@ def test_each_value_is_added_up_in_the_order_of_ranks_whoever_does_it(monkeypatc
     def work(rank):
         try:
             own = SharedMemoryAllReduce(
-                memory, rank=rank, processes=processes, message_bytes=256, patience_seconds=20
+                memory, rank=rank, processes=processes, message_bytes=256, timeout_seconds=20
             )
             places = [(each.ctypes.data, each.size) for each in arrays[rank]]
             own.sum(

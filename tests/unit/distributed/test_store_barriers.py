@@ -34,7 +34,7 @@ def test_no_connection_to_the_store_waits_with_small_messages_for_larger_ones():
 def stopped(_):
     """Both ranks are stopped while rank 1 waits for an answer of the store, which rank 0 holds."""
     comm.init("cpu", DistributedConfig())
-    processes = comm.exchange(os.getpid())
+    processes = comm.all_gather_object(os.getpid())
     if comm.rank() == 0:
         child = os.fork()
         if child == 0:
@@ -47,7 +47,7 @@ def stopped(_):
                     time.sleep(0.3)
             os._exit(0)
         os.waitpid(child, 0)
-    return comm.exchange("here")
+    return comm.all_gather_object("here")
 
 
 @pytest.mark.slow

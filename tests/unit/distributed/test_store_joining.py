@@ -75,7 +75,7 @@ def test_a_way_that_is_closed_is_named_on_every_rank(monkeypatch: pytest.MonkeyP
     assert Ranks(2).run([A, B], {**other, "PADDLE_DISTRI_BACKEND": "gloo"})[0]
 
 
-def test_a_store_that_cannot_be_reached_is_named_within_the_patience() -> None:
+def test_a_store_that_cannot_be_reached_is_named_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"127.0.0.1:{closed.getsockname()[1]}"
         wait_for_store(endpoint, "b", 0)

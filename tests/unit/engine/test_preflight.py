@@ -140,7 +140,7 @@ def sum_without_rank_1() -> None:
         if comm.rank() == 0:
             module.require_sum()
         else:
-            next(store._meetings)  # the number of the announcement that it does not make
+            next(store._barriers)  # the number of the announcement that it does not make
     finally:
         comm.all_reduce_sum = real
         comm.barrier()

@@ -285,7 +285,7 @@ def test_an_attempt_of_a_resumed_run_begins_where_the_command_says(shapes, job, 
 
 
 def test_a_returned_host_learns_from_the_others_that_the_job_has_begun(monkeypatch, job):
-    monkeypatch.setattr(comm, "exchange", lambda mine: [mine, "the run", None])
+    monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, "the run", None])
     assert module._id_of_job() == "the run"
 
 

@@ -53,7 +53,7 @@ def meetings_under_signals(argument):
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
-    met = [comm.exchange(comm.rank()) for _ in range(15)]
+    met = [comm.all_gather_object(comm.rank()) for _ in range(15)]
     done.set()
     sender.join()
     return {"met": met, "asked": len(asked)}
@@ -173,7 +173,7 @@ def test_a_stop_amid_an_evaluation_does_not_wait_for_it_and_a_resumed_run_makes_
 def _pulses() -> list:
     from ppdist.distributed import heartbeat
 
-    folders = [path.parent for path in Path("/tmp").glob("ppdist-*/0/pulse-1")]
+    folders = [path.parent for path in Path("/tmp").glob("ppdist-*/0/heartbeat-1")]
     found = []
     for folder in folders:
         log_dir = str(Path("log_first").absolute())

@@ -15,7 +15,7 @@ from ppdist.launch.options import STALE_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
 FLEETRUN = Path(sys.executable).parent / "fleetrun"
-PATIENCE = 100.0  # seconds; a hang is a failed test
+TIMEOUT = 100.0  # seconds; a hang is a failed test
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -66,7 +66,7 @@ class Host:
     def said(self) -> str:
         return self._errors.read_text()
 
-    def ended(self, seconds: float = PATIENCE) -> Ended:
+    def ended(self, seconds: float = TIMEOUT) -> Ended:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ def write(code: str, name: str = "t.py") -> str:
     return name
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = TIMEOUT) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

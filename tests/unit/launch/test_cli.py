@@ -21,7 +21,7 @@ from ppdist.launch.options import STALE_VARIABLES
 from tests.distributed import _free_ports
 from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
 
-PATIENCE = 90.0  # seconds; a hang is a failed test
+TIMEOUT = 90.0  # seconds; a hang is a failed test
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def started(*words: str, **streams) -> Iterator[subprocess.Popen]:
 def fleetrun(*words: str) -> subprocess.CompletedProcess:
     with started(*words) as process:
         try:
-            output, errors = process.communicate(timeout=PATIENCE)
+            output, errors = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             process.terminate()
             output, errors = process.communicate(timeout=40)
@@ -90,7 +90,7 @@ def test_two_hosts_on_loopback_sum() -> None:
     other = ("--host", "127.0.0.3", *common, "--log_dir", "log_b", script)
     with started(*other) as second:
         first = fleetrun("--host", "127.0.0.2", *common, "--log_dir", "log_a", script)
-        output, errors = second.communicate(timeout=PATIENCE)
+        output, errors = second.communicate(timeout=TIMEOUT)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + errors
     assert "sum 3.0 on rank 0 of 2" in first.stdout
     assert "sum 3.0 on rank 1 of 2" in output
@@ -145,7 +145,7 @@ def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
     with started("--nproc_per_node", "2", write(SAVES_AT_SIGTERM)) as process:
         wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
         process.terminate()
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, errors
     assert output == "saved\n" and "saved" in Path("log/workerlog.1").read_text()
 
@@ -188,7 +188,7 @@ for _ in range(3):
             times = re.findall(rb"now ([\d.]+)\r", seen)  # of the lines that are complete
             delays += [time.time() - float(at) for at in times[len(delays) :]]
         os.close(ours)
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
     assert b"terminal True True" in seen
     assert len(delays) == 3 and max(delays) < 0.5, (delays, seen)
 

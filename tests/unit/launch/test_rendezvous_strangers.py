@@ -219,13 +219,13 @@ def joins_late(argument: object) -> list[list[int]]:
         with pytest.raises(
             LaunchError, match=r"rank 1 .* found another job at 127\.0\.0\.1:"
         ) as caught:
-            comm.exchange(1)
+            comm.all_gather_object(1)
         assert "started for a job that has ended" in str(caught.value)
         assert "this job" not in str(caught.value)
         os.environ["PPDIST_JOB"], store._reached = "this job", False  # as a new process
-        store._meetings = itertools.count()
-        return [comm.exchange(1), comm.exchange(2)]
-    return [comm.exchange(0), comm.exchange(3)]
+        store._barriers = itertools.count()
+        return [comm.all_gather_object(1), comm.all_gather_object(2)]
+    return [comm.all_gather_object(0), comm.all_gather_object(3)]
 
 
 def test_a_rank_of_an_earlier_job_is_refused_and_disturbs_no_meeting() -> None:

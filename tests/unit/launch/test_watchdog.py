@@ -1,4 +1,4 @@
-"""The watch over the ranks of a host: who stands still is named, and nobody else.
+"""The watch over the ranks of a host: who makes no progress is named, and nobody else.
 
 Most ranks here are pulses written by hand over processes that sleep, and time is a number; the
 last tests run the installed fleetrun with ranks that load no Paddle.
@@ -23,7 +23,7 @@ from ppdist.launch import worker
 from ppdist.launch.watchdog import Watch, found_stall, judge
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
 
-LIMIT, PATIENCE = 60.0, 1800.0
+LIMIT, TIMEOUT = 60.0, 1800.0
 
 
 class Ranks:
@@ -72,7 +72,7 @@ class Ranks:
         measured = step if measured is None else measured
         packed = heartbeat._sealed(
             heartbeat._LAYOUT, self.processes[rank].pid, heartbeat.PHASES.index(phase), bool(place),
-            step, collectives, time.monotonic_ns(), PATIENCE, LIMIT, place.encode(),
+            step, collectives, time.monotonic_ns(), TIMEOUT, LIMIT, place.encode(),
             steps, measured, seconds,
         )  # fmt: skip
         heartbeat.file_of(self.folder, rank).write_bytes(packed)
@@ -137,7 +137,9 @@ def test_a_stopped_rank_is_named_with_its_collective_and_all_stacks_are_kept(hos
     stall = found_stall(ranks.folder)
     assert stall is not None and stall.step == 6  # whatever a rank that was woken up does next
     pid = ranks.processes[1].pid
-    assert re.search(rf"^rank 1 \(host \S+, pid {pid}\) stands still since 6\d s: stopped ", found)
+    assert re.search(
+        rf"^rank 1 \(host \S+, pid {pid}\) has made no progress for 6\d s: stopped ", found
+    )
     assert "stopped (SIGSTOP), in sum of 10 values, its collective 11, in step 6; " in found
     assert "ranks 0, 2 wait for it; the stacks of all ranks of this host: " in found
     for rank in range(3):
@@ -168,7 +170,7 @@ def test_outside_of_steps_a_rank_has_the_patience_of_the_meetings(host, phase: s
     ranks.train(5, 1.0)
     for rank in range(2):
         ranks.beat(rank, phase, step=5, collectives=12)
-    assert ranks.wait(PATIENCE - 10) == ""
+    assert ranks.wait(TIMEOUT - 10) == ""
     assert ranks.wait(20) != ""
 
 
@@ -178,7 +180,7 @@ def test_the_first_step_may_be_slow_also_after_an_evaluation_but_not_for_ever(ho
     assert ranks.wait(10 * LIMIT - 10) == ""  # the very first
     ranks.train(5, 1.0)
     ranks.beat(0, "evaluate", step=5)
-    assert ranks.wait(PATIENCE - 10) == ""
+    assert ranks.wait(TIMEOUT - 10) == ""
     ranks.beat(0, step=5, steps=0)
     assert ranks.wait(10 * LIMIT - 10) == ""
     ranks.beat(0, step=6, steps=1)
@@ -199,7 +201,7 @@ def test_a_hang_in_the_step_after_a_checkpoint_is_found_like_any_other(host) -> 
     ranks = host(1)
     ranks.train(5, 1.0)
     ranks.beat(0, "save", step=6)
-    assert ranks.wait(PATIENCE - 10) == ""
+    assert ranks.wait(TIMEOUT - 10) == ""
     ranks.beat(0, step=6)
     assert ranks.wait(LIMIT + 10).startswith("rank 0 ")
 
@@ -218,7 +220,7 @@ def test_a_rank_that_is_stopped_before_it_can_say_anything_is_named(host) -> Non
 def test_ranks_that_never_say_anything_are_left_alone(host) -> None:
     ranks = host(2)  # a script without ppdist
     ranks.stop(0)
-    assert ranks.wait(10 * PATIENCE) == "" and ranks.alive() == [0, 1]
+    assert ranks.wait(10 * TIMEOUT) == "" and ranks.alive() == [0, 1]
 
 
 def test_an_evaluation_or_a_loader_that_gives_signs_of_life_goes_on_for_ever(host) -> None:
@@ -389,10 +391,10 @@ def test_a_rank_that_hangs_under_fleetrun_is_named_and_all_are_ended(
     record_property("seconds until all ranks had ended, limit 3 s", round(seconds, 1))
     assert end.code == 1 and seconds < 50
     assert re.search(
-        r"fleetrun: rank 1 \(host \S+, pid \d+\) stands still since \d+ s: ", end.errors
+        r"fleetrun: rank 1 \(host \S+, pid \d+\) has made no progress for \d+ s: ", end.errors
     )
     assert f"{why}, after 7 collectives, in step 8; rank 0 waits for it" in end.errors
-    assert "out of memory" not in end.errors and end.errors.count("stands still") == 1
+    assert "out of memory" not in end.errors and end.errors.count("makes no progress") == 1
     assert "in hang" in Path("log_a/stacks.1").read_text()
     assert "in sum" in Path("log_a/stacks.0").read_text()
     print(f"{why}: all ended {seconds:.1f} s after the hang, limit 3 s")

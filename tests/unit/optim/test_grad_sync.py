@@ -244,7 +244,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_enters_no_rest(ranks):
 def test_float16_is_refused_on_gloo(ranks):
     assert ranks[0]["float16 on gloo"] == (
         "distributed.gradient_dtype: float16, but this run is on CPU, where gloo sums float16 to "
-        "infinity; take bfloat16, which is of the same size, or float32"
+        "infinity; set bfloat16, which has the same size, or float32"
     )
 
 
