@@ -69,7 +69,7 @@ def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
     assert settled(tmp_path / "whole")["batch_size_per_card"] == 3
     text = (tmp_path / "whole" / "train.log").read_text()
     assert "train.batch_size_per_card: auto is 3: of rank 0 (host " in text
-    assert "3 are the most that are of use" in text
+    assert "more than 3 are of no use" in text
 
     def never(*_, **__):
         raise AssertionError("looked for a batch")

@@ -143,7 +143,7 @@ def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_comp
     run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
     assert not (alone / "checkpoints" / "last" / "distillation.safetensors").exists()
     lesson = teach(teacher)
-    with pytest.raises(CheckpointError, match=r"no distillation.safetensors, which") as refused:
+    with pytest.raises(CheckpointError, match=r"no distillation.safetensors; set") as refused:
         run(shapes, alone, "train.max_steps=6", *lesson, resume=True, changed=True)
     assert "set distill.features: null, or start a new run" in f"{refused.value}"
     later = ("train.max_steps=6", *lesson, "distill.features=null")
