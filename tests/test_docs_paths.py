@@ -1,0 +1,68 @@
+"""Every path, module and link that our texts name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "README*.md",
+        "Makefile",
+        "setup.py",
+        "docs/*.md",
+        "docs/dev/*.md",
+        "configs/**/*.yml",
+        "deploy/**/*.md",
+        "deploy/**/*.yml",
+        "deploy/**/Dockerfile*",
+        "deploy/**/*.sbatch",
+    )
+    for path in ROOT.glob(pattern)
+)
+# A name that goes on with { * < $ is a pattern; a name `x` is the reader's.
+PATH = re.compile(
+    r"(?<![\w./-])((?:ppdist|tools|configs|docs|tests|deploy|benchmarks)/[\w./-]*\w)(?![\w{*<$/-])"
+)
+MODULE = re.compile(r"(?<![\w./-])ppdist(?:\.[a-z_]\w*)+")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def _is_the_readers(path: str) -> bool:
+    return any(re.fullmatch(r"(test_)?x(_s)?(\.\w+)?", part) for part in path.split("/"))
+
+
+def _is_importable(dotted: str) -> bool:
+    """Whether `ppdist.a.b` is a module, or a name that the module `ppdist.a` mentions."""
+    target = ROOT.joinpath(*dotted.split("."))
+    if target.is_dir() or target.with_suffix(".py").is_file():
+        return True
+    module = target.parent.with_suffix(".py")
+    if not module.is_file():
+        module = target.parent / "__init__.py"
+    return module.is_file() and bool(re.search(rf"\b{target.name}\b", module.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_a_text_names_exists(text: str) -> None:
+    missing = []
+    for number, line in enumerate((ROOT / text).read_text("utf-8").splitlines(), 1):
+        names = [p for p in PATH.findall(line) if not _is_the_readers(p)]
+        missing += [f"{text}:{number}: {p}" for p in names if not (ROOT / p).exists()]
+        missing += [f"{text}:{number}: {m}" for m in MODULE.findall(line) if not _is_importable(m)]
+        if text.endswith(".md"):
+            links = [link for link in LINK.findall(line) if "://" not in link]
+            here = (ROOT / text).parent
+            missing += [f"{text}:{number}: {link}" for link in links if not (here / link).exists()]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_check_notices_what_is_gone() -> None:
+    assert PATH.findall("see `ppdist/no_such.py` and configs/a_{s,m}.yml") == ["ppdist/no_such.py"]
+    assert not _is_importable("ppdist.no_such")
+    assert not _is_importable("ppdist.engine.trainer.no_such_name")
+    assert _is_importable("ppdist.engine.trainer")
