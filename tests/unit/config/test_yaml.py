@@ -547,3 +547,9 @@ def test_a_mutilated_file_gives_a_config_error_or_a_config_but_never_a_crash(fol
             refused += 1
             assert str(error).strip(), broken
     assert refused > 200
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_a_number_without_an_upper_bound_is_finite(value):
+    with pytest.raises(ConfigError, match=r"train\.clip_norm: found [-.]+(inf|nan)"):
+        parse(f"train: {{clip_norm: {value}}}\n")

@@ -8,7 +8,7 @@ import pytest
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets import yolo
 from ppdist.data.datasets.annotations import KINDS
-from ppdist.data.validate import validate
+from ppdist.data.validate import clean_copy, validate
 from tests.unit.data.corpus import (
     config,
     write_clean_coco,
@@ -135,3 +135,26 @@ def test_links_in_a_circle_are_walked_once_and_a_linked_folder_is_no_other(tmp_p
     (tmp_path / "train.json").write_text(json.dumps(content))
     issues = validate(settings, decode=False, workers=1).splits["train"].issues
     assert [issue.image for issue in issues] == [str(images / "0.jpg")]
+
+
+def test_one_box_of_two_classes_is_no_duplicate_and_a_crowd_no_use(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    file = tmp_path / "train.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["categories"] += [{"id": 2, "name": "dog"}, {"id": 3, "name": "bird"}]
+    content["annotations"] += [
+        {"id": 2, "image_id": 0, "category_id": 2, "bbox": [1, 2, 20, 20]},  # a cat lies there
+        {"id": 3, "image_id": 0, "category_id": 3, "bbox": [5, 6, 30, 30], "iscrowd": 1},
+    ]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    val = json.loads((tmp_path / "val.json").read_text(encoding="utf-8"))
+    val["categories"] = content["categories"]
+    (tmp_path / "val.json").write_text(json.dumps(val), encoding="utf-8")
+    report = validate(settings, decode=False, workers=1)
+    rows = {row.name: row for row in report.rows() if row.counts.get("train")}
+    assert "box_duplicate" not in rows
+    assert "'bird'" in rows["class_unused"].examples[0] and rows["class_unused"].count == 1
+    out = tmp_path / "clean"
+    cleaned = clean_copy(validate(settings, decode=True, workers=1), "coco", out, images="copy")
+    kept = [len(image.objects) for image in cleaned.raws["train"].images]
+    assert kept == [3, 1]

@@ -145,6 +145,13 @@ def test_the_metrics_are_those_of_the_detections():
     assert json.loads(json.dumps(result)) == result
 
 
+def test_fitness_counts_map_nine_times_as_much_as_map50(monkeypatch):
+    found = {"mAP": 0.4, "mAP50": 0.8}
+    monkeypatch.setattr("ppdist.engine.evaluator.evaluate_boxes", lambda *_: dict(found))
+    result = evaluator().evaluate(Oracle(five_images()))
+    assert result["fitness"] == pytest.approx(0.9 * 0.4 + 0.1 * 0.8)
+
+
 def test_two_ranks_with_uneven_shares_get_what_one_rank_gets():
     alone = evaluator().evaluate(Oracle(five_images()))
     detections = evaluator().predict(Oracle(five_images())).tolist()

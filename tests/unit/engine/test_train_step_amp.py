@@ -14,6 +14,7 @@ from ppdist.losses.base import Loss, LossOutput
 from ppdist.optim.grad_sync import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
+from tests.unit.engine.amp import enable_scaling
 
 RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
 
@@ -80,20 +81,6 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
         average_statistics=False,
     )
     return step, optimizer
-
-
-def enable_scaling(scaler: paddle.amp.GradScaler) -> None:
-    """The state that GradScaler gives itself where it believes in float16."""
-    donor = {"scale": [1024.0], "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
-             "decr_every_n_nan_or_inf": 1, "incr_count": 0, "decr_count": 0,
-             "use_dynamic_loss_scaling": True}  # fmt: skip
-    scaler._enable = True
-    scaler.load_state_dict(donor)
-    for name in ("_found_inf", "_temp_found_inf_value_false", "_temp_found_inf_fp16",
-                 "_temp_found_inf_bf16", "_temp_found_inf_fp32"):  # fmt: skip
-        setattr(scaler, name, paddle.to_tensor([False]))
-    scaler._cache_found_inf = None
-    scaler.update()  # makes its table of optimizers
 
 
 def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_property):

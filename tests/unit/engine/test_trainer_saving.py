@@ -17,10 +17,13 @@ from ppdist.distributed import comm
 from ppdist.engine import checkpoint
 from ppdist.engine.build import build_training
 from ppdist.engine.checkpoint import newest_valid, point, read_checkpoint
+from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.monitor import Stopwatch
-from ppdist.engine.state import capture_state
+from ppdist.engine.state import capture_state, restore_state
+from ppdist.engine.train_step import loss_scale, lower_scale
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
+from tests.unit.engine.amp import enable_scaling
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
 HERE = "tests.unit.engine.test_trainer_saving"
@@ -236,3 +239,24 @@ def test_the_cost_of_a_checkpoint_is_measured_in_its_parts(shapes, tmp_path):
     percents = report["percent_of_a_minute"]
     assert 0 < percents["standing_still"] < percents["waiting_for_the_write"]
     assert report["bytes"] > 100_000 and report["saves"] == 2
+
+
+def test_a_rollback_and_a_resume_take_back_all_that_was_learned(shapes, tmp_path):
+    experiment = build(shapes, tmp_path)
+    with experiment.log:
+        trainer = experiment.trainer
+        progress = trainer.progress
+        progress.early_stopping = EarlyStoppingState("mAP", 0.5, 3, 1)
+        progress.losses.trained(2.0)
+        scaler = trainer.train_step.scaler
+        enable_scaling(scaler)
+        snapshot = capture_state(trainer.train_step, progress, trainer.derived)
+        lower_scale(scaler)
+        assert loss_scale(scaler) == 512.0
+        restored, _ = restore_state(snapshot, trainer.train_step)
+        assert loss_scale(scaler) == 1024.0
+        progress.early_stopping = EarlyStoppingState("mAP", 0.9, 6, 0)
+        progress.losses.trained(99.0)
+        progress.roll_back_to(restored)
+    assert progress.early_stopping == EarlyStoppingState("mAP", 0.5, 3, 1)
+    assert (progress.losses.summed, progress.losses.steps) == (2.0, 1)

@@ -12,7 +12,7 @@ import pytest
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import LossOutput
-from ppdist.losses.yolov5 import Gains, YOLOv5Loss
+from ppdist.losses.yolov5 import Gains, YOLOv5Loss, match_anchors
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
@@ -255,6 +255,21 @@ def test_a_box_falls_to_its_cell_and_to_the_nearer_neighbours(
     taken = match.taken_BAS.numpy()[0].any(axis=0)
     rows, columns = np.divmod(match.cell_BS.numpy()[0][taken], SIZE[1] // 8)
     assert set(zip(rows.tolist(), columns.tolist())) == cells
+
+
+@pytest.mark.parametrize(("side", "fits"), [(31.9, True), (32.0, False), (33.0, False)])
+def test_an_anchor_does_not_fit_from_the_threshold_on(side: float, fits: bool) -> None:
+    box = [[40 - side / 2, 28.0, 40 + side / 2, 36.0]]  # 8 pixels high
+    taken = match_anchors(
+        paddle.to_tensor([box], "float32"),
+        paddle.zeros([1, 1], "int64"),
+        paddle.ones([1, 1]),
+        paddle.to_tensor([[1.0, 1.0]]),  # 8 x 8 pixels
+        (8, 12),
+        8,
+        4.0,
+    ).taken_BAS
+    assert bool(taken.any()) == fits
 
 
 def test_no_value_is_asked_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
