@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ppdist.data.boxes import box_iou
+
 LEAST_SCORE = 0.001  # what soft-NMS has made less sure is of no use, as in the paper's experiments
 Boxes = tuple[np.ndarray, np.ndarray]
 
@@ -38,12 +40,11 @@ def weighted_fusion(
     mass_R = (scores_R * weight_R)[order_R]
     weight_R, boxes_R4 = weight_R[order_R], boxes_R4[order_R]
     sums_K4 = np.zeros_like(boxes_R4)
-    mean_K4, area_K = np.zeros_like(boxes_R4), np.zeros(len(boxes_R4))
+    mean_K4 = np.zeros_like(boxes_R4)
     mass_K, weight_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
-    area_R = _areas(boxes_R4)
     count = 0
-    for box, area, mass, weight in zip(boxes_R4, area_R, mass_R, weight_R):
-        overlap_K = _overlaps(box, area, mean_K4[:count], area_K[:count])
+    for box, mass, weight in zip(boxes_R4, mass_R, weight_R):
+        overlap_K = box_iou(box[None], mean_K4[:count])[0]
         best = int(overlap_K.argmax()) if count else 0
         if not count or overlap_K[best] <= iou:
             best, count = count, count + 1
@@ -52,7 +53,6 @@ def weighted_fusion(
         sums_K4[best] += mass * box
         # A cluster of boxes whose scores are 0 has no mean: it stays where it began.
         mean_K4[best] = sums_K4[best] / mass_K[best] if mass_K[best] > 0 else box
-        area_K[best] = _areas(mean_K4[best])
     found_K = weight_K[:count]
     scores_K = mass_K[:count] / found_K * np.minimum(found_K, total) / total
     return _best_first(mean_K4[:count], scores_K)
@@ -67,11 +67,11 @@ def hard_suppression(
     Args: total: not used here, the surest box stays however few have found it.
     """
     boxes_R4, scores_R = _best_first(boxes_R4, scores_R * weight_R)
-    area_R, left_R = _areas(boxes_R4), np.ones(len(boxes_R4), bool)
+    left_R = np.ones(len(boxes_R4), bool)
     for place in range(len(boxes_R4)):
         if left_R[place]:
             after = slice(place + 1, None)
-            overlap_R = _overlaps(boxes_R4[place], area_R[place], boxes_R4[after], area_R[after])
+            overlap_R = box_iou(boxes_R4[place : place + 1], boxes_R4[after])[0]
             left_R[after] &= overlap_R <= iou
     return boxes_R4[left_R], scores_R[left_R]
 
@@ -107,7 +107,7 @@ def soft_suppression(
         others_R = np.arange(len(score_R)) != best
         box = left_R4[best]
         left_R4, score_R = left_R4[others_R], score_R[others_R]
-        score_R = score_R * keeps(_overlaps(box, _areas(box), left_R4, _areas(left_R4)))
+        score_R = score_R * keeps(box_iou(box[None], left_R4)[0])
     return np.array(taken).reshape(-1, 4), np.array(scores)
 
 
@@ -124,20 +124,3 @@ def gaussian(overlap_R: np.ndarray, sigma: float) -> np.ndarray:
 def _best_first(boxes_K4: np.ndarray, scores_K: np.ndarray) -> Boxes:
     order_K = np.argsort(-scores_K, kind="stable")
     return boxes_K4[order_K], scores_K[order_K]
-
-
-def _areas(boxes: np.ndarray) -> np.ndarray:
-    """Of boxes [..., 4]."""
-    sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
-    return sides[..., 0] * sides[..., 1]
-
-
-def _overlaps(
-    box: np.ndarray, area: np.ndarray, boxes_K4: np.ndarray, area_K: np.ndarray
-) -> np.ndarray:
-    """IoU [K] of one box with others; 0 where neither has an area."""
-    sides_K2 = np.minimum(box[2:], boxes_K4[:, 2:]) - np.maximum(box[:2], boxes_K4[:, :2])
-    sides_K2 = np.maximum(sides_K2, 0)
-    shared_K = sides_K2[:, 0] * sides_K2[:, 1]
-    union_K = area + area_K - shared_K
-    return np.divide(shared_K, union_K, out=np.zeros_like(shared_K), where=union_K > 0)

@@ -16,6 +16,7 @@ import paddle
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
+from ppdist.data.boxes import box_iou
 from ppdist.export.predictor import Graph, OnnxGraph, PaddleGraph, split_rows, suppress
 from ppdist.export.spec import InputSection
 from ppdist.models.base import ImageModel
@@ -349,10 +350,6 @@ def _at_threshold(
 
 
 def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
-    """Intersection over union of all pairs [R, S]; -1 where the classes differ."""
-    a, b = one_R6[:, None, 2:], other_S6[None, :, 2:]
-    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
-    shared = sides.clip(0).prod(-1)
-    areas = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1)
+    """IoU of all pairs of rows [R, S]; -1 where the classes differ."""
     same = one_R6[:, None, 0] == other_S6[None, :, 0]
-    return np.where(same, shared / (areas - shared).clip(1e-9), -1.0)
+    return np.where(same, box_iou(one_R6[:, 2:], other_S6[:, 2:]), -1.0)

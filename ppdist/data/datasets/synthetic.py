@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.data.boxes import box_iou
 from ppdist.data.types import keyed_generator
 
 CLASS_NAMES = ("circle", "square", "triangle")
@@ -165,15 +166,9 @@ def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) ->
         side = rng.uniform(*_SIDE_RANGE) * size
         corner = rng.uniform(0, size - 1 - side, 2)
         box = np.concatenate([corner, corner + side])
-        if all(_iou(box, other) <= _MOST_OVERLAP for other in boxes):
+        if not boxes or box_iou(box[None], np.stack(boxes)).max() <= _MOST_OVERLAP:
             return box
     return None
-
-
-def _iou(a: np.ndarray, b: np.ndarray) -> float:
-    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-    inter = float(sides.clip(0).prod())
-    return inter / float((a[2:] - a[:2]).prod() + (b[2:] - b[:2]).prod() - inter)
 
 
 def _outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:

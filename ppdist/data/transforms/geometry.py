@@ -24,6 +24,7 @@ import numpy as np
 
 from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.config.data import Resize
+from ppdist.data.boxes import box_iou
 from ppdist.data.types import ImageRecord, Sample
 
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
@@ -157,19 +158,10 @@ def cropped(
         inside_TM = (
             (centres_M2 > parts_T4[:, None, :2]) & (centres_M2 < parts_T4[:, None, 2:])
         ).all(2)
-        good_T = inside_TM.any(1) & (_iou(parts_T4, boxes_M4).max(1) >= overlap)
+        good_T = inside_TM.any(1) & (box_iou(parts_T4, boxes_M4).max(1) >= overlap)
         if good_T.any():
             return parts_T4[good_T.argmax()]
     return window
-
-
-def _iou(a_T4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
-    low_TM2 = np.maximum(a_T4[:, None, :2], b_M4[:, :2])
-    high_TM2 = np.minimum(a_T4[:, None, 2:], b_M4[:, 2:])
-    inter_TM = (high_TM2 - low_TM2).clip(0).prod(2)
-    area_T = (a_T4[:, 2:] - a_T4[:, :2]).prod(1)
-    area_M = (b_M4[:, 2:] - b_M4[:, :2]).prod(1)
-    return inter_TM / (area_T[:, None] + area_M - inter_TM)
 
 
 def place(

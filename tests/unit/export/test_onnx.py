@@ -26,6 +26,7 @@ from ppdist.export.predictor import (
     split_rows,
     suppress,
 )
+from ppdist.export.verify import unexplained_rows
 from tests.unit.export.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
 from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
 
@@ -167,11 +168,13 @@ def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> 
     model = tiny_model(activation=name)
     report = export_detector(model, tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
     assert report.spec.paddle is not None and report.spec.onnx is not None
-    images = pictures(2, 96, 64)
-    published = EagerPredictor(deployment_copy(tiny_model()), NMS)(images)
+    images = pictures(4, 96, 64)
     exported = ExportedPredictor(tmp_path / "model", ONNX)(images)
-    assert_same_boxes(exported, EagerPredictor(deployment_copy(model), NMS)(images))
-    assert any(len(a) != len(b) or not np.allclose(a, b) for a, b in zip(exported, published))
+    eager = EagerPredictor(deployment_copy(model), NMS)(images)
+    published = EagerPredictor(deployment_copy(tiny_model()), NMS)(images)
+    assert sum(map(len, eager)) > 0
+    assert [unexplained_rows(a, b, NMS) for a, b in zip(exported, eager)] == [0] * 4
+    assert any(len(a) != len(b) or not np.allclose(a, b) for a, b in zip(eager, published))
 
 
 def test_batch_norms_and_the_pixels_scale_are_gone_from_the_graph(with_nms: Path) -> None:
