@@ -1,4 +1,6 @@
-"""Measures speed; JSON on stdout: tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
+"""Measures training, loading, evaluation and inference speed; JSON on stdout:
+
+tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
 
   train    img/s, the step split into its parts and, under fleetrun, what a rank sends over TCP in
            a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
@@ -17,7 +19,7 @@
            and hidden communication
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
-           how long training stands still for one, what writing it beside the steps takes, and what
+           how long a checkpoint blocks training, what writing it beside the steps takes, and what
            waiting for the write would
 
 `--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).

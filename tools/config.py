@@ -1,4 +1,4 @@
-"""Shows a resolved configuration, or regenerates what is generated from the source.
+"""Shows a resolved configuration, or regenerates docs and schema.
 
 python tools/config.py show -c configs/x.yml [-o key=value ...]    the resolved file, on stdout
 python tools/config.py docs [--out FILE]                           writes docs/config.md

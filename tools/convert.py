@@ -12,7 +12,9 @@ from ppdist.common import process
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],

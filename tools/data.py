@@ -1,4 +1,4 @@
-"""Checks, counts, shows, converts and divides data, of detection or classification; makes some.
+"""Checks, shows, converts and splits data sets of detection or classification.
 
 tools/data.py check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
 tools/data.py stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions

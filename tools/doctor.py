@@ -1,4 +1,6 @@
-"""Checks a run before it is one: tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
+"""Checks hosts, cluster and data before a run:
+
+tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
 
 One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Where there is more
 than one process it then starts them as fleetrun would, compares their code, configuration and data,
@@ -41,9 +43,11 @@ _OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ips", help="all hosts of the run, as for fleetrun")
-    parser.add_argument("--host", help="which of them this is, where that cannot be found out")
+    parser.add_argument("--host", help="this host's address in --ips, where it cannot be detected")
     parser.add_argument("--start_port", metavar="P", help="as for fleetrun")
     parser.add_argument("--start_timeout", metavar="SECONDS", help="as for fleetrun")
     cards = parser.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""Several models as one: tools/ensemble.py fuse|average ...
+"""Fuses detections or averages weights of several models: tools/ensemble.py fuse|average ...
 
 fuse: the boxes of several models, input sizes and mirrored images, or of saved detections, become
 one set of boxes.  average: checkpoints of one architecture become one set of weights.  Both are
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="fuse|average")
     add_fuse(commands.add_parser("fuse", help="boxes of several models, sizes or files as one set"))
     add_average(commands.add_parser("average", help="checkpoints of one architecture as one"))

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of config keys")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="write the metrics here, and of how many images")  # fmt: skip
+                        help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
                         help="write COCO results here; of a classifier: the best five classes "
                         "of each image")  # fmt: skip

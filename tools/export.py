@@ -26,7 +26,9 @@ ACCURACY = 100  # validation images
 def parse() -> argparse.Namespace:
     from ppdist.config.arguments import at_least
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],

@@ -1,4 +1,4 @@
-"""Strikes a tiny training of two ranks again and again; JSON on stdout: tools/faults.py WHAT
+"""Injects faults into small two-rank trainings; JSON on stdout: tools/faults.py WHAT
 
   kills    SIGKILL at --points random (rank, step) points, under fleetrun --max_restart
   soak     random faults of random kinds, in job after job, for --minutes
@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--per-job", type=at_least(1), default=5,
                         help="kills: how many strike one job, one after the other (5)")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=30, help="soak: how long (30)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--folder", type=Path, help="for the jobs, kept (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the result there, too")
     return parser.parse_args()

@@ -20,7 +20,9 @@ THRESHOLD = 0.5
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-c", "--config", help="YAML file of the experiment")
     parser.add_argument("-w", "--weights", help="weight file or checkpoint")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
@@ -32,10 +34,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--int8", action="store_true", help="--model: its quantised ONNX file")
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, type=Path, metavar="IMAGE|DIR|VIDEO",
-                        help="what to look at; a folder is searched to its depth")  # fmt: skip
+                        help="input image, folder (searched recursively) or video")  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--threshold", type=float,
-                        help="lowest score of a box that counts, 0..1 "
+                        help="confidence threshold, 0..1 "
                         f"(default: {THRESHOLD})")  # fmt: skip
     return parser.parse_args()
 

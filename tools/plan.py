@@ -1,4 +1,4 @@
-"""Predicts how long a training takes on N cards, and what it would wait for.  Needs no Paddle.
+"""Predicts time, cost and bottleneck of a training on N cards.  Needs no Paddle.
 
   predict   time, GPU-hours and limit of a training on HOSTSxCARDS, and what would help
   fit       the numbers of a step from measured rows

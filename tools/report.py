@@ -1,4 +1,4 @@
-"""One HTML page about a run, or about how several differ: tools/report.py RUN... [--out FILE]
+"""Writes an HTML report of one run, or a comparison of several: tools/report.py RUN... [--out FILE]
 
 RUN is the output_dir of a training, also of one that goes on or was killed, or the --out folder
 of tools/eval.py.  The page holds all it shows, pictures too, and loads nothing.  Of several runs

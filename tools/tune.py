@@ -1,4 +1,4 @@
-"""Searches hyper-parameters, and compares variants, in trainings of their own:
+"""Runs hyper-parameter searches and ablation studies:
 
 python tools/tune.py run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
     makes the trials that are left; stopped or killed, the same command goes on.  The same command
@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
     run.add_argument("--workers", type=at_least(1), metavar="N", help="trials at a time")
     run.add_argument("--nproc_per_node", type=at_least(1), metavar="N", help="processes of each")
     run.add_argument("--cards", metavar="0,1|2-3", help="cards of each worker, instead of both")
-    run.add_argument("--trials", type=at_least(1), metavar="N", help="begin so many at most")
+    run.add_argument("--trials", type=at_least(1), metavar="N", help="maximum number of trials")
     run.add_argument(
         "--budget", type=time_in("minutes"), metavar="MIN", help="stop after so many minutes"
     )

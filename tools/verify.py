@@ -1,4 +1,4 @@
-"""Measured correctness:
+"""Verifies equivalence, parity, metrics and exports:
 
   tools/verify.py equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   tools/verify.py parity --reference DIR                   our numbers against the original's

@@ -81,7 +81,7 @@ OURS = (
     Option(
         ("--host",),
         "A",
-        "which of --ips this machine is, where that cannot be found out",
+        "this host in --ips, where it cannot be detected",
         ("POD_IP",),
     ),
     Option(
@@ -106,7 +106,7 @@ OURS = (
     Option(
         ("--metrics_port",),
         "[ADDRESS:]PORT",
-        "let Prometheus read there how the ranks of this host get on (docs/monitoring.md); without "
+        "serve Prometheus metrics of this host (docs/monitoring.md); without "
         "ADDRESS on that of --ips, else 127.0.0.1",
     ),
     Option(("--master",), "IP:PORT", "Paddle's rendezvous server, instead of --ips"),

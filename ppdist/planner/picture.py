@@ -30,7 +30,7 @@ def plot_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     if time:
         _time(time[0], predictions)
     for axes in figure.axes:
-        axes.set_xlabel("cards (hosts x cards of each)")
+        axes.set_xlabel("cards (hosts x cards per host)")
     with writing(path):
         figure.savefig(path, dpi=110, format="png")
 
@@ -47,7 +47,7 @@ def _speed(axes: Axes, predictions: Sequence[Prediction]) -> None:
     rates = [prediction.images_per_second for prediction in predictions]
     alone = predictions[0].images_per_second / predictions[0].cluster.size
     perfect = [alone * prediction.cluster.size for prediction in predictions]
-    axes.plot(places, perfect, ":", color="0.5", label="one card times their number")
+    axes.plot(places, perfect, ":", color="0.5", label="linear scaling")
     axes.plot(places, rates, "o-", color=_COLOURS[0], label="predicted")
     for place, prediction in zip(places, predictions):
         axes.annotate(
@@ -57,7 +57,7 @@ def _speed(axes: Axes, predictions: Sequence[Prediction]) -> None:
             textcoords="offset points",
             fontsize=8,
         )
-    axes.set(title="training speed and efficiency", ylabel="images a second", yscale="log")
+    axes.set(title="training speed and efficiency", ylabel="images per second", yscale="log")
     axes.margins(x=0.12, y=0.12)
     axes.legend(loc="upper left")
 
@@ -72,7 +72,7 @@ def _step(axes: Axes, predictions: Sequence[Prediction]) -> None:
             label = _NAMES.get(name, name)
             axes.bar(places, heights, bottom=below, color=colour, label=label)
         below = [a + b for a, b in zip(below, heights)]
-    axes.set(title="where a step goes", ylabel="milliseconds")
+    axes.set(title="step time by part", ylabel="milliseconds")
     axes.set_ylim(0, 1.35 * max(below))
     axes.legend(loc="upper left", ncols=2, fontsize=8)
 
@@ -86,6 +86,6 @@ def _time(axes: Axes, predictions: Sequence[Prediction]) -> None:
         said = hours(prediction.hours)
         axes.annotate(said, (place, prediction.hours), (-5, -9), textcoords="offset points",
                       fontsize=8, ha="right")  # fmt: skip
-    axes.set(title="the whole training", ylabel="hours", yscale="log")
+    axes.set(title="total training time", ylabel="hours", yscale="log")
     axes.margins(x=0.12, y=0.15)
     axes.legend(loc="lower left")

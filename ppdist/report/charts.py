@@ -96,7 +96,7 @@ def chart(
     y_low, y_high = y_limits
     if cut:
         values = "value lies" if cut == 1 else "values lie"
-        note = f"{note}; " * bool(note) + f"{cut} {values} above the picture"
+        note = f"{note}; " * bool(note) + f"{cut} {values} above the chart"
 
     marked = sum(len(each.points) for each in shown) <= _MOST_MARKED
 

@@ -104,7 +104,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
     if speed:
         ranks = run.derived_value("ranks")
         yield Tile(
-            "images a second",
+            "images per second",
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
             f"median, {ranks} ranks" * bool(ranks),
         )
@@ -176,8 +176,8 @@ def training_charts(runs: Sequence[Drawn]) -> list[Chart]:
     norm = {"gradient_norm": ("gradient norm", 0)}
     charts += [make("gradient norm", curves("train", norm), from_zero=True)]
     if not one:
-        speed = {"images_per_second": ("images a second", 0)}
-        charts += [make("images a second", curves("train", speed), from_zero=True)]
+        speed = {"images_per_second": ("images per second", 0)}
+        charts += [make("images per second", curves("train", speed), from_zero=True)]
     return [each for each in charts if each]
 
 
@@ -196,8 +196,8 @@ def _over(run: Run, key: str) -> list[Point]:
 
 
 def _throughput(run: Run) -> Chart | None:
-    series = [Series("images a second", _over(run, "images_per_second"), 2)]
-    return chart("images a second", series, x_label="step", from_zero=True)
+    series = [Series("images per second", _over(run, "images_per_second"), 2)]
+    return chart("images per second", series, x_label="step", from_zero=True)
 
 
 def _seconds(run: Run) -> Chart | None:
@@ -205,7 +205,7 @@ def _seconds(run: Run) -> Chart | None:
         Series("a step", _over(run, "step_seconds"), 0),
         Series("waiting for data", _over(run, "data_seconds"), 1),
     ]
-    return chart("seconds a step takes", series, x_label="step", from_zero=True)
+    return chart("step time, s", series, x_label="step", from_zero=True)
 
 
 def _of_ranks(run: Run) -> Iterator[Chart | None]:

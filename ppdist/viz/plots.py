@@ -416,7 +416,7 @@ def speed(history: History, title: str) -> Figure | None:
     names = {"step_seconds": "whole step", "data_seconds": "waiting for images"}
     for colour, (name, label) in zip(COLOURS, names.items()):
         _curve(panels[1], at_R, column(history.steps, name), f"{label}, rank 0", colour)
-    panels[1].set_title("seconds of a step")
+    panels[1].set_title("step time, s")
     if history.ranks:
         _compute_seconds(panels[1], history)
         _ranks(panels[2], history)
@@ -440,7 +440,7 @@ def _compute_seconds(axes: Axes, history: History) -> None:
         color=COLOURS[2],
         alpha=0.35,
         linewidth=1,
-        label="own seconds, fastest to slowest rank",
+        label="compute seconds, fastest to slowest rank",
     )
 
 
@@ -460,7 +460,7 @@ def _ranks(axes: Axes, history: History) -> None:
     for label, (part_W, colour) in parts.items():
         axes.bar(ranks_W, part_W, 0.85, bottom=below_W, color=colour, label=label)
         below_W += part_W
-    axes.set(title="seconds of a step by rank", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
+    axes.set(title="step time by rank, s", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
     axes.set_ylim(0, 1.35 * max(below_W.max(), 1e-9))  # room for the legend
     if len(step_W) <= _MOST_RANKS:
         axes.set_xticks(ranks_W[:: -(-len(step_W) // 16)])
@@ -554,7 +554,7 @@ def _fact(history: History, key: str) -> float:
 
 
 def _rank_seconds(record: Record) -> np.ndarray | None:
-    """[3, W] seconds of a step, own, for data, of each rank; None: it is another record."""
+    """[3, W] step time, s, own, for data, of each rank; None: it is another record."""
     names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
     found = [record.get(name) for name in names]
     if not all(isinstance(each, list) and each for each in found):
@@ -604,7 +604,7 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     percent = 100 * counts / known[:, None]
     _matrix(shares_axes, percent, names, Normalize(0, 100))
     _matrix(counts_axes, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
-    shares_axes.set_title("% of each row")
+    shares_axes.set_title("row-normalised, %")
     counts_axes.set_title("objects" if _BACKGROUND in names[-1:] else "images")
     as_written(figure.suptitle(_confusion_title(found)))
     return figure
@@ -711,7 +711,7 @@ def _score_points(score_C: np.ndarray, name: str) -> Figure:
     axes = figure.subplots()
     axes.plot(score_C, ".", color=COLOURS[0], markersize=3)
     axes.axhline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="classes, the best first", ylabel=name, ylim=(0, 1))
+    axes.set(xlabel="classes, sorted by AP", ylabel=name, ylim=(0, 1))
     axes.set_title(f"{name} of each class; mean {score_C.mean():.3f}")
     axes.grid(alpha=0.25)
     return figure
@@ -734,7 +734,7 @@ def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
     )
     above.plot([0, 1], [0, 1], "--", color="0.4", linewidth=1, label="perfect calibration")
     above.plot(confidence_B, precision_B, "o-", color=COLOURS[0], markersize=4, linewidth=1)
-    above.set(ylabel="share that is right", xlim=(0, 1), ylim=(0, 1))
+    above.set(ylabel="precision", xlim=(0, 1), ylim=(0, 1))
     error = found.get("expected_error")
     said = "" if error is None else f"; expected calibration error {error:.3f}"
     above.set_title(f"calibration{said}")
@@ -764,8 +764,8 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
         axes.set_xlim(0, 1.18 * max(1e-9, *values.values()) if values else 1)
         axes.grid(axis="x", alpha=0.25)
     left, right = figure.axes
-    left.set(title="detections and objects by kind", xlabel="number")
-    right.set(title="what AP50 gains where a kind is put right", xlabel="AP50")
+    left.set(title="detections and objects by error type", xlabel="number")
+    right.set(title="AP50 gain without each error type", xlabel="AP50")
     return figure
 
 
@@ -842,7 +842,7 @@ def _count_points(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
     for colour, (name, count_C) in zip(COLOURS, series.items()):
         axes.plot(count_C, ".", color=colour, label=name, markersize=3)
     _count_axis(axes.yaxis, series)
-    axes.set_xlabel("classes, the most common first")
+    axes.set_xlabel("classes, sorted by frequency")
 
 
 def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
@@ -909,7 +909,7 @@ def _size_histograms(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, 
             linewidth=1.6,
             label=name,
         )
-    axes.set(xlabel=xlabel, ylabel="% of the boxes", title=title)
+    axes.set(xlabel=xlabel, ylabel="boxes, %", title=title)
     axes.set_ylim(bottom=0)
     _powers_of_two(axes.xaxis, bins)
     axes.legend()
@@ -932,7 +932,7 @@ def _power(exponent: int) -> str:
 
 
 def _positions(splits: Mapping[str, Objects]) -> Figure:
-    """Where the centres of the boxes lie."""
+    """Where the box centres lie."""
     figure = Figure(figsize=(6 * len(splits), 5), layout="constrained")
     for axes, (name, objects) in zip(np.ravel(figure.subplots(1, len(splits))), splits.items()):
         centres_M2 = objects.centres_M2[~objects.crowd_M]
@@ -944,7 +944,7 @@ def _positions(splits: Mapping[str, Objects]) -> Figure:
         image = axes.imshow(
             counts, extent=(0, 1, 1, 0), cmap="magma", vmin=0, vmax=max(1, counts.max())
         )
-        axes.set(title=f"centres of the boxes, {name}", xlabel="x / width", ylabel="y / height")
+        axes.set(title=f"box centres, {name}", xlabel="x / width", ylabel="y / height")
         figure.colorbar(image, ax=axes, label="boxes", shrink=0.8)
     return figure
 
@@ -962,9 +962,7 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
         objects_axes.hist(
             count_N, bins, weights=weights, histtype="step", color=colour, linewidth=1.6, label=name
         )
-    objects_axes.set(
-        xlabel="objects in an image", ylabel="% of the images", title="objects in an image"
-    )
+    objects_axes.set(xlabel="objects per image", ylabel="images, %", title="objects per image")
     objects_axes.locator_params(integer=True)
     objects_axes.legend()
     for colour, marker, (name, objects) in zip(COLOURS, "os", splits.items()):

@@ -23,6 +23,8 @@ def meet(argument):
     comm.init("cpu", DistributedConfig())
     me = comm.rank()
     total = comm.all_reduce_sum(paddle.to_tensor([1.0 + me]))
+    means = [paddle.to_tensor([1.0 + me, 4.0]), paddle.to_tensor([[6.0 * me]])]
+    comm.mean_tensors(means)
     rows = comm.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
     objects = comm.all_gather_large_object({"rank": me, "text": "höhe\n" * me})
     slow = comm.run_on_main(lambda: time.sleep(0.3) or {"from": comm.rank()})
@@ -34,6 +36,7 @@ def meet(argument):
     comm.barrier()
     return {
         "sum": total.tolist(),
+        "means": [mean.tolist() for mean in means],
         "rows": rows.tolist(),
         "objects": objects,
         "slow": slow,
@@ -44,6 +47,7 @@ def meet(argument):
 def test_collectives_and_meetings_agree_on_two_ranks():
     first, second = run_on_ranks(2, "tests.unit.distributed.test_comm:meet")
     assert first["sum"] == second["sum"] == [3.0]
+    assert first["means"] == second["means"] == [[1.5, 4.0], [[3.0]]]
     assert first["rows"] == second["rows"] == [[1.0] * 3] * 2
     objects = [{"rank": 0, "text": ""}, {"rank": 1, "text": "höhe\n"}]
     assert first["objects"] == second["objects"] == objects

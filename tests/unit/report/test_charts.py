@@ -56,7 +56,7 @@ def test_points_lie_where_the_axes_say() -> None:
 def test_a_first_loss_far_above_the_others_does_not_flatten_them() -> None:
     points = [(step, 1 / step) for step in range(1, 60)]
     drawn = chart("a", [Series("s", [(0, 500.0), *points])])
-    assert drawn is not None and drawn.note == "1 value lies above the picture"
+    assert drawn is not None and drawn.note == "1 value lies above the chart"
     assert float(drawn.y_ticks[-1][1]) <= 4
 
 

@@ -71,7 +71,7 @@ def made(out: Path, *folders: Path) -> tuple[str, Elements]:
 
 def test_the_page_of_a_run_shows_everything_its_folder_says(tmp_path: Path) -> None:
     text, elements = made(tmp_path / "page.html", make_run(tmp_path / "run"))
-    for heading in ("Curves", "Evaluation", "Pictures", "What happened", "Settings", "Files"):
+    for heading in ("Curves", "Evaluation", "Plots", "Events", "Settings", "Files"):
         assert f">{heading}</h2>" in text
     for shown in (
         "0.5890",  # the best mAP
