@@ -14,15 +14,15 @@ import math
 import cv2
 import numpy as np
 
+from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     place,
-    random_colours,
     random_interpolation,
     random_turn,
     render,
     turned_pixels,
 )
-from ppdist.data.transforms.pipeline import EvalSamples, TrainSamples, finished
+from ppdist.data.transforms.pipeline import EvalSamples, TrainSamples
 from ppdist.data.types import Sample, SampleKey, keyed_generator
 
 _AUGMENT = 3  # stream of random numbers, beside the sampler's and that of detection
@@ -49,7 +49,7 @@ class ClassifyTrainSamples(TrainSamples):
         if augment.random_interpolation:
             interpolation = random_interpolation(rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
-        input_HW3, _ = finished(input_HW3, augment, rng)
+        input_HW3, _ = augment_pixels(input_HW3, augment, rng)
         return _sample(input_HW3, self._dataset.records[index].labels_M, index)
 
 

@@ -1,27 +1,89 @@
-"""Pixel augmentations of a finished input: blur, grey, erase.
+"""Pixel augmentations: colours, blur, grey, erase.
 
-Objects of which too little is left go; the boxes of others shrink to what is still to be seen.
+A new one is a key of `data.augment`, a function here, and its row of `PIXEL_STEPS`.  Where pixels
+are hidden, objects of which too little is left go; the boxes of others shrink to what is still to
+be seen.
 
 Sources: random erasing (Zhong et al. 2017, arXiv:1708.04896, section 3.2), of the whole image.
+Changes of colour (`distort`) are those of SSD, of HSV those of YOLOv5.
 """
 
 import math
+from collections.abc import Callable
 
 import cv2
 import numpy as np
 
+from ppdist.config.augment import AugmentConfig
+
 _BLUR = (0.5, 2.0)  # standard deviation, input pixels
+_STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
 _ERASED = (0.02, 0.2)  # of the input's area
 _ASPECTS = (0.3, 1 / 0.3)
 _LEAST_LEFT = 1 / 3  # of a box's pixels: less is no object to learn
 _LEAST_SIDE = 2  # input pixels
 
 
+_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
+
+
+def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
+    """Brightness, contrast, saturation and hue as one matrix [3, 4] on (R, G, B, 1); None: none.
+
+    Saturation scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one
+    rounding suffices; they commute with the resize and run on the smaller image.
+    """
+    brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
+    shift = rng.uniform(-32, 32) * brightness_on
+    gain = 1 + rng.uniform(-0.5, 0.5) * contrast_on
+    saturation = 1 + rng.uniform(-0.5, 0.5) * saturation_on
+    angle = np.deg2rad(rng.uniform(-18, 18) * hue_on)
+    if not (brightness_on or contrast_on or saturation_on or hue_on):
+        return None
+    turn = np.eye(3)
+    turn[1:, 1:] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    turn[1:, 1:] *= saturation
+    rgb_33 = gain * np.linalg.inv(_YIQ) @ turn @ _YIQ
+    return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
+
+
+def random_hsv(
+    gains: tuple[float, float, float], rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Turn of the hue (share of the circle), change of saturation and of value (shares of them).
+
+    Each is uniform, up to its gain either way.
+    """
+    turn, saturation, value = (rng.uniform(-1, 1, 3) * gains).tolist()
+    return turn, saturation, value
+
+
+def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
+    """The RGB image with what `random_hsv` gave applied to it; the turn within +-0.4.
+
+    A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What it adds to a
+    hue must not lead below 0, so a turn back is one forth with red and blue exchanged, which turns
+    the circle over.
+    """
+    turn, saturation, value = change
+    to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
+    if turn < 0:
+        to_hsv, to_rgb = cv2.COLOR_BGR2HSV, cv2.COLOR_HSV2BGR
+    hue = 180 * abs(turn)  # OpenCV's circle; up to 255 its way back goes on past the full one
+    map_34 = np.array([[1, 0, 0, hue], [0, 1 + saturation, 0, 0], [0, 0, 1 + value, 0]])
+    recoloured_HW3 = np.empty_like(image_HW3)
+    for top in range(0, len(image_HW3), _STRIP):
+        hsv_SW3 = cv2.cvtColor(image_HW3[top : top + _STRIP], to_hsv)
+        cv2.transform(hsv_SW3, map_34, dst=hsv_SW3)
+        cv2.cvtColor(hsv_SW3, to_rgb, dst=recoloured_HW3[top : top + _STRIP])
+    return recoloured_HW3
+
+
 def blurred(image_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return cv2.GaussianBlur(image_HW3, (0, 0), rng.uniform(*_BLUR))
 
 
-def without_colours(image_HW3: np.ndarray) -> np.ndarray:
+def without_colours(image_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """As bright as before, in RGB."""
     return cv2.cvtColor(cv2.cvtColor(image_HW3, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
@@ -43,6 +105,31 @@ def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     image_HW3[top : top + tall, left : left + wide] = noise_HW3
     hidden_HW[top : top + tall, left : left + wide] = 1
     return image_HW3, hidden_HW
+
+
+# In the order in which they happen: a probability of `data.augment`, and what happens then.
+PIXEL_STEPS: tuple[tuple[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]], ...] = (
+    ("blur", blurred),
+    ("grey", without_colours),
+)
+
+
+def augment_pixels(
+    image_HW3: np.ndarray, augment: AugmentConfig, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What becomes of an input's pixels at last, and hidden_HW as of `erased`; None: nothing is.
+
+    A step that is off draws no random number, so that the samples of other configurations stay.
+    """
+    if any(augment.hsv):
+        image_HW3 = recolour_hsv(image_HW3, random_hsv(augment.hsv, rng))
+    for key, step in PIXEL_STEPS:
+        probability = getattr(augment, key)
+        if probability and rng.random() < probability:
+            image_HW3 = step(image_HW3, rng)
+    if augment.erase and rng.random() < augment.erase:
+        return erased(image_HW3, rng)
+    return image_HW3, None
 
 
 def left_of(boxes_M4: np.ndarray, hidden_HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,6 @@ _INTERPOLATIONS = (
 )
 _CROP_OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # None: no crop
 _CROP_TRIES = 50
-_STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
 _SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
 
 
@@ -239,61 +238,6 @@ def render(
 
 def random_interpolation(rng: np.random.Generator) -> int:
     return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))]
-
-
-_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
-
-
-def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
-    """Brightness, contrast, saturation and hue as one matrix [3, 4] on (R, G, B, 1); None: none.
-
-    Saturation scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one
-    rounding suffices; they commute with the resize and run on the smaller image.
-    """
-    brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
-    shift = rng.uniform(-32, 32) * brightness_on
-    gain = 1 + rng.uniform(-0.5, 0.5) * contrast_on
-    saturation = 1 + rng.uniform(-0.5, 0.5) * saturation_on
-    angle = np.deg2rad(rng.uniform(-18, 18) * hue_on)
-    if not (brightness_on or contrast_on or saturation_on or hue_on):
-        return None
-    turn = np.eye(3)
-    turn[1:, 1:] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
-    turn[1:, 1:] *= saturation
-    rgb_33 = gain * np.linalg.inv(_YIQ) @ turn @ _YIQ
-    return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
-
-
-def random_hsv(
-    gains: tuple[float, float, float], rng: np.random.Generator
-) -> tuple[float, float, float]:
-    """Turn of the hue (share of the circle), change of saturation and of value (shares of them).
-
-    Each is uniform, up to its gain either way.
-    """
-    turn, saturation, value = (rng.uniform(-1, 1, 3) * gains).tolist()
-    return turn, saturation, value
-
-
-def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
-    """The RGB image with what `random_hsv` gave applied to it; the turn within +-0.4.
-
-    A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What it adds to a
-    hue must not lead below 0, so a turn back is one forth with red and blue exchanged, which turns
-    the circle over.
-    """
-    turn, saturation, value = change
-    to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
-    if turn < 0:
-        to_hsv, to_rgb = cv2.COLOR_BGR2HSV, cv2.COLOR_HSV2BGR
-    hue = 180 * abs(turn)  # OpenCV's circle; up to 255 its way back goes on past the full one
-    map_34 = np.array([[1, 0, 0, hue], [0, 1 + saturation, 0, 0], [0, 0, 1 + value, 0]])
-    recoloured_HW3 = np.empty_like(image_HW3)
-    for top in range(0, len(image_HW3), _STRIP):
-        hsv_SW3 = cv2.cvtColor(image_HW3[top : top + _STRIP], to_hsv)
-        cv2.transform(hsv_SW3, map_34, dst=hsv_SW3)
-        cv2.cvtColor(hsv_SW3, to_rgb, dst=recoloured_HW3[top : top + _STRIP])
-    return recoloured_HW3
 
 
 def resize_for_evaluation(

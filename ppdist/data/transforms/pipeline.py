@@ -23,7 +23,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
-from ppdist.data.transforms.color import blurred, erased, without_colours
+from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
     Original,
@@ -33,13 +33,10 @@ from ppdist.data.transforms.geometry import (
     map_boxes,
     moved,
     original_of,
-    random_colours,
-    random_hsv,
     random_interpolation,
     random_placement,
     random_turn,
     random_view,
-    recolour_hsv,
     render,
     resize_for_evaluation,
     turned_sides,
@@ -354,7 +351,7 @@ class TrainSamples(Samples):
             sample = cutmix(sample, self._other(size, augment, rng), rng)
         if augment.mixup and rng.random() < augment.mixup:
             sample = mixup(sample, self._other(size, augment, rng), rng)
-        image_HW3, hidden_HW = finished(sample.image_HW3, augment, rng)
+        image_HW3, hidden_HW = augment_pixels(sample.image_HW3, augment, rng)
         sample = replace(sample, image_HW3=image_HW3)
         return sample if hidden_HW is None else behind(sample, hidden_HW)
 
@@ -508,18 +505,3 @@ def _matrix_of(placement: ResizeParams) -> np.ndarray:
     scale = -1 if placement.mirror_x else 1, -1 if placement.mirror_y else 1
     start = placement.width * placement.mirror_x, placement.height * placement.mirror_y
     return moved(scale=scale, to=start) @ between(placement.source, placement.target)
-
-
-def finished(
-    image_HW3: np.ndarray, augment: AugmentConfig, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """What becomes of an input's pixels at last, and hidden_HW as of `erased`; None: nothing is."""
-    if any(augment.hsv):
-        image_HW3 = recolour_hsv(image_HW3, random_hsv(augment.hsv, rng))
-    if augment.blur and rng.random() < augment.blur:
-        image_HW3 = blurred(image_HW3, rng)
-    if augment.grey and rng.random() < augment.grey:
-        image_HW3 = without_colours(image_HW3)
-    if augment.erase and rng.random() < augment.erase:
-        return erased(image_HW3, rng)
-    return image_HW3, None

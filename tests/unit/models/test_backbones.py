@@ -1,9 +1,12 @@
 """Every row of BACKBONES keeps the contract between a backbone and its model."""
 
+from typing import get_args
+
 import paddle
 import pytest
 
 from ppdist.common.errors import ConfigError
+from ppdist.config.model import PPYOLOEConfig
 from ppdist.models.backbones import BACKBONES, build_backbone
 
 LEVELS = [
@@ -40,3 +43,8 @@ def test_a_level_that_a_backbone_lacks_is_an_error_with_a_code() -> None:
     with pytest.raises(ConfigError, match=r"P2-P5: the backbone yolov5 begins at P3") as error:
         build_backbone("yolov5", depth=0.33, width=0.125, first=2, last=5)
     assert error.value.code == "backbone_without_level"
+
+
+def test_the_configuration_names_every_backbone() -> None:
+    """The configuration imports no models, so it cannot read the table."""
+    assert {*get_args(PPYOLOEConfig.model_fields["body"].annotation)} == {*BACKBONES}

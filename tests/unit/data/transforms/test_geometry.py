@@ -11,6 +11,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.image import read_image
 from ppdist.data.transforms import geometry
+from ppdist.data.transforms.color import random_colours
 from ppdist.data.transforms.geometry import (
     FILL,
     ResizeParams,
@@ -18,7 +19,6 @@ from ppdist.data.transforms.geometry import (
     expanded,
     map_boxes,
     place,
-    random_colours,
     random_placement,
     render,
     resize_for_evaluation,

@@ -145,6 +145,6 @@ def test_blur_and_grey_do_what_they_say():
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
     spreads = [blurred(noise, keyed_generator(0, key)).std() for key in range(20)]
     assert max(spreads) < noise.std() * 0.8 and min(spreads) < noise.std() * 0.3
-    grey = without_colours(noise)
+    grey = without_colours(noise, keyed_generator(0, 0))
     assert np.ptp(grey, axis=2).max() == 0
     np.testing.assert_allclose(grey[..., 0], noise @ [0.299, 0.587, 0.114], atol=0.6)

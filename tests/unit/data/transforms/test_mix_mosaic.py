@@ -13,7 +13,8 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler
-from ppdist.data.transforms.geometry import GREY, random_hsv, recolour_hsv
+from ppdist.data.transforms.color import random_hsv, recolour_hsv
+from ppdist.data.transforms.geometry import GREY
 from ppdist.data.transforms.mix import (
     Slot,
     around_a_point,
