@@ -66,7 +66,9 @@ def dangers() -> list[tuple[str, str, str]]:
     for module, path in sources().items():
         for node, name in calls(tree_of(path)):
             where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-            if name in FORBIDDEN or name.rpartition(".")[2] in FORBIDDEN_METHODS:
+            owner, _, method = name.rpartition(".")
+            foreign = owner and not name.startswith("ppdist.")  # our all_gather_object is JSON
+            if name in FORBIDDEN or (foreign and method in FORBIDDEN_METHODS):
                 found.append((module, name, where))
             for keyword in node.keywords:
                 value = keyword.value
@@ -97,6 +99,8 @@ def test_every_exception_is_still_needed() -> None:
         "import subprocess\nsubprocess.run(c, shell=True)",
         "import yaml\nyaml.load(t, Loader=yaml.Loader)",
         "zipfile.ZipFile(f).extractall()",
+        "import paddle.distributed as d\nd.all_gather_object(found, x)",
+        "from paddle.distributed import all_gather_object\nall_gather_object(found, x)",
     ],
 )
 def test_the_search_finds_what_it_looks_for(line: str, monkeypatch, tmp_path: Path) -> None:
