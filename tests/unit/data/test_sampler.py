@@ -304,3 +304,10 @@ def test_a_micro_batch_that_is_empty_on_every_rank_says_so():
     assert indices(3) == [[0, 0], [0, -1]]  # 3 images for 2 ranks x 2 micro-batches
     assert indices(2) == [[0, EMPTY], [0, EMPTY]]
     assert indices(1) == [[0, EMPTY], [-1, EMPTY]]
+
+
+def test_the_input_size_is_drawn_for_each_step():
+    drawn = sampler(40, batch=4)  # ten steps an epoch
+    first = [drawn.size_of(step) for step in range(10)]
+    assert {*first} == {*SIZES} and first == [drawn.size_of(step) for step in range(10)]
+    assert first != [drawn.size_of(step) for step in range(10, 20)]

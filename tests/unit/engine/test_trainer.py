@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +220,20 @@ def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
     assert last == "step-00000006"  # step 5 heard the signal, step 6 carried it to all ranks
     assert run(shapes, tmp_path, resume=True) == 0
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000012"
+
+
+def test_a_stop_waits_until_all_ranks_hold_the_same_weights(shapes, tmp_path):
+    def unequal_until_step_5(trainer):
+        original = trainer.train_step.__call__
+
+        def step(*arguments):
+            result = original(*arguments)
+            return replace(result, stop_requested=True, synchronised=arguments[2] >= 4)
+
+        trainer.train_step = SimpleStep(trainer.train_step, step)
+
+    assert run(shapes, tmp_path, before=unequal_until_step_5) == 75
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000005"
 
 
 class SimpleStep:

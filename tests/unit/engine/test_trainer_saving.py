@@ -260,3 +260,12 @@ def test_a_rollback_and_a_resume_take_back_all_that_was_learned(shapes, tmp_path
         progress.roll_back_to(restored)
     assert progress.early_stopping == EarlyStoppingState("mAP", 0.5, 3, 1)
     assert (progress.losses.summed, progress.losses.steps) == (2.0, 1)
+
+
+def test_what_a_rollback_undoes_is_saved_again(shapes, tmp_path):
+    experiment = build(shapes, tmp_path)
+    with experiment.log:
+        trainer = experiment.trainer
+        trainer._saved_step, trainer._owes_save = 3, True
+        trainer._rolled_back()  # to step 0: step 3 will be another one
+        assert (trainer._saved_step, trainer._owes_save) == (-1, False)
