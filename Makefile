@@ -38,8 +38,10 @@ demo: install
 	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"
 	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
 
-# One process a core, each with files of its own, in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# One process a core and one more, because many tests wait for processes that they have started; each
+# takes whole files, in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile \
+  --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow"
