@@ -371,3 +371,12 @@ def test_half_a_character_in_a_class_name_is_refused(tmp_path: Path, model: PPYO
     ) as error:
         export_detector(model, tmp_path / "model", spec)
     assert error.value.code == "class_name_unwritable"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_low_precision_are_refused(dtype: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.yolo_head.pred_cls[0].to(dtype=dtype)
+    with pytest.raises(ExportError) as error:
+        export_detector(model, tmp_path / "model", tiny_spec())
+    assert error.value.code == "weights_not_float32"
