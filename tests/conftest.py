@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.process import STOP_SIGNALS
+from tests.distributed import RETRIED
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,10 @@ def signals_as_before() -> Iterator[None]:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts what tests/distributed.py ran once more, so that a real fault cannot hide there."""
+    found = [each.message for each in terminalreporter.stats.get("warnings", ())]
+    retried = [message for message in found if RETRIED in message]
+    terminalreporter.line(f"{len(retried)} runs on several ranks were retried: {RETRIED}")
