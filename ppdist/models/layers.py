@@ -6,7 +6,6 @@ which the published weights are stored.
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import paddle
 import paddle.nn.functional as F
@@ -37,12 +36,24 @@ def silu(x: Tensor) -> Tensor:
 
 LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
 
+
+def leaky_relu(x: Tensor) -> Tensor:
+    """x where positive, else LEAKY_SLOPE * x.
+
+    In a saved graph max(x, LEAKY_SLOPE * x), the same numbers: Paddle 3.3's oneDNN predictor dies
+    (SIGSEGV) when it loads a graph with the operator.
+    """
+    if paddle.in_dynamic_mode():
+        return F.leaky_relu(x, LEAKY_SLOPE)
+    return paddle.maximum(x, x * LEAKY_SLOPE)
+
+
 # By the value of `model.activation`.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "relu": F.relu,
     "hardswish": F.hardswish,
-    "leaky_relu": partial(F.leaky_relu, negative_slope=LEAKY_SLOPE),
+    "leaky_relu": leaky_relu,
 }
 
 
