@@ -39,8 +39,8 @@ demo: install
 	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
 
 # One process a core and one more, because many tests wait for processes that they have started; each
-# takes whole files, in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile \
+# takes whole files, in the order of tests/conftest.py.  Compiled files are kept, else every process would compile anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile \
   --no-loadscope-reorder
 
 test: install

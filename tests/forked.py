@@ -88,6 +88,14 @@ def run_tool(
     return subprocess.CompletedProcess(command, code, *texts)
 
 
+def run_on_two_ranks(
+    folder: Path, tool: str, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs a tool through tools/launch.py on two gloo ranks; logs go to folder/log_<tool>."""
+    words = ("--nproc_per_node", 2, "--log_dir", folder / f"log_{tool}", ROOT / f"tools/{tool}.py")
+    return run_tool("launch", *words, *arguments, cwd=folder)
+
+
 def _program(command: list[str]) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))

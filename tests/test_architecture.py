@@ -3,12 +3,12 @@
 import ast
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.source_tree import REPOSITORY, sources, tree_of
+
 PROGRAMS = ("tools", "benchmarks", "tests")
 
 # From the bottom up.  A folder may import itself and whatever stands on a lower floor.
@@ -33,23 +33,6 @@ SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
 BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer together
 # What the parts hand to each other: knowing these is not knowing a part.
 CONTRACTS = ("ppdist.data.types", "ppdist.models.base", "ppdist.losses.base")
-
-
-@cache
-def sources() -> dict[str, Path]:
-    """Every module of ppdist and tools by its dotted name."""
-    found = {}
-    for path in sorted(
-        [*(REPOSITORY / "ppdist").rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]
-    ):
-        parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def imports_of(path: Path, body: ast.AST | None = None) -> list[tuple[int, str]]:

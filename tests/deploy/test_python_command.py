@@ -1,7 +1,6 @@
 """deploy/python as a command: images and videos in, what tools/infer.py writes out."""
 
 import csv
-import importlib
 import json
 import os
 import sys
@@ -16,12 +15,10 @@ from PIL import Image
 
 from ppdist.data.image import read_image
 from ppdist.export.export import export_classifier, export_detector
-from tests.deploy.test_python_predictor import FOLDER, PredictorError, picture, pictures, run_tool
-from tests.integration.test_infer import assert_usable_by_pycocotools, write_video
+from tests.deploy.python_folder import FOLDER, PredictorError, command, pictures, run_file
+from tests.media import assert_usable_by_pycocotools, picture, write_video
 from tests.unit.export.test_export import tiny_model, tiny_spec
 from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
-
-command: Any = importlib.import_module("command")
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +94,10 @@ def test_the_command_writes_what_tools_infer_writes(
     exported: Path, photos: Path, tmp_path: Path
 ) -> None:
     common = ["--model", exported, "--source", photos, "--threshold", 0.35]
-    ours = run_tool(FOLDER / "predictor.py", *common, "--out", tmp_path / "a", "--batch", 3,
+    ours = run_file(FOLDER / "predictor.py", *common, "--out", tmp_path / "a", "--batch", 3,
                     "--backend", "paddle", "--csv", cwd=tmp_path)  # fmt: skip
     assert ours.returncode == 0, ours.stderr
-    theirs = run_tool("tools/infer.py", *common, "--out", tmp_path / "b")
+    theirs = run_file("tools/infer.py", *common, "--out", tmp_path / "b")
     assert theirs.returncode == 0, theirs.stderr
     for name in ("broken.jpg", "cut.jpg", "empty.png"):
         assert f"photos/{name}: " in ours.stderr and name not in ours.stdout
@@ -162,7 +159,7 @@ def test_a_name_may_have_any_bytes_and_does_not_reach_the_terminal_as_such(
         pytest.skip("this file system wants UTF-8")
     for name in names:
         Image.fromarray(picture(40, 60)).save(os.fsencode(source / name), "JPEG")
-    done = run_tool(FOLDER / "predictor.py", "--model", exported, "--source", source, "--out", out,
+    done = run_file(FOLDER / "predictor.py", "--model", exported, "--source", source, "--out", out,
                     "--csv")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert r"a\u001b[2J\u202e.jpg: " in done.stdout and r"caf\udce9.jpg: " in done.stdout

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from graphlib import TopologicalSorter
@@ -29,14 +28,18 @@ from ppdist.export.spec import resize_section, write_spec
 from ppdist.export.verify import unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
+from tests.deploy.python_folder import (
+    FOLDER,
+    Predictor,
+    PredictorError,
+    pictures,
+    predictor,
+    results,
+    run_file,
+)
+from tests.media import picture
 from tests.unit.export.test_export import NMS, SIZE, tiny_model, tiny_spec
 from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER = REPOSITORY / "deploy" / "python"
-sys.path.insert(0, str(FOLDER))
-predictor, pictures, results = map(importlib.import_module, ("predictor", "pictures", "results"))
-Predictor, PredictorError = predictor.Predictor, predictor.PredictorError
 
 SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
@@ -46,13 +49,6 @@ needs_onnx = pytest.mark.skipif(
 )
 BACKENDS = ["paddle", pytest.param("onnx", marks=needs_onnx)]
 Exported = Callable[..., Path]
-
-
-def picture(height: int, width: int, seed: int = 7) -> np.ndarray:
-    """uint8 RGB, in coloured blocks."""
-    rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), np.uint8)
-    return np.ascontiguousarray(small.repeat(8, 0).repeat(8, 1)[:height, :width])
 
 
 @pytest.fixture(scope="module")
@@ -232,13 +228,6 @@ def test_the_suppression_keeps_exactly_the_rows_of_paddles(
         np.testing.assert_array_equal(found_R6, best_first_R6)
 
 
-def run_tool(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -353,7 +342,7 @@ def test_predictor_py_alone_finds_boxes_where_there_is_neither_paddle_nor_ppdist
         "image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)\n"
         f"print(Predictor({str(model)!r})([image, image])[1].shape[1])\n"
     )
-    done = run_tool("-c", code, cwd=tmp_path)
+    done = run_file("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 

@@ -26,12 +26,13 @@ from tests.faults import fault as faults
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 RANKS, STEPS, STEPS_PER_EPOCH = 2, 24, 4
+TIMEOUT_SECONDS = 600.0  # a hang is a failed test
 _MARK = "PPDIST_FAULT_JOB"  # by which the processes of a job are known
 _RANK = b"PADDLE_TRAINER_ID"
 _GROUPS = ("model", "ema", "optimizer")
 _ATTEMPT = "steps per epoch"  # rank 0 says it once in each attempt, before its first step
 _STEP = re.compile(r"epoch \d+/\d+  step (\d+)/\d+  ")
-_PATIENCE_SECONDS = 60.0  # for processes that are to end
+_END_SECONDS = 60.0  # for processes that are to end
 _CONFIG = """
 seed: 0
 device: cpu
@@ -92,16 +93,16 @@ class Job:
         found = (_STEP.search(line.text) for line in list(self.lines))
         return [int(match[1]) for match in found if match]
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = TIMEOUT_SECONDS) -> int:
         """The exit code.  Raises: TimeoutError: it has not ended in time."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"not at its end after {seconds:g} s:\n{self.text}") from error
-        self._reader.join(_PATIENCE_SECONDS)
+        self._reader.join(_END_SECONDS)
         return code
 
-    def reaches(self, step: int, seconds: float) -> None:
+    def reaches(self, step: int, seconds: float = TIMEOUT_SECONDS) -> None:
         """Waits until a step is done.  Raises: TimeoutError; RuntimeError: the job has ended."""
         deadline = time.monotonic() + seconds
         while step not in self.steps:
@@ -156,12 +157,19 @@ class Job:
                 found.append(lost)
         return found
 
+    def kill_all(self) -> None:
+        """SIGKILL to all of it, as when the power is lost."""
+        while left := self.processes():
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+
     def end(self) -> None:
         """Ends what is left of it."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_PATIENCE_SECONDS)
+                self.process.wait(_END_SECONDS)
         for process in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -229,7 +237,9 @@ class FaultScenario:
         finally:
             job.end()
 
-    def run(self, name: str, fault: str = "", *, seconds: float = 600, **words: Any) -> Job:
+    def run(
+        self, name: str, fault: str = "", *, seconds: float = TIMEOUT_SECONDS, **words: Any
+    ) -> Job:
         """A job that has ended (`process.returncode`); arguments as of `job`.
 
         Raises: TimeoutError: it has not, after so many seconds.
@@ -237,6 +247,14 @@ class FaultScenario:
         with self.job(name, fault, **words) as job:
             job.wait(seconds)
             return job
+
+    def survive(self, name: str, fault: str, restarts: int, **words: Any) -> Job:
+        """A job that has met every one of the faults and has come to its end all the same."""
+        launch = ["--max_restart", str(restarts)] if restarts else []
+        job = self.run(name, fault, launch=launch, **words)
+        assert job.process.returncode == 0, job.text
+        assert [line["fault"] for line in job.struck()] == fault.split(","), job.text
+        return job
 
 
 def first_difference(first: Path, second: Path) -> str:

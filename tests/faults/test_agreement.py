@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.scenario import FaultScenario, Job, first_difference
-from tests.faults.test_jobs import run
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +17,7 @@ def weights_are_finite(job: Job) -> bool:
 
 
 def test_a_loss_that_is_not_finite_costs_one_step(scenario: FaultScenario, record_property) -> None:
-    job = run(scenario, "nan", "nan=1@rank1:step7", 0)
+    job = scenario.survive("nan", "nan=1@rank1:step7", 0)
     assert job.text.count("no rank applied it") == 1
     assert job.steps == list(range(1, scenario.steps + 1)) and weights_are_finite(job)
     record_property("figure", "1 step left out by all ranks")
@@ -27,7 +26,7 @@ def test_a_loss_that_is_not_finite_costs_one_step(scenario: FaultScenario, recor
 def test_losses_that_stay_not_finite_roll_the_job_back_with_half_the_rate(
     scenario: FaultScenario, record_property
 ) -> None:
-    job = run(scenario, "nan-3", "nan=3@rank1:step7", 0)
+    job = scenario.survive("nan-3", "nan=3@rank1:step7", 0)
     bad = [json.loads(line) for line in (job.output_dir / "bad_steps.jsonl").open()]
     assert {line["step"] for line in bad} == {7, 8, 9}
     back = [step for before, step in zip(job.steps, job.steps[1:]) if step <= before]
@@ -38,7 +37,7 @@ def test_losses_that_stay_not_finite_roll_the_job_back_with_half_the_rate(
 def test_a_rank_out_of_memory_makes_all_ranks_take_smaller_micro_batches(
     scenario: FaultScenario, record_property
 ) -> None:
-    job = run(scenario, "oom", "oom@rank1:step7", 0)
+    job = scenario.survive("oom", "oom@rank1:step7", 0)
     assert "out of memory" in job.text
     assert job.steps == list(range(1, scenario.steps + 1)) and weights_are_finite(job)
     record_property("figure", "1 step made again")
@@ -49,7 +48,7 @@ def test_a_flipped_bit_is_found_and_the_rank_is_named(
 ) -> None:
     every = 2
     overrides = [f"distributed.check_weights_every={every}"]
-    job = run(scenario, "flip", "flip@rank1:step7", 0, overrides=overrides)
+    job = scenario.survive("flip", "flip@rank1:step7", 0, overrides=overrides)
     told = [line.text for line in job.lines if "rank 1" in line.text and "weights" in line.text]
     assert told, job.text
     assert first_difference(undisturbed, job.output_dir) == ""

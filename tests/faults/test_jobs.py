@@ -11,16 +11,6 @@ import pytest
 
 from tests.faults.scenario import RANKS, FaultScenario, Job, first_difference
 
-PATIENCE = 600.0  # seconds; a hang is a failed test
-
-
-def run(scenario: FaultScenario, name: str, fault: str, restarts: int, **words) -> Job:
-    launch = ["--max_restart", str(restarts)] if restarts else []
-    job = scenario.run(name, fault, launch=launch, seconds=PATIENCE, **words)
-    assert job.process.returncode == 0, job.text
-    assert [line["fault"] for line in job.struck()] == fault.split(","), job.text
-    return job
-
 
 def recovered(job: Job, record: Callable[[str, object], None]) -> None:
     """Notes how long it took to go on, and how much was lost."""
@@ -33,7 +23,7 @@ def test_a_killed_rank_a_killed_worker_and_a_full_disk_leave_no_trace_in_the_wei
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     fault = "loader-kill@rank0:step3,disk-full=1@rank0:step4,kill@rank1:step11"
-    job = run(scenario, "quick", fault, 1, overrides=["data.workers=1"])
+    job = scenario.survive("quick", fault, 1, overrides=["data.workers=1"])
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.processes() == {}
     recovered(job, record_property)
@@ -51,7 +41,7 @@ ENDING = {
 def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
     kind: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    job = run(scenario, f"ends-{kind}", f"{kind}@rank1:step7", 1)
+    job = scenario.survive(f"ends-{kind}", f"{kind}@rank1:step7", 1)
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.processes() == {}
     recovered(job, record_property)
@@ -62,7 +52,7 @@ def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
 @pytest.mark.parametrize("kind", ["stop", "hang", "hang-gil"])
 def test_a_rank_that_hangs_is_named_with_its_step(kind: str, scenario: FaultScenario) -> None:
     with scenario.job(f"named-{kind}", f"{kind}@rank1:step7") as job:
-        assert job.wait(PATIENCE) == 1
+        assert job.wait() == 1
     assert "rank 1" in job.text and "makes no progress" in job.text, job.text
     stacks = sorted((scenario.folder / f"named-{kind}-log").glob("stacks*"))
     assert len(stacks) == RANKS, job.text
@@ -73,7 +63,7 @@ def test_a_rank_that_hangs_is_named_with_its_step(kind: str, scenario: FaultScen
 def test_a_rank_that_dies_at_rank_0s_side_is_as_good_as_any(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    job = run(scenario, "ends-0", "kill@rank0:step10", 1)
+    job = scenario.survive("ends-0", "kill@rank0:step10", 1)
     assert first_difference(undisturbed, job.output_dir) == ""
     recovered(job, record_property)
 
@@ -83,7 +73,7 @@ def test_a_job_that_is_killed_again_and_again_ends_with_the_same_weights(
     scenario: FaultScenario, undisturbed: Path
 ) -> None:
     fault = "kill@rank1:step1,kill@rank0:step6,kill@rank1:step15,kill@rank0:step24"
-    job = run(scenario, "again", fault, 4)
+    job = scenario.survive("again", fault, 4)
     assert first_difference(undisturbed, job.output_dir) == ""
 
 
@@ -103,7 +93,7 @@ def test_what_one_rank_can_bear_needs_no_restart(
     fault: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     name = fault.partition("@")[0].replace("=", "-")
-    job = run(scenario, f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
+    job = scenario.survive(f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.steps == list(range(1, scenario.steps + 1))
     record_property("figure", "0 steps made again")
@@ -114,7 +104,7 @@ def test_an_exception_is_shown_with_rank_and_step_at_once(
     scenario: FaultScenario, record_property
 ) -> None:
     with scenario.job("exception", "exception@rank1:step7") as job:
-        assert job.wait(PATIENCE) == 1
+        assert job.wait() == 1
     (fault,) = job.struck()
     cause = "RuntimeError: fault on purpose: exception@rank1:step7"
     seen = [line.time for line in job.lines if cause in line.text]
@@ -127,7 +117,7 @@ def test_an_exception_is_shown_with_rank_and_step_at_once(
 def test_a_slow_rank_is_named_and_nobody_is_killed(
     scenario: FaultScenario, record_property
 ) -> None:
-    job = run(scenario, "slow", "slow=0.5@rank1:step2", 0, overrides=["train.epochs=13"])
+    job = scenario.survive("slow", "slow=0.5@rank1:step2", 0, overrides=["train.epochs=13"])
     steps = [int(match[1]) for match in re.finditer(r"  step (\d+)/", before_naming(job))]
     record_property("figure", f"named after {len(steps)} steps")
     assert 0 < len(steps) <= 50 and job.steps == list(range(1, 53))
@@ -144,7 +134,7 @@ def test_an_evaluation_that_fails_on_one_rank_leaves_training_as_it_was(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     words = {"train": ["--eval"], "overrides": ["evaluate.every_epochs=2"]}
-    job = run(scenario, "eval", "eval-error@rank1:step7", 0, **words)
+    job = scenario.survive("eval", "eval-error@rank1:step7", 0, **words)
     assert first_difference(undisturbed, job.output_dir) == ""
     assert "eval-error" in job.text
     record_property("figure", "0 steps made again")

@@ -11,7 +11,6 @@ import pytest
 from tests.faults.scenario import FaultScenario, Job, first_difference
 from tests.unit.launch.hosts import wait_for
 
-PATIENCE = 600.0  # seconds; a hang is a failed test
 STOPPED = 75
 
 
@@ -25,7 +24,7 @@ def to_one_rank(job: Job, number: int) -> None:
 
 def go_on(scenario: FaultScenario, name: str, undisturbed: Path) -> Job:
     """Resumes it to its end, which must be that of the undisturbed run."""
-    job = scenario.run(name, train=["--resume"], seconds=PATIENCE)
+    job = scenario.run(name, train=["--resume"])
     assert job.process.returncode == 0, job.text
     assert first_difference(undisturbed, job.output_dir) == ""
     return job
@@ -40,10 +39,10 @@ def stopped_and_gone_on(
 ) -> float:
     """Seconds from the signal to the end of a job that loses no step by it."""
     with scenario.job(name) as job:
-        job.reaches(5, PATIENCE)
+        job.reaches(5)
         began = time.monotonic()
         send(job, number)
-        assert job.wait(PATIENCE) == STOPPED, job.text
+        assert job.wait() == STOPPED, job.text
         took = time.monotonic() - began
         assert job.processes() == {}
     resumed = go_on(scenario, name, undisturbed)
@@ -73,22 +72,15 @@ def test_a_signal_ends_the_job_with_75_and_no_step_is_lost(
     assert took < 60  # 10 on a machine that is not busy
 
 
-def kill_all(job: Job) -> None:
-    while left := job.processes():
-        for process in left:
-            os.kill(process, signal.SIGKILL)
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_two_seconds_of_grace_are_enough(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     with scenario.job("grace") as job:
-        job.reaches(7, PATIENCE)
+        job.reaches(7)
         job.process.terminate()
         time.sleep(2)
-        kill_all(job)
+        job.kill_all()
     resumed = go_on(scenario, "grace", undisturbed)
     lost = job.steps[-1] + 1 - resumed.steps[0]
     record_property("figure", f"{lost} steps made again")
@@ -100,8 +92,8 @@ def test_a_job_that_loses_its_power_goes_on_from_the_newest_checkpoint(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     with scenario.job("power") as job:
-        job.reaches(10, PATIENCE)
-        kill_all(job)
+        job.reaches(10)
+        job.kill_all()
     resumed = go_on(scenario, "power", undisturbed)
     lost = job.steps[-1] + 1 - resumed.steps[0]
     record_property("figure", f"{lost} steps made again")
@@ -113,7 +105,7 @@ def test_nothing_outlives_a_fleetrun_that_was_killed(
     scenario: FaultScenario, record_property
 ) -> None:
     with scenario.job("orphans", overrides=["data.workers=1"]) as job:
-        job.reaches(3, PATIENCE)
+        job.reaches(3)
         began = time.monotonic()
         job.process.kill()
         wait_for(lambda: not job.processes(), 120)

@@ -11,7 +11,7 @@ import pytest
 
 from ppdist.export.spec import read_spec
 from tests.forked import ROOT, run_tool, succeeded
-from tests.integration.test_infer import write_video
+from tests.media import write_video
 from tests.unit.data.classified import CONFIG, PATTERNS, write_patterns
 
 

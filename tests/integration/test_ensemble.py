@@ -15,8 +15,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_evaluator, build_model
 from ppdist.export.predictor import load_all_weights
 from ppdist.models.weights import read_arrays
-from tests.forked import run_tool, succeeded
-from tests.integration.test_tools import on_two_ranks
+from tests.forked import run_on_two_ranks, run_tool, succeeded
 from tools import ensemble
 
 CONFIG = """
@@ -93,7 +92,7 @@ def test_two_models_two_sizes_and_mirrored_images_are_one_coco_result(
 @pytest.mark.slow  # tests/ensemble has two ranks that fuse, without models
 def test_two_ranks_write_the_bytes_of_one_process(project: Path, fused: Path) -> None:
     out = project / "two"
-    succeeded(on_two_ranks(project, "ensemble", "fuse", *of_two_models(project), "--out", out))
+    succeeded(run_on_two_ranks(project, "ensemble", "fuse", *of_two_models(project), "--out", out))
     for name in ("detections.json", "scores.json"):
         assert (out / name).read_bytes() == (fused / name).read_bytes(), name
 
@@ -145,7 +144,7 @@ def test_an_average_has_statistics_of_its_own_and_loads_like_any_weights(project
 def test_two_ranks_average_to_the_bytes_of_one_process(project: Path) -> None:
     one, two = project / "first.safetensors", project / "second.safetensors"
     succeeded(run_tool("ensemble", *average(project, "--out", one)))
-    succeeded(on_two_ranks(project, "ensemble", *average(project, "--out", two)))
+    succeeded(run_on_two_ranks(project, "ensemble", *average(project, "--out", two)))
     assert one.read_bytes() == two.read_bytes()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from pycocotools.coco import COCO
 
 from ppdist.common.errors import ConfigError, DataError, UserError, WeightsError
 from ppdist.common.process import printable
@@ -27,6 +26,7 @@ from ppdist.export.predictor import (
 from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.forked import run_tool
+from tests.media import assert_usable_by_pycocotools, write_video
 from tests.unit.export.test_export import tiny_model
 from tools import infer
 
@@ -68,15 +68,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (photos / "notes.txt").write_text("not a picture", encoding="utf-8")
     write_video(photos / "film.avi", 3)
     return folder
-
-
-def write_video(file: Path, frames: int) -> None:
-    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
-    for index in range(frames):
-        image = np.full((48, 64, 3), 60, np.uint8)
-        cv2.rectangle(image, (5 + index, 10), (30 + index, 40), (200, 40, 30), -1)
-        writer.write(image)
-    writer.release()
 
 
 def found_in(out: Path) -> dict[str, Any]:
@@ -123,17 +114,6 @@ def assert_same_findings(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (one["image_id"], one["category_id"]) == (other["image_id"], other["category_id"])
         assert one["score"] == pytest.approx(other["score"], abs=1e-4) and one["score"] >= 0.35
         assert one["bbox"] == pytest.approx(other["bbox"], abs=0.1)
-
-
-def assert_usable_by_pycocotools(file: Path) -> None:
-    found = COCO(str(file))
-    for image in found.dataset["images"]:
-        for one in found.loadAnns(found.getAnnIds(imgIds=[image["id"]])):
-            left, top, width, height = one["bbox"]
-            assert left >= 0 and left + width <= image["width"] + 0.02
-            assert top >= 0 and top + height <= image["height"] + 0.02
-    results = found.loadRes(found.dataset["annotations"])
-    assert len(results.anns) == len(found.anns)
 
 
 def test_a_wrong_command_line_is_one_message_and_exit_code_2(project: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.process import printable
-from tests.test_architecture import REPOSITORY, sources, tree_of
+from tests.source_tree import REPOSITORY, sources, tree_of
 
 # Names that run what they read, or put files where their content says.
 FORBIDDEN = {

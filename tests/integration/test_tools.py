@@ -13,9 +13,8 @@ from pycocotools.cocoeval import COCOeval
 
 from ppdist.config import load_config
 from ppdist.metrics.coco import METRICS
-from tests.forked import ROOT, run_tool, succeeded
+from tests.forked import run_on_two_ranks, run_tool, succeeded
 
-TWO_RANKS = ("launch", "--nproc_per_node", "2", "--log_dir")
 STEPS = 44
 CONFIG = """
 data:
@@ -37,12 +36,6 @@ log: {{every_steps: 1}}
 # Six images, two ranks of three: a step an epoch, 46 in all, of which --resume makes the last two.
 
 
-def on_two_ranks(folder: Path, tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a tool through tools/launch.py on two gloo ranks."""
-    script = ROOT / "tools" / f"{tool}.py"
-    return run_tool(*TWO_RANKS, folder / f"log_{tool}", script, *arguments, cwd=folder)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/ of 6 + 5 images, cfg.yml, and out/: what 44 steps on two ranks left there."""
@@ -52,7 +45,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "wrote 6 + 5 images" in made
     (folder / "cfg.yml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
     overrides = [f"train.max_steps={STEPS}"]
-    succeeded(on_two_ranks(folder, "train", "-c", folder / "cfg.yml", "--eval", "-o", *overrides))
+    succeeded(
+        run_on_two_ranks(folder, "train", "-c", folder / "cfg.yml", "--eval", "-o", *overrides)
+    )
     return folder
 
 
@@ -127,7 +122,7 @@ def test_saved_detections_score_the_same_in_pycocotools(project: Path) -> None:
 @pytest.mark.usefixtures("evaluated")
 def test_evaluation_on_two_ranks_gives_the_numbers_of_one(project: Path) -> None:
     file = project / "eval2.json"
-    done = on_two_ranks(
+    done = run_on_two_ranks(
         project, "eval", "-c", project / "cfg.yml", "-w", weights(project), "--json", file
     )
     succeeded(done)

@@ -14,7 +14,7 @@ import pytest
 from tests.reference.formulas import CLASSES
 from tests.reference.parity import family_of
 from tests.reference.parity.reference import official_shape, official_state
-from tests.reference.test_parity_unseen import with_one
+from tests.reference.stored import with_one
 from tests.reference.writer import values_of, write_folder
 
 TOOL = Path(__file__).parents[2] / "tools" / "verify.py"

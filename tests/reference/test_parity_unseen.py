@@ -11,6 +11,7 @@ from ppdist.common.errors import DataError
 from tests.reference.formulas import CLASSES
 from tests.reference.parity import ModelReport, family_of, verify
 from tests.reference.parity.measure import GROUPS, Measurement, off
+from tests.reference.stored import with_one
 from tests.reference.writer import values_of, write_folder
 
 SMALL = ("ppyoloe_plus_t", "yolov5n", "yolov5n_cls")  # one of each family
@@ -22,15 +23,6 @@ BIG = ("ppyoloe_m", "ppyoloe_plus_x", "yolov5l", "yolov5x6", "yolov5l6", "yolov5
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("references")
     write_folder(folder, SMALL)
-    return folder
-
-
-def with_one(stored: Path, folder: Path, name: str, **changes: np.ndarray | None) -> Path:
-    """A folder with one of the stored references, some arrays exchanged (None: left out)."""
-    (folder / "parity_weights.py").write_bytes((stored / "parity_weights.py").read_bytes())
-    with np.load(stored / f"{name}.npz") as archive:
-        values = {**archive, **changes}
-    np.savez(folder / f"{name}.npz", **{k: v for k, v in values.items() if v is not None})
     return folder
 
 
