@@ -19,11 +19,18 @@ def recovered(job: Job, record: Callable[[str, object], None]) -> None:
     assert 0 <= each["steps_lost"] < 4  # it saves every fourth step
 
 
-def test_a_killed_rank_a_killed_worker_and_a_full_disk_leave_no_trace_in_the_weights(
+def test_a_stop_and_three_faults_leave_no_trace_in_the_weights(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    fault = "loader-kill@rank0:step3,disk-full=1@rank0:step4,kill@rank1:step11"
-    job = scenario.survive("quick", fault, 1, overrides=["data.workers=1"])
+    overrides = ["data.workers=1"]
+    with scenario.job("quick", overrides=overrides) as stopped:
+        stopped.reaches(2)
+        stopped.process.terminate()
+        assert stopped.wait() == 75, stopped.text
+        assert stopped.processes() == {} and len(stopped.steps) < 12
+    fault = "loader-kill@rank0:step13,disk-full=1@rank0:step14,kill@rank1:step23"
+    job = scenario.survive("quick", fault, 1, overrides=overrides, train=["--resume"])
+    assert job.steps[0] == stopped.steps[-1] + 1  # none is lost
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.processes() == {}
     recovered(job, record_property)

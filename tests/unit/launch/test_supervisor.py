@@ -166,7 +166,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_a_grace_when_fleetrun_is(
     print(f"gone after {running.gone_within(60):.1f} s")
 
 
-@slow  # in the default run: tests/faults/test_stopping.py
+@slow  # in the default run: tests/faults/test_jobs.py
 @pytest.mark.parametrize(
     ("name", "whom"),
     [("SIGUSR1", "fleetrun"), ("SIGINT", "fleetrun"), ("SIGTERM", "rank"), ("SIGTERM", "watcher")],
