@@ -8,7 +8,6 @@ JSON can hold.
 
 import importlib
 import json
-import socket
 import tempfile
 import time
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import clean_environment, end, start
+from tests.ports import free_ports
 
 RETRIED = "gloo did not connect, so this ran once more"  # counted at the end of a test run
 _AFTER_FAILURE_SECONDS = 40.0  # gloo takes 30 to notice
@@ -52,7 +52,7 @@ def run_on_ranks(
 def _run_once(
     count: int, target: str, argument: Any, seconds: float, hosts: int | None
 ) -> list[Any]:
-    ports = _free_ports(count + 1)
+    ports = free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports[:count]]
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -108,13 +108,3 @@ def _wait(processes: list[BaseProcess], seconds: float) -> list[int | None]:
         time.sleep(0.02)
         now = time.monotonic()
     return [process.exitcode for process in processes]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

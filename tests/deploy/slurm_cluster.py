@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.process import ends_with_this
-from tests.distributed import _free_ports
+from tests.ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 # Jobs of the partition `urgent` push those of `normal` out, with 20 s to end.  A job that was
@@ -93,7 +93,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(64))
     (folder / "munge.key").chmod(0o600)
-    controller, daemon = _free_ports(2)
+    controller, daemon = free_ports(2)
     cores = len(os.sched_getaffinity(0))
     config = CONFIG.format(
         host=socket.gethostname(),

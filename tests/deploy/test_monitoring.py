@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from ppdist.launch.metrics import METRICS
-from tests.distributed import _free_ports
 from tests.faults.scenario import FaultScenario
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "monitoring"
@@ -160,7 +160,7 @@ def prometheus_of(folder: Path, target: str) -> Iterator[Callable[[str], dict[st
     (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": [target]}]))
     config = folder / "prometheus.yml"
     config.write_text(config.read_text().replace("15s", "1s"))
-    port = _free_ports(1)[0]
+    port = free_port()
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(
@@ -191,7 +191,7 @@ def test_prometheus_reads_a_real_run_and_knows_its_slow_rank(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     pytest.importorskip("prometheus_client")
-    scenario, port = FaultScenario(tmp_path / "scenario"), _free_ports(1)[0]
+    scenario, port = FaultScenario(tmp_path / "scenario"), free_port()
     words = {
         "launch": ["--metrics_port", str(port)],
         "train": ["--eval"],

@@ -18,6 +18,7 @@ import pytest
 
 from tests.deploy.browser import CHROMIUM, Browser
 from tests.deploy.fake_model import EVIL, SERVING, encoded, picture
+from tests.ports import free_port
 
 for package in ("fastapi", "python_multipart", "prometheus_client", "uvicorn"):
     pytest.importorskip(package)
@@ -29,12 +30,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_model.py")
 PNG = encoded(picture())
 WAIT = 120.0  # a bound against hanging, seconds
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import _free_ports
 from tests.faults.scenario import FaultScenario, first_difference
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
@@ -16,7 +16,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 def test_a_host_that_comes_back_joins_the_next_attempt(
     lost: int, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
-    name, port = f"hosts-{lost}", str(_free_ports(1)[0])
+    name, port = f"hosts-{lost}", str(free_port())
 
     def host(number: int, log: str):
         launch = ["--host", ADDRESSES[number], f"--ips={','.join(ADDRESSES)}"]
