@@ -36,18 +36,22 @@ from ppdist.common.process import (
     SKIP_STEP_VARIABLE,
 )
 from ppdist.launch.exporter import exporting
-from ppdist.launch.options import Options, help_text, parse_options
-from ppdist.launch.rendezvous import ControlChannel, Moved, own_handshake, rendezvous
+from ppdist.launch.options import TOKEN_VARIABLE, Options, help_text, parse_options
+from ppdist.launch.rendezvous import (
+    ControlChannel,
+    Lookout,
+    Moved,
+    name_of_job,
+    own_handshake,
+    rendezvous,
+)
 from ppdist.launch.supervisor import private_files, private_folder, run_job
 from ppdist.launch.topology import (
     LAUNCHER_VARIABLE,
-    TOKEN_VARIABLE,
     LaunchPlan,
-    Lookout,
     Machine,
     make_plan,
     metrics_endpoint,
-    name_of_job,
     once_known,
     this_machine,
     typed_hosts,
@@ -157,7 +161,7 @@ def whose_fleetrun(search_path: str | None = None) -> tuple[str, Path | None]:
 __all__ = ["fleetrun", "main", "started_by_stock_launcher"]
 
 T = TypeVar("T")
-# Options, plan, line, folder, attempt, signals: see process.run_job.
+# Options, plan, channel, folder, attempt, signals: see supervisor.run_job.
 Run = Callable[[Options, LaunchPlan, ControlChannel | None, Path, int, list[int]], Outcome]
 
 
@@ -199,7 +203,7 @@ def fleetrun(
     only be repeated (wrong input) or was wanted (a signal).
 
     Args:
-        machine: looks at the machine; called when the command line is known to be right.
+        machine: looks at the machine; called when the command channel is known to be right.
         run: runs one plan to its end.
         received: signals so far; more may come.
     Raises: LaunchError: the command is wrong or does not fit the machine.
@@ -243,23 +247,23 @@ def _attempt(
     """
     token, pause = environment.get(TOKEN_VARIABLE, ""), restarts.pause
     try:
-        plan, line = _together(options, environment, machine, restarts, received)
+        plan, channel = _together(options, environment, machine, restarts, received)
     except Stopped:
         return _stopped_before(received)
-    if line is not None:
-        restarts.agree(line.attempt, line.skip)
-    if not _sleep(pause, line, received):
+    if channel is not None:
+        restarts.agree(channel.attempt, channel.skip)
+    if not _sleep(pause, channel, received):
         outcome = _stopped_before(received)
-        if line is not None:
-            outcome = line.finish(outcome, received)
+        if channel is not None:
+            outcome = channel.finish(outcome, received)
             say_end(outcome)
         return outcome
-    if line is None:
+    if channel is None:
         if pause:  # in which a port may have been taken
             plan = make_plan(options, environment, machine)
         say(f"{plan.description}; logs in {options.log_dir}/")
     # With --master hosts do not meet here, so that nothing can be drawn for all of them.
-    drawn = line.drawn if line is not None else "" if options.master else None
+    drawn = channel.drawn if channel is not None else "" if options.master else None
     variables = {JOB_DIR_VARIABLE: str(folder), JOB_VARIABLE: name_of_job(token, drawn)}
     variables |= restarts.variables
     plan = replace(plan, environment=plan.environment | variables)
@@ -267,13 +271,13 @@ def _attempt(
     try:
         with private_files(own_folder):
             own_folder.mkdir()
-        outcome = run(options, plan, line, own_folder, restarts.attempt, received)
+        outcome = run(options, plan, channel, own_folder, restarts.attempt, received)
     except UserError as error:
-        if line is None:
+        if channel is None:
             raise
         # The others wait for this host already.
         code = 1 if restarts.attempt else USER_ERROR  # it has worked before
-        outcome = line.finish(Outcome(code, f"error: {error}"), [])
+        outcome = channel.finish(Outcome(code, f"error: {error}"), [])
     say_end(outcome)
     return outcome
 
@@ -285,7 +289,7 @@ def _together(
     restarts: Restarts,
     received: list[int],
 ) -> tuple[LaunchPlan, ControlChannel | None]:
-    """The plan, and the line to the other hosts once they are here; None where there is none.
+    """The plan, and the channel to the other hosts once they are here; None: there are none.
 
     Raises: LaunchError.  Stopped.
     """
@@ -300,8 +304,10 @@ def _together(
         mine = own_handshake(options, plan, restarts.attempt, restarts.skip)
         mine = replace(mine, identity=identity).signed(token)
         try:
-            line = rendezvous(mine, plan.meeting_port, seconds, say, received, token, lookout.look)
-            return plan, line
+            channel = rendezvous(
+                mine, plan.meeting_port, seconds, say, received, token, lookout.look
+            )
+            return plan, channel
         except Moved:
             say("names of --ips have other addresses than before; meeting the hosts there")
 
@@ -331,14 +337,14 @@ def _announcement(restarts: Restarts, most: int) -> str:
     return text
 
 
-def _sleep(seconds: float, line: ControlChannel | None, received: Sequence[int]) -> bool:
+def _sleep(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
     """Returns early when something happens; False if that is a signal, for any host."""
     end = time.monotonic() + seconds
-    while not received and not (line is not None and line.watch(received)):
+    while not received and not (channel is not None and channel.watch(received)):
         if time.monotonic() >= end:
             break
         time.sleep(0.05)
-    return not received and (line is None or line.stopped_by is None)
+    return not received and (channel is None or channel.stopped_by is None)
 
 
 if __name__ == "__main__":

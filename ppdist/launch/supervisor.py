@@ -99,14 +99,14 @@ _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 def run_job(
     options: Options,
     plan: LaunchPlan,
-    line: ControlChannel | None,
+    channel: ControlChannel | None,
     folder: Path,
     attempt: int,
     received: list[int],
 ) -> Outcome:
     """Starts the processes of this host and waits for their end; none of them is left.
 
-    With a line to other hosts it waits for theirs as well, and all hosts end alike.
+    With a channel to other hosts it waits for theirs as well, and all hosts end alike.
 
     Paddle's launcher writes the whole environment, secrets too, into its log directory.  It gets a
     private one that is removed in the end; what the ranks print is in options.log_dir.
@@ -142,9 +142,9 @@ def run_job(
         local: 0 if afresh else _size(log_dir / f"workerlog.{local}")
         for local in range(plan.processes)
     }
-    job = _Job(folder, log_dir, offsets, line, received)
+    job = _Job(folder, log_dir, offsets, channel, received)
     outcome = job.run(plan)
-    outcome = outcome if line is None else line.finish(outcome, received)
+    outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome
 
 
@@ -160,12 +160,12 @@ class _Job:
         folder: Path,
         log_dir: Path,
         offsets: Mapping[int, int],
-        line: ControlChannel | None,
+        channel: ControlChannel | None,
         received: list[int],
     ) -> None:
         self._folder, self._log_dir, self._offsets = folder, log_dir, offsets
-        self._watch = Watch(folder, line is not None, say)
-        self._line, self._received = line, received
+        self._watch = Watch(folder, channel is not None, say)
+        self._channel, self._received = channel, received
         self._stop_sent = False
         self._ending: float | None = None  # since when the ranks end because one has failed
         self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
@@ -210,17 +210,19 @@ class _Job:
         if self._verdict is not None:
             return self._verdict
         stopped = self._received[0] if self._received else None
-        if self._line is not None and stopped is None:
-            stopped = self._line.stopped_by
+        if self._channel is not None and stopped is None:
+            stopped = self._channel.stopped_by
         code = launcher.returncode
         return judge(self._folder, self._log_dir, self._offsets, code, stopped, launcher_log)
 
     def _look(self, launcher: subprocess.Popen) -> None:
         """What has happened since the last look, and what follows from it."""
-        others_stop = self._line is not None and self._line.watch(self._received)
-        by_signal = self._line is not None and self._line.stopped_by is not None
+        others_stop = self._channel is not None and self._channel.watch(self._received)
+        by_signal = self._channel is not None and self._channel.stopped_by is not None
         others_failed = others_stop and not by_signal
-        self._watch.look(others_failed and self._line is not None and not self._line.cause_known)
+        self._watch.look(
+            others_failed and self._channel is not None and not self._channel.cause_known
+        )
         if not self._stop_sent and not self.said:
             self._look_for_failures()
         if others_failed and self._ending is None:
@@ -257,8 +259,8 @@ class _Job:
         if not self.said:
             self.said = failure.message
             say_end(failure)
-            if self._line is not None:
-                self._line.tell_failure(failure)
+            if self._channel is not None:
+                self._channel.tell_failure(failure)
 
     def _pass_stop_on(self, launcher: subprocess.Popen, others_stop: bool) -> None:
         """A signal for one process of the job is one for all ranks."""

@@ -6,35 +6,21 @@ ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launche
 Schedulers make host names known late and give them to other addresses, so names are looked up until
 they answer.
 
-Who belongs to a job says a token that a user may give, and a name that every start draws anew:
-
-    PPDIST_JOB_TOKEN   given by the user, the same on every host: a fleetrun without it is refused
-                       at the rendezvous.  It is never sent, and the ranks never get it.
-    PPDIST_JOB         made here for the ranks: those of an earlier job, or of an earlier attempt of
-                       this one, have another and end when they find out (distributed/store.py).
-
-The token keeps out who does not know it.  It does not hide what is sent, nor keep out who can
-change what others send (docs/security.md).
 """
 
 import contextlib
 import ctypes
 import fcntl
-import hashlib
-import hmac
 import importlib.metadata
 import importlib.util
-import json
 import os
 import random
 import re
-import secrets
 import shlex
 import shutil
 import socket
 import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +35,7 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
-from ppdist.launch.options import OPTION_VARIABLES, Options
+from ppdist.launch.options import OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
 
 _SMI_SECONDS = 60.0  # the first call after boot wakes every card
@@ -602,34 +588,6 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
     )
 
 
-TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"
-
-
-def proof(token: str, content: Mapping[str, object]) -> str:
-    """What only who knows the token can say of this content; "" without a token.
-
-    Args: content: what JSON can hold; order does not matter.
-    """
-    if not token:
-        return ""
-    text = json.dumps(dict(content), sort_keys=True)
-    return hmac.new(os.fsencode(token), text.encode(), hashlib.sha256).hexdigest()
-
-
-def proves(token: str, content: Mapping[str, object], given: str) -> bool:
-    """Whether who sent the content has the same token, or as here none."""
-    return hmac.compare_digest(proof(token, content).encode(), given.encode())
-
-
-def name_of_job(token: str, drawn: str | None = None) -> str:
-    """A name for this attempt, the same on all of its hosts.
-
-    Args: drawn: what the first host has drawn at random; None: this host is alone and draws.
-    """
-    drawn = secrets.token_hex(16) if drawn is None else drawn
-    return hashlib.sha256(f"{drawn} {proof(token, {'drawn': drawn})}".encode()).hexdigest()
-
-
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
 CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
 # Of a run around this one.
@@ -906,12 +864,8 @@ def _add_master(
 
 
 _LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
-_ANSWER_SECONDS = 0.5  # a resolver in order takes less
-_DISPUTE_SECONDS = 60.0  # in which hosts learn better: DNS servers keep an answer for 5 to 30
-_SILENCE_SECONDS = 10.0  # hosts call one another more often
 
 T = TypeVar("T")
-Look = Callable[[], tuple[str | None, ...] | None]  # see Lookout.look
 
 
 def once_known(
@@ -952,52 +906,3 @@ def once_known(
                 say(f"{error}; waiting for that to change ({now - begin:.0f} s)")
         time.sleep(_LOOK_SECONDS)
     raise Stopped
-
-
-class Lookout:
-    """What names mean by now: asked for in a thread, as a resolver may take its time to answer."""
-
-    def __init__(self, names: Sequence[str], network: Network) -> None:
-        self._names, self._network = names, network
-        self._thread: threading.Thread | None = None
-        self._found: tuple[str | None, ...] = ()
-
-    def look(self) -> tuple[str | None, ...] | None:
-        """The addresses, None for a name that has none; None alone: there is no answer yet."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._ask, daemon=True)
-            self._thread.start()
-        self._thread.join(_ANSWER_SECONDS)
-        if self._thread.is_alive():
-            return None
-        self._thread = None
-        return self._found
-
-    def _ask(self) -> None:
-        self._found = tuple(self._network.resolve(name) for name in self._names)
-
-
-class Dispute:
-    """Another host has other addresses for the same names, or is not of this run: that passes once
-    both have learnt the new address, or never."""
-
-    def __init__(self) -> None:
-        self._text, self._since, self._heard = "", 0.0, 0.0
-
-    def hear(self, text: str) -> None:
-        """Notes what another host has said, or is told."""
-        now = time.monotonic()
-        if now - self._heard >= _SILENCE_SECONDS:
-            self._since = now
-        self._text, self._heard = text, now
-
-    def lasts(self, found: Sequence[str | None]) -> str:
-        """What is in dispute, if names are as they were and it has long been so; else "".
-
-        Args: found: what names mean by now.
-        """
-        now = time.monotonic()
-        if None in found:  # about to change
-            self._since = now
-        long = now - self._since > _DISPUTE_SECONDS and now - self._heard < _SILENCE_SECONDS
-        return f"{self._text} (for {now - self._since:.0f} s)" if long else ""

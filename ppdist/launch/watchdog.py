@@ -480,6 +480,10 @@ class Outcome:
     is_guess: bool = field(default=False, compare=False)
 
     @property
+    def knows_cause(self) -> bool:
+        return not (self.is_consequence or self.is_guess)
+
+    @property
     def is_final(self) -> bool:
         """True when starting again would be wrong or in vain."""
         return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None

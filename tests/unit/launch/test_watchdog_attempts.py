@@ -12,8 +12,8 @@ import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import cli as front
-from ppdist.launch.rendezvous import Connection, ControlChannel
-from ppdist.launch.topology import Machine, name_of_job, proof
+from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
+from ppdist.launch.topology import Machine
 from ppdist.launch.watchdog import Outcome, signals_noted
 from tests.unit.launch.test_topology import machine
 
