@@ -298,14 +298,14 @@ def _together(
     seconds = float(options.start_timeout)
     while True:
         plan = _known(lambda: make_plan(options, environment, machine), options, machine, received)
-        if plan.meeting_port is None:
+        if plan.rendezvous_port is None:
             return plan, None
         say(f"{plan.description}; logs in {options.log_dir}/")
         mine = own_handshake(options, plan, restarts.attempt, restarts.skip)
         mine = replace(mine, identity=identity).signed(token)
         try:
             channel = rendezvous(
-                mine, plan.meeting_port, seconds, say, received, token, lookout.look
+                mine, plan.rendezvous_port, seconds, say, received, token, lookout.look
             )
             return plan, channel
         except Moved:

@@ -30,7 +30,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import importlib.metadata
 import json
 import os
 import platform
@@ -49,7 +48,14 @@ from typing import Any, NoReturn
 from ppdist.common.errors import Failure, LaunchError
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
-from ppdist.launch.topology import CPU_VARIABLE, LaunchPlan, Network, port_in_use, typed_hosts
+from ppdist.launch.topology import (
+    CPU_VARIABLE,
+    LaunchPlan,
+    Network,
+    installed_version,
+    port_in_use,
+    typed_hosts,
+)
 from ppdist.launch.watchdog import STOPPED, USER_ERROR, Outcome, Stopped, at_once
 
 _POLL_SECONDS = 0.1
@@ -280,8 +286,8 @@ def own_handshake(
         device="cpu" if plan.environment.get(CPU_VARIABLE) else "gpu",
         script=options.script,
         arguments=options.script_arguments,
-        ppdist=_version("ppdist"),
-        paddle=_version("paddlepaddle-gpu") or _version("paddlepaddle"),
+        ppdist=installed_version("ppdist"),
+        paddle=installed_version("paddlepaddle-gpu") or installed_version("paddlepaddle"),
         python=platform.python_version(),
         names=tuple(typed_hosts(options.ips or "")),
         max_restart=options.max_restart,
@@ -401,13 +407,6 @@ def _may_differ(own: str, other: str) -> bool:
     """True for two paths to a file of one name."""
     has_path = ("/" in own or "/" in other) and "=" not in own + other
     return has_path and PurePath(own).name == PurePath(other).name != ""
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def proof(token: str, content: Mapping[str, object]) -> str:
