@@ -115,18 +115,17 @@ class Measures:
             yield name, {"gpu": card}, value
 
     def _of_ranks(self, folder: Path) -> Iterator[Sample]:
-        reports = {each["rank"]: each for each in worker.reports(folder)}
         up = {
-            rank: each["code"] is None and each["child"] != 0 and is_alive(each["child"])
-            for rank, each in reports.items()
+            each.rank: each.code is None and each.child != 0 and is_alive(each.child)
+            for each in worker.reports(folder)
         }
         readings = {
             rank: reading
-            for rank in reports
+            for rank in up
             if up[rank] and (reading := heartbeat.read(heartbeat.file_of(folder, rank))) is not None
         }
         furthest = max((reading.step for reading in readings.values()), default=0)
-        for rank in reports:
+        for rank in up:
             labels = {"rank": str(rank)}
             yield "ppdist_rank_up", labels, float(up[rank])
             if rank not in readings:

@@ -8,7 +8,6 @@ Whatever an attempt starts has the attempt's own folder in its environment.  By 
 found though its parent and its process group are gone, and none outlives the attempt.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -18,18 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE, ends_with_this, is_alive
-from ppdist.launch import stopped_once, worker
+from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel
 from ppdist.launch.topology import LaunchPlan
 from ppdist.launch.watchdog import (
+    Attempt,
     Outcome,
     RankEnd,
     Watch,
@@ -42,57 +42,10 @@ from ppdist.launch.watchdog import (
     say_end,
 )
 
-_GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
-_POLL_SECONDS_ranks = 0.02
-
-
-def ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
-    """The ranks of this host that have ended.
-
-    Args:
-        by_themselves: nobody has begun to end ranks.  One whose watcher (worker.py) is gone without
-            a word was killed then, and that is written down here.
-    """
-    ends = read_ends(folder)
-    lost = [
-        end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
-    ]
-    if lost:
-        ends = read_ends(folder)  # one of them may have left its word meanwhile
-        now = {end.rank: end for end in ends}
-        for end in lost:
-            if now[end.rank].exit_code is None:
-                worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
-        ends = read_ends(folder)
-    return [end for end in ends if end.exit_code is not None]
-
-
-def asked_to_stop(folder: Path) -> tuple[int, int] | None:
-    """(rank, signal) of a rank that was asked to stop by a signal of its own, None if none was."""
-    for path in sorted(folder.glob("stop-*")):
-        with contextlib.suppress(ValueError, OSError):
-            return int(path.name.removeprefix("stop-")), signal.Signals(int(path.read_text()))
-    return None
-
-
-def end_all(folder: Path) -> list[int]:
-    """Kills whatever the attempt has started and is left; waits until it is gone.
-
-    Returns: process ids of those that do not end.
-    """
-    deadline = time.monotonic() + _GONE_SECONDS
-    while left := worker.started_by(folder):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(_POLL_SECONDS_ranks)
-    return []
-
-
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
+_GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
+_GONE_POLL_SECONDS = 0.02
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -101,7 +54,7 @@ def run_job(
     plan: LaunchPlan,
     channel: ControlChannel | None,
     folder: Path,
-    attempt: int,
+    restarts: int,
     received: list[int],
 ) -> Outcome:
     """Starts the processes of this host and waits for their end; none of them is left.
@@ -113,8 +66,8 @@ def run_job(
 
     Args:
         folder: private and new, for this attempt alone.
-        attempt: how often the job was restarted.
-        received: requests to stop (see signals.py); those for a single rank are added.
+        restarts: how often the job was restarted.
+        received: requests to stop (see `signals_noted`); those for a single rank are added.
     Returns: what is still to be said: the message of a failure may have been printed already.
     Raises: LaunchError: log_dir or the private folder cannot be written.
     """
@@ -127,25 +80,35 @@ def run_job(
             code="folder_unwritable",
             where=f"--log_dir {options.log_dir}",
         ) from error
-    afresh = options.log_overwrite and attempt == 0
+    afresh = options.log_overwrite and restarts == 0
     orders = {
         "command": _command(options),
         "log_dir": str(log_dir),
         "log_overwrite": afresh,
-        "restart": attempt,
+        "restart": restarts,
         "processes": plan.processes,
         "cards": plan.cards,
     }
     with private_files(folder):
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
-    offsets = {
-        local: 0 if afresh else _size(log_dir / f"workerlog.{local}")
-        for local in range(plan.processes)
-    }
-    job = _Job(folder, log_dir, offsets, channel, received)
+    attempt = Attempt(folder, log_dir)
+    if not afresh:
+        sizes = {local: _size(attempt.log(local)) for local in range(plan.processes)}
+        attempt = replace(attempt, offsets=sizes)
+    job = _Job(attempt, channel, received)
     outcome = job.run(plan)
     outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome
+
+
+def _command(options: Options) -> list[str]:
+    if options.script.endswith(".py"):
+        return [sys.executable, "-u", options.script, *options.script_arguments]
+    return [options.script, *options.script_arguments]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 class _Job:
@@ -156,16 +119,12 @@ class _Job:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        log_dir: Path,
-        offsets: Mapping[int, int],
-        channel: ControlChannel | None,
-        received: list[int],
+        self, attempt: Attempt, channel: ControlChannel | None, received: list[int]
     ) -> None:
-        self._folder, self._log_dir, self._offsets = folder, log_dir, offsets
-        self._watch = Watch(folder, channel is not None, say)
+        self._attempt, self._folder = attempt, attempt.folder
+        self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
+        self._processes = 0
         self._stop_sent = False
         self._ending: float | None = None  # since when the ranks end because one has failed
         self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
@@ -173,9 +132,9 @@ class _Job:
 
     def run(self, plan: LaunchPlan) -> Outcome:
         """Starts them, waits until all have ended, and says how."""
-        command = [sys.executable, stopped_once.__file__, *plan.arguments]
+        self._processes = plan.processes
+        command = [sys.executable, paddle_launcher.__file__, *plan.arguments]
         command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
-        launcher_log = self._folder / "launcher.log"
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end_with_fleetrun = ends_with_this(signal.SIGTERM)
 
@@ -186,7 +145,7 @@ class _Job:
                 signal.signal(number, signal.SIG_IGN)
             end_with_fleetrun()
 
-        with terminal, launcher_log.open("wb") as output:
+        with terminal, self._attempt.launcher_log.open("wb") as output:
             terminal.bind(str(self._folder / "terminal"))
             terminal.listen()
             launcher = subprocess.Popen(
@@ -212,8 +171,7 @@ class _Job:
         stopped = self._received[0] if self._received else None
         if self._channel is not None and stopped is None:
             stopped = self._channel.stopped_by
-        code = launcher.returncode
-        return judge(self._folder, self._log_dir, self._offsets, code, stopped, launcher_log)
+        return judge(self._attempt, launcher.returncode, stopped)
 
     def _look(self, launcher: subprocess.Popen) -> None:
         """What has happened since the last look, and what follows from it."""
@@ -236,15 +194,15 @@ class _Job:
             self._pass_stop_on(launcher, others_stop)
 
     def _look_for_failures(self) -> None:
-        ends = ended(self._folder, self._ending is None)
+        ends = _ended(self._folder, self._ending is None)
         if any(end.failed for end in ends):
-            cause = first_cause(self._folder, ends, self._log_dir, self._offsets)
+            cause = first_cause(self._attempt, ends)
             if cause is not None:
                 self._announce(cause)
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
         gone = [end for end in ends if end.process_code is not None]  # others may still say why
-        if self._ending is not None and len(gone) == len(self._offsets):
+        if self._ending is not None and len(gone) == self._processes:
             self._ending -= _PEER_SECONDS  # nobody is left who could say anything
 
     def _end_at_once(self, launcher: subprocess.Popen) -> None:
@@ -264,7 +222,7 @@ class _Job:
 
     def _pass_stop_on(self, launcher: subprocess.Popen, others_stop: bool) -> None:
         """A signal for one process of the job is one for all ranks."""
-        asked = asked_to_stop(self._folder)
+        asked = _asked_to_stop(self._folder)
         if asked is not None and not self._received and not others_stop:
             rank, number = asked
             say(f"rank {rank} got {signal.Signals(number).name}: stopping all ranks")
@@ -281,7 +239,7 @@ class _Job:
         if launcher.poll() is None:
             launcher.kill()  # before its workers, which it would look after
             launcher.wait()
-        stubborn = end_all(self._folder)
+        stubborn = _end_all(self._folder)
         if stubborn:
             ids = ", ".join(str(pid) for pid in stubborn)
             say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
@@ -301,6 +259,51 @@ def _hand_over_terminal(listener: socket.socket) -> None:
                 with suppress(OSError, ValueError):
                     stream.flush()
         socket.send_fds(connection, [b"t"], [1, 2])
+
+
+def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
+    """The ranks of this host that have ended.
+
+    Args:
+        by_themselves: nobody has begun to end ranks.  One whose watcher (worker.py) is gone without
+            a word was killed then, and that is written down here.
+    """
+    ends = read_ends(folder)
+    lost = [
+        end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
+    ]
+    if lost:
+        ends = read_ends(folder)  # one of them may have left its word meanwhile
+        now = {end.rank: end for end in ends}
+        for end in lost:
+            if now[end.rank].exit_code is None:
+                worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
+        ends = read_ends(folder)
+    return [end for end in ends if end.exit_code is not None]
+
+
+def _asked_to_stop(folder: Path) -> tuple[int, int] | None:
+    """(rank, signal) of a rank that was asked to stop by a signal of its own, None if none was."""
+    for path in sorted(folder.glob("stop-*")):
+        with suppress(ValueError, OSError):
+            return int(path.name.removeprefix("stop-")), signal.Signals(int(path.read_text()))
+    return None
+
+
+def _end_all(folder: Path) -> list[int]:
+    """Kills whatever the attempt has started and is left; waits until it is gone.
+
+    Returns: process ids of those that do not end.
+    """
+    deadline = time.monotonic() + _GONE_SECONDS
+    while left := worker.started_by(folder):
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(_GONE_POLL_SECONDS)
+    return []
 
 
 @contextmanager
@@ -327,13 +330,3 @@ def private_folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="ppdist-", dir=base, ignore_cleanup_errors=True)
     with made as folder:
         yield Path(folder)
-
-
-def _command(options: Options) -> list[str]:
-    if options.script.endswith(".py"):
-        return [sys.executable, "-u", options.script, *options.script_arguments]
-    return [options.script, *options.script_arguments]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
