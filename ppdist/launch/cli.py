@@ -35,7 +35,7 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
-from ppdist.launch.exporter import exporting
+from ppdist.launch.metrics import exporting
 from ppdist.launch.options import TOKEN_VARIABLE, Options, help_text, parse_options
 from ppdist.launch.rendezvous import (
     ControlChannel,

@@ -95,8 +95,8 @@ def run_job(
     if not afresh:
         sizes = {local: _size(attempt.log(local)) for local in range(plan.processes)}
         attempt = replace(attempt, offsets=sizes)
-    job = _Job(attempt, channel, received)
-    outcome = job.run(plan)
+    job = _Job(attempt, plan, channel, received)
+    outcome = job.run()
     outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome
 
@@ -119,21 +119,23 @@ class _Job:
     """
 
     def __init__(
-        self, attempt: Attempt, channel: ControlChannel | None, received: list[int]
+        self,
+        attempt: Attempt,
+        plan: LaunchPlan,
+        channel: ControlChannel | None,
+        received: list[int],
     ) -> None:
-        self._attempt, self._folder = attempt, attempt.folder
+        self._attempt, self._folder, self._plan = attempt, attempt.folder, plan
         self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
-        self._processes = 0
         self._stop_sent = False
         self._ending: float | None = None  # since when the ranks end because one has failed
         self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
         self.said = ""
 
-    def run(self, plan: LaunchPlan) -> Outcome:
+    def run(self) -> Outcome:
         """Starts them, waits until all have ended, and says how."""
-        self._processes = plan.processes
-        command = [sys.executable, paddle_launcher.__file__, *plan.arguments]
+        command = [sys.executable, paddle_launcher.__file__, *self._plan.arguments]
         command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end_with_fleetrun = ends_with_this(signal.SIGTERM)
@@ -153,7 +155,7 @@ class _Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)},
+                env=self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)},
                 start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
                 preexec_fn=prepare,
             )
@@ -202,7 +204,7 @@ class _Job:
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
         gone = [end for end in ends if end.process_code is not None]  # others may still say why
-        if self._ending is not None and len(gone) == self._processes:
+        if self._ending is not None and len(gone) == self._plan.processes:
             self._ending -= _PEER_SECONDS  # nobody is left who could say anything
 
     def _end_at_once(self, launcher: subprocess.Popen) -> None:
