@@ -177,7 +177,7 @@ def main() -> int:
 
     cards: list[str] = []
     try:
-        cards = cards_of_run(options, os.environ, machine, [])
+        cards, _ = cards_of_run(options, os.environ, machine)
     except errors.LaunchError as error:
         add(Finding(FAIL, "cards of the run", str(error)))
     processes = len(cards) or options.processes

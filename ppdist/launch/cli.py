@@ -35,19 +35,23 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
-from ppdist.launch.exporter import exporting
-from ppdist.launch.options import Options, help_text, parse_options
-from ppdist.launch.rendezvous import ControlChannel, Moved, own_handshake, rendezvous
+from ppdist.launch.metrics import exporting
+from ppdist.launch.options import TOKEN_VARIABLE, Options, help_text, parse_options
+from ppdist.launch.rendezvous import (
+    ControlChannel,
+    Lookout,
+    Moved,
+    name_of_job,
+    own_handshake,
+    rendezvous,
+)
 from ppdist.launch.supervisor import private_files, private_folder, run_job
 from ppdist.launch.topology import (
     LAUNCHER_VARIABLE,
-    TOKEN_VARIABLE,
     LaunchPlan,
-    Lookout,
     Machine,
     make_plan,
     metrics_endpoint,
-    name_of_job,
     once_known,
     this_machine,
     typed_hosts,
@@ -64,6 +68,185 @@ from ppdist.launch.watchdog import (
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _POISON_FAILURES = 2
+
+T = TypeVar("T")
+# Options, plan, channel, folder, restarts, signals: see supervisor.run_job.
+Run = Callable[[Options, LaunchPlan, ControlChannel | None, Path, int, list[int]], Outcome]
+
+
+def main() -> int:
+    """Entry of the console script and of tools/launch.py; returns the exit code."""
+    _open_streams()
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(help_text())
+        return 0
+    with signals_noted() as received:
+        try:
+            return fleetrun(arguments, os.environ, this_machine, run_job, received)
+        except UserError as error:
+            say(f"error: {error}", name="ppdist")
+            return USER_ERROR
+
+
+def _open_streams() -> None:
+    """Nothing else must get the numbers of stdin, stdout or stderr that are closed (`>&-`)."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def fleetrun(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    machine: Callable[[], Machine],
+    run: Run,
+    received: list[int],
+) -> int:
+    """Plans and runs, again after a failure where that was asked for; returns the exit code.
+
+    A restart runs the same command with PPDIST_RESTART in the environment, which makes
+    tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
+    only be repeated (wrong input) or was wanted (a signal).
+
+    Args:
+        machine: looks at the machine; called when the command line is known to be right.
+        run: runs one plan to its end.
+        received: signals so far; more may come.
+    Raises: LaunchError: the command is wrong or does not fit the machine.
+    """
+    options = parse_options(arguments, environment)
+    here = machine()
+    with private_folder() as folder, ExitStack() as beside:
+        job = _Job(options, environment, here, run, folder, received)
+        try:
+            endpoint = job.known(lambda: metrics_endpoint(options, here))
+        except Stopped:
+            return stopped_before_begin(received).code
+        beside.enter_context(exporting(folder, endpoint))
+        outcome = job.attempt()
+        while not outcome.is_final and job.restarts.attempt < options.max_restart:
+            job.restarts.learn(outcome)
+            say(job.restarts.announcement(options.max_restart))
+            try:
+                outcome = job.attempt()
+            except LaunchError as error:  # the command was right; a host or a port is missing now
+                say(f"error: {error}")
+                outcome = Outcome(outcome.code, "")
+    return outcome.code
+
+
+class _Job:
+    """A command, from its first attempt to its last; for the arguments see `fleetrun`."""
+
+    def __init__(
+        self,
+        options: Options,
+        environment: Mapping[str, str],
+        machine: Machine,
+        run: Run,
+        folder: Path,
+        received: list[int],
+    ) -> None:
+        self.options, self.environment, self.machine = options, environment, machine
+        self.run, self.folder, self.received = run, folder, received
+        self.token = environment.get(TOKEN_VARIABLE, "")
+        self.restarts = Restarts()
+
+    def attempt(self) -> Outcome:
+        """Runs it once, from meeting the other hosts to the end of all; says how it ended.
+
+        Before a restart it pauses; several hosts meet first, so that a signal for one of them then
+        reaches all.
+        """
+        pause = self.restarts.pause
+        try:
+            plan, channel = self.meet()
+        except Stopped:
+            return stopped_before_begin(self.received)
+        if channel is not None:
+            self.restarts.agree(channel.attempt, channel.skip)
+        if not wait(pause, channel, self.received):
+            outcome = stopped_before_begin(self.received)
+            if channel is not None:
+                outcome = channel.finish(outcome, self.received)
+                say_end(outcome)
+            return outcome
+        if channel is None:
+            if pause:  # in which a port may have been taken
+                plan = self.plan()
+            self.say_plan(plan)
+        # With --master hosts do not meet here, so that nothing can be drawn for all of them.
+        drawn = channel.drawn if channel is not None else "" if self.options.master else None
+        variables = {JOB_VARIABLE: name_of_job(self.token, drawn)}
+        variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
+        plan = replace(plan, environment=plan.environment | variables)
+        restarts = self.restarts.attempt
+        folder = self.folder / str(restarts)
+        try:
+            with private_files(folder):
+                folder.mkdir()
+            outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
+        except UserError as error:
+            if channel is None:
+                raise
+            # The others wait for this host already.
+            code = 1 if restarts else USER_ERROR  # it has worked before
+            outcome = channel.finish(Outcome(code, f"error: {error}"), [])
+        say_end(outcome)
+        return outcome
+
+    def meet(self) -> tuple[LaunchPlan, ControlChannel | None]:
+        """The plan, and the channel to the other hosts once they are here; None: there are none.
+
+        Raises: LaunchError.  Stopped.
+        """
+        identity = secrets.token_hex(16)
+        lookout = Lookout(typed_hosts(self.options.ips or ""), self.machine.network)
+        seconds = float(self.options.start_timeout)
+        while True:
+            plan = self.known(self.plan)
+            port = plan.rendezvous_port
+            if port is None:
+                return plan, None
+            self.say_plan(plan)
+            mine = own_handshake(self.options, plan, self.restarts.attempt, self.restarts.skip)
+            mine = replace(mine, identity=identity).signed(self.token)
+            look = lookout.look
+            try:
+                return plan, rendezvous(mine, port, seconds, say, self.received, self.token, look)
+            except Moved:
+                say("names of --ips have other addresses than before; meeting the hosts there")
+
+    def plan(self) -> LaunchPlan:
+        return make_plan(self.options, self.environment, self.machine)
+
+    def say_plan(self, plan: LaunchPlan) -> None:
+        say(f"{plan.description}; logs in {self.options.log_dir}/")
+
+    def known(self, look: Callable[[], T]) -> T:
+        """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
+        ips, seconds = self.options.ips or "", self.options.start_timeout
+        return once_known(look, ips, self.machine.network, seconds, say, self.received)
+
+
+def stopped_before_begin(received: Sequence[int]) -> Outcome:
+    """A signal came, here or on another host, while nothing ran."""
+    outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
+    say_end(outcome)
+    return replace(outcome, message="")
+
+
+def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
+    """Returns early when something happens; False if that is a signal, for any host."""
+    end = time.monotonic() + seconds
+    while not received and not (channel is not None and channel.watch(received)):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    return not received and (channel is None or channel.stopped_by is None)
 
 
 class Restarts:
@@ -116,6 +299,17 @@ class Restarts:
             found[SKIP_STEP_VARIABLE] = ",".join(str(step) for step in self.skip)
         return found
 
+    def announcement(self, most: int) -> str:
+        """What happens next, and why."""
+        text = (
+            f"restart {self.attempt} of {most} in {self.pause:g} s, from the newest checkpoint "
+            f"of this job, or anew where there is none"
+        )
+        if self.skip:
+            steps = ", ".join(str(step) for step in self.skip)
+            text += f"; step {steps} failed twice: its images are left out"
+        return text
+
 
 def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
     """What to tell the user when Paddle's own launcher started this rank; None when ours did.
@@ -152,193 +346,6 @@ def whose_fleetrun(search_path: str | None = None) -> tuple[str, Path | None]:
         if module in text:
             return owner, Path(found)
     return "unknown", Path(found)
-
-
-__all__ = ["fleetrun", "main", "started_by_stock_launcher"]
-
-T = TypeVar("T")
-# Options, plan, line, folder, attempt, signals: see process.run_job.
-Run = Callable[[Options, LaunchPlan, ControlChannel | None, Path, int, list[int]], Outcome]
-
-
-def main() -> int:
-    """Entry of the console script and of tools/launch.py; returns the exit code."""
-    _open_streams()
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(help_text())
-        return 0
-    with signals_noted() as received:
-        try:
-            return fleetrun(arguments, os.environ, this_machine, run_job, received)
-        except UserError as error:
-            say(f"error: {error}", name="ppdist")
-            return USER_ERROR
-
-
-def _open_streams() -> None:
-    """Nothing else must get the numbers of stdin, stdout or stderr that are closed (`>&-`)."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-
-
-def fleetrun(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    machine: Callable[[], Machine],
-    run: Run,
-    received: list[int],
-) -> int:
-    """Plans and runs, again after a failure where that was asked for; returns the exit code.
-
-    A restart runs the same command with PPDIST_RESTART in the environment, which makes
-    tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
-    only be repeated (wrong input) or was wanted (a signal).
-
-    Args:
-        machine: looks at the machine; called when the command line is known to be right.
-        run: runs one plan to its end.
-        received: signals so far; more may come.
-    Raises: LaunchError: the command is wrong or does not fit the machine.
-    """
-    options = parse_options(arguments, environment)
-    here = machine()
-    restarts = Restarts()
-    with private_folder() as folder, ExitStack() as beside:
-        try:
-            endpoint = _known(lambda: metrics_endpoint(options, here), options, here, received)
-        except Stopped:
-            return _stopped_before(received).code
-        beside.enter_context(exporting(folder, endpoint))
-        outcome = _attempt(options, environment, here, run, restarts, folder, received)
-        while not outcome.is_final and restarts.attempt < options.max_restart:
-            restarts.learn(outcome)
-            say(_announcement(restarts, options.max_restart))
-            try:
-                outcome = _attempt(options, environment, here, run, restarts, folder, received)
-            except LaunchError as error:  # the command was right; a host or a port is missing now
-                say(f"error: {error}")
-                outcome = Outcome(outcome.code, "")
-    return outcome.code
-
-
-def _attempt(
-    options: Options,
-    environment: Mapping[str, str],
-    machine: Machine,
-    run: Run,
-    restarts: Restarts,
-    folder: Path,
-    received: list[int],
-) -> Outcome:
-    """Runs the job once, from meeting the other hosts to the end of all; says how it ended.
-
-    Before a restart it pauses; several hosts meet first, so that a signal for one of them then
-    reaches all.
-
-    Args: folder: of the whole job; what an attempt needs goes below it.
-    """
-    token, pause = environment.get(TOKEN_VARIABLE, ""), restarts.pause
-    try:
-        plan, line = _together(options, environment, machine, restarts, received)
-    except Stopped:
-        return _stopped_before(received)
-    if line is not None:
-        restarts.agree(line.attempt, line.skip)
-    if not _sleep(pause, line, received):
-        outcome = _stopped_before(received)
-        if line is not None:
-            outcome = line.finish(outcome, received)
-            say_end(outcome)
-        return outcome
-    if line is None:
-        if pause:  # in which a port may have been taken
-            plan = make_plan(options, environment, machine)
-        say(f"{plan.description}; logs in {options.log_dir}/")
-    # With --master hosts do not meet here, so that nothing can be drawn for all of them.
-    drawn = line.drawn if line is not None else "" if options.master else None
-    variables = {JOB_DIR_VARIABLE: str(folder), JOB_VARIABLE: name_of_job(token, drawn)}
-    variables |= restarts.variables
-    plan = replace(plan, environment=plan.environment | variables)
-    own_folder = folder / str(restarts.attempt)
-    try:
-        with private_files(own_folder):
-            own_folder.mkdir()
-        outcome = run(options, plan, line, own_folder, restarts.attempt, received)
-    except UserError as error:
-        if line is None:
-            raise
-        # The others wait for this host already.
-        code = 1 if restarts.attempt else USER_ERROR  # it has worked before
-        outcome = line.finish(Outcome(code, f"error: {error}"), [])
-    say_end(outcome)
-    return outcome
-
-
-def _together(
-    options: Options,
-    environment: Mapping[str, str],
-    machine: Machine,
-    restarts: Restarts,
-    received: list[int],
-) -> tuple[LaunchPlan, ControlChannel | None]:
-    """The plan, and the line to the other hosts once they are here; None where there is none.
-
-    Raises: LaunchError.  Stopped.
-    """
-    token, identity = environment.get(TOKEN_VARIABLE, ""), secrets.token_hex(16)
-    lookout = Lookout(typed_hosts(options.ips or ""), machine.network)
-    seconds = float(options.start_timeout)
-    while True:
-        plan = _known(lambda: make_plan(options, environment, machine), options, machine, received)
-        if plan.meeting_port is None:
-            return plan, None
-        say(f"{plan.description}; logs in {options.log_dir}/")
-        mine = own_handshake(options, plan, restarts.attempt, restarts.skip)
-        mine = replace(mine, identity=identity).signed(token)
-        try:
-            line = rendezvous(mine, plan.meeting_port, seconds, say, received, token, lookout.look)
-            return plan, line
-        except Moved:
-            say("names of --ips have other addresses than before; meeting the hosts there")
-
-
-def _known(look: Callable[[], T], options: Options, machine: Machine, received: Sequence[int]) -> T:
-    """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
-    seconds = options.start_timeout
-    return once_known(look, options.ips or "", machine.network, seconds, say, received)
-
-
-def _stopped_before(received: Sequence[int]) -> Outcome:
-    """A signal came, here or on another host, while nothing ran."""
-    outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
-    say_end(outcome)
-    return replace(outcome, message="")
-
-
-def _announcement(restarts: Restarts, most: int) -> str:
-    """What happens next, and why."""
-    text = (
-        f"restart {restarts.attempt} of {most} in {restarts.pause:g} s, from the newest checkpoint "
-        f"of this job, or anew where there is none"
-    )
-    if restarts.skip:
-        steps = ", ".join(str(step) for step in restarts.skip)
-        text += f"; step {steps} failed twice: its images are left out"
-    return text
-
-
-def _sleep(seconds: float, line: ControlChannel | None, received: Sequence[int]) -> bool:
-    """Returns early when something happens; False if that is a signal, for any host."""
-    end = time.monotonic() + seconds
-    while not received and not (line is not None and line.watch(received)):
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.05)
-    return not received and (line is None or line.stopped_by is None)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ ppdist/verify/cluster.py.
 """
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -32,6 +31,7 @@ from ppdist.launch.topology import (
     Network,
     check_interfaces,
     choose_port,
+    installed_version,
     nccl_takes,
     own_address,
     resolve_hosts,
@@ -43,6 +43,7 @@ OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _PADDLE_VERSIONS = ((3, 2, 2), (3, 4))  # from, to (excluded): what ppdist is tested with
 _PROTOBUF_7_FROM = (3, 3, 1)  # fleet.init of older Paddle reads a field that protobuf 7 dropped
 _IMPORT_SECONDS = 300
+_OTHER_NAME = "installed under another name"
 _GIB = 1 << 30
 
 
@@ -115,15 +116,8 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
         if importlib.util.find_spec(module) is None:
             findings.append(Finding(FAIL, module, "not installed", f"pip install {name}"))
         else:
-            findings.append(Finding(OK, name, _version(name)))
+            findings.append(Finding(OK, name, installed_version(name) or _OTHER_NAME))
     return findings
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "installed under another name"
 
 
 def _check_paddle(cards: Sequence[str]) -> Finding:
@@ -154,12 +148,12 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
         return Finding(FAIL, "paddle", f"cannot be used: {last}", remedy)
     _, version, cuda, count = answer[0]
     if cuda == "CPU":
-        return judge_paddle(version, f"{version}, CPU build", _version("protobuf"))
+        return judge_paddle(version, f"{version}, CPU build", installed_version("protobuf"))
     found = f"{version}, CUDA {cuda}, computes on {count} cards"
     if count == "0":
         remedy = "nvidia-smi must work here; docker run --gpus all; see CUDA_VISIBLE_DEVICES"
         return Finding(WARN, "paddle", f"{version}, CUDA {cuda}, sees no card", remedy)
-    return judge_paddle(version, found, _version("protobuf"))
+    return judge_paddle(version, found, installed_version("protobuf"))
 
 
 def judge_paddle(version: str, found: str, protobuf: str) -> Finding:

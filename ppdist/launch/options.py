@@ -37,6 +37,7 @@ STALE_VARIABLES = (
     "PADDLE_RANK_IN_NODE",
     "FLAGS_selected_gpus",
 )
+TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"  # what its user gives to all hosts of a job, see rendezvous.py
 START_SECONDS = 600
 MOST_RESTARTS = 1_000_000
 

@@ -14,12 +14,22 @@ they failed on one, the others stop theirs at once; in the end all exit with one
 culprit.
 
 Whoever can reach the port can write to it, so nothing that arrives is trusted: lines and what waits
-to be read have a limit, and what is not a JSON object with a `type` ends the connection.
+to be read have a limit, and what is not a JSON object with a `type` ends the connection.  Who
+belongs to a job says a token that a user may give, and a name that every start draws anew:
+
+    PPDIST_JOB_TOKEN   given by the user, the same on every host: a fleetrun without it is refused.
+                       It is never sent, and the ranks never get it.
+    PPDIST_JOB         made here for the ranks: those of an earlier job, or of an earlier attempt of
+                       this one, have another and end when they find out (distributed/store.py).
+
+The token keeps out who does not know it.  It does not hide what is sent, nor keep out who can
+change what others send (docs/security.md).
 """
 
 import contextlib
 import errno
-import importlib.metadata
+import hashlib
+import hmac
 import json
 import os
 import platform
@@ -27,6 +37,7 @@ import secrets
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -36,23 +47,22 @@ from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
 from ppdist.config.distributed import HOSTS_OWN_KEYS
-from ppdist.launch.options import MOST_RESTARTS, Options
+from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
     CPU_VARIABLE,
-    TOKEN_VARIABLE,
-    Dispute,
     LaunchPlan,
-    Look,
+    Network,
+    installed_version,
     port_in_use,
-    proof,
-    proves,
     typed_hosts,
 )
 from ppdist.launch.watchdog import STOPPED, USER_ERROR, Outcome, Stopped, at_once
 
-MAX_LINE_BYTES = 256 * 1024  # longer than any greeting or report that this side makes
+_POLL_SECONDS = 0.1
+
+_LINE_BYTES = 256 * 1024  # longer than any handshake or report that this side makes
 _RECEIVE_BYTES = 64 * 1024
-_MOST_PIECES = 2 * MAX_LINE_BYTES // _RECEIVE_BYTES
+_MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
 _CONNECT_SECONDS = 5.0
 
 Message = dict[str, Any]
@@ -120,7 +130,7 @@ class Connection:
                 break
             self.heard = time.monotonic()
             self._incoming += piece
-            if len(self._incoming) > MAX_LINE_BYTES:
+            if len(self._incoming) > _LINE_BYTES:
                 break  # complete lines of it are read below, the rest with the next call
         self._flush()
         return self._messages()
@@ -173,7 +183,7 @@ class Connection:
                 self._close_foreign()
                 return []
             messages.append(message)
-        if len(rest) > MAX_LINE_BYTES:
+        if len(rest) > _LINE_BYTES:
             self._close_foreign()
         return messages
 
@@ -276,8 +286,8 @@ def own_handshake(
         device="cpu" if plan.environment.get(CPU_VARIABLE) else "gpu",
         script=options.script,
         arguments=options.script_arguments,
-        ppdist=_version("ppdist"),
-        paddle=_version("paddlepaddle-gpu") or _version("paddlepaddle"),
+        ppdist=installed_version("ppdist"),
+        paddle=installed_version("paddlepaddle-gpu") or installed_version("paddlepaddle"),
         python=platform.python_version(),
         names=tuple(typed_hosts(options.ips or "")),
         max_restart=options.max_restart,
@@ -287,7 +297,7 @@ def own_handshake(
 
 
 def read_handshake(message: Message) -> Handshake | None:
-    """The greeting that a message holds, None when it holds none."""
+    """None: the message holds no handshake."""
     if message["type"] != "hello":
         return None
     values: dict[str, Any] = {
@@ -399,327 +409,48 @@ def _may_differ(own: str, other: str) -> bool:
     return has_path and PurePath(own).name == PurePath(other).name != ""
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+def proof(token: str, content: Mapping[str, object]) -> str:
+    """What only who knows the token can say of this content; "" without a token.
+
+    Args: content: what JSON can hold; order does not matter.
+    """
+    if not token:
         return ""
+    text = json.dumps(dict(content), sort_keys=True)
+    return hmac.new(os.fsencode(token), text.encode(), hashlib.sha256).hexdigest()
 
 
-BEAT_SECONDS = 5.0
-SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
-_NOTE_SECONDS = 10.0
-_CALLERS = 32  # answered at one look
-_CLOSE_SECONDS = 3.0
-_NO_CAUSE = (
-    "No host knows a cause, each lost another one: a rank made no progress, or the network between "
-    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py "
-    "--ips"
-)
-_MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
+def proves(token: str, content: Mapping[str, object], given: str) -> bool:
+    """Whether who sent the content has the same token, or as here none."""
+    return hmac.compare_digest(proof(token, content).encode(), given.encode())
 
 
-@dataclass(frozen=True)
-class Report:
-    """How the ranks of one host ended."""
+def name_of_job(token: str, drawn: str | None = None) -> str:
+    """A name for this attempt, the same on all of its hosts.
 
-    host: str
-    code: int
-    message: str  # as the other hosts read it
-    is_consequence: bool  # of what happened on another host
-    time: float  # of the failure, by time.monotonic() of the first host
-    step: int | None = None  # that failed, from 1
-    stopped: bool = False  # a signal asked the run to stop
-    is_guess: bool = False  # the cause of one host that others do not contradict
-
-    @property
-    def failed(self) -> bool:
-        return self.code not in (0, STOPPED)
-
-
-def verdict(reports: Sequence[Report]) -> Report:
-    """The report of the host that decides for all: of the cause, if any failed.
-
-    Wrong input goes before everything else, as among the ranks of one host (outcome.py).
+    Args: drawn: what the first host has drawn at random; None: this host is alone and draws.
     """
-    failed = [report for report in reports if report.failed]
-    if failed:
-        wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
-        decisive = min(
-            wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
-        )
-    else:
-        decisive = max(reports, key=lambda report: report.code == STOPPED)
-    # All have to know, or some would restart a run that others have left.
-    return replace(decisive, stopped=any(report.stopped for report in reports))
+    drawn = secrets.token_hex(16) if drawn is None else drawn
+    return hashlib.sha256(f"{drawn} {proof(token, {'drawn': drawn})}".encode()).hexdigest()
 
 
-class ControlChannel:
-    """The connections of one host to the others; on the first host one to each, else one to it.
-
-    Attributes:
-        stopped_by: SIGTERM when another host was stopped by a signal, else None.
-        cause_known: a host has said why its ranks failed, and not only that they lost others.
-        attempt: how often the run was restarted, by what its hosts agreed on when they met.
-        skip: steps whose images this attempt leaves out, likewise.
-        drawn: by the first host at random, for the name of the job.
-        restarts: whether the run restarts after a failure, so that who calls may wait for that.
-    """
-
-    attempt = 0
-    skip: tuple[int, ...] = ()
-    drawn = ""
-    restarts = False
-
-    def __init__(
-        self,
-        own: str,
-        hosts: Sequence[str],
-        peers: Mapping[str, Connection],
-        listener: socket.socket | None,
-        say: Callable[[str], None],
-        silence: float = SILENCE_SECONDS,
-    ) -> None:
-        self._own, self._hosts, self._peers = own, tuple(hosts), dict(peers)
-        self._is_first = own == hosts[0]
-        self._listener, self._say, self._silence = listener, say, silence
-        self.stopped_by: int | None = None
-        self.cause_known = False
-        self._stopping = self._must_stop = self._told_signal = False
-        self._reports: dict[str, Report] = {}  # on the first host: of all that have ended
-        self._verdict: Report | None = None
-        self._beat = 0.0
-        for peer in self._peers.values():
-            peer.heard = time.monotonic()
-
-    def watch(self, received: Sequence[int]) -> bool:
-        """Keeps the line alive, never blocks; True once other hosts want this one's ranks stopped.
-
-        Args:
-            received: the signals that stopped this fleetrun.
-        """
-        if received and not self._told_signal:
-            self._told_signal = True
-            name = signal.Signals(received[0]).name
-            self._tell(_stop_message(self._own, f"got {name}", True, False))
-        for host, peer in self._peers.items():
-            for message in peer.receive():
-                self._hear(host, message)
-            silent = time.monotonic() - peer.heard
-            if peer.closed is not None:
-                self._lose(
-                    host, "its fleetrun is gone: it was killed, or the host was switched off"
-                )
-            elif silent > self._silence:
-                self._lose(
-                    host,
-                    f"no word from it for {self._silence:.0f} s: it is switched off or suspended, "
-                    f"or the network between the hosts is down",
-                )
-        if time.monotonic() - self._beat > BEAT_SECONDS:
-            self._beat = time.monotonic()
-            self._tell({"type": "beat"})
-        self._refuse_callers()
-        return self._must_stop
-
-    def tell_failure(self, failure: Outcome) -> None:
-        """Other hosts are to stop now, before all ranks of this one have ended."""
-        if not self._stopping:
-            why = failure.told.partition("\n")[0]
-            known = not (failure.is_consequence or failure.is_guess)
-            self._stop(self._own, why, False, known, self._own)
-            if not self._is_first:
-                self._tell(_stop_message(self._own, why, False, known))
-
-    def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
-        """Says how this host ended, waits for all others, and returns how the run ended.
-
-        Args:
-            received: the signals that stopped this fleetrun; one that comes now stops the others,
-                a second one ends the waiting.
-        """
-        self._report(outcome, bool(received))
-        begin, noted = time.monotonic(), False
-        while self._verdict is None:
-            self.watch(received)
-            if at_once(received):
-                self._close()
-                return outcome
-            if self._is_first and len(self._reports) == len(self._hosts):
-                self._verdict = verdict(list(self._reports.values()))
-                break
-            if not noted and time.monotonic() - begin > _NOTE_SECONDS:
-                noted = True
-                self._say("the ranks of this host have ended; waiting for the other hosts")
-            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
-            select.select(open_ones, [], [], _POLL_SECONDS)
-        if self._is_first:
-            self._tell(_as_message("verdict", self._verdict, 0.0))
-        self._close()
-        ended = _as_seen_by(self._own, outcome, self._verdict)
-        if self._verdict.stopped and ended.stopped is None:
-            ended = replace(ended, stopped=signal.SIGTERM)
-        stopped = self._verdict.stopped or bool(received)
-        if stopped or not (self._verdict.failed and self._verdict.is_consequence):
-            return ended
-        return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
-
-    def _report(self, outcome: Outcome, stopped: bool) -> None:
-        age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
-        told = outcome.told or outcome.message
-        mine = Report(
-            host=self._own,
-            code=outcome.code,
-            message=_shortened(told),
-            is_consequence=outcome.is_consequence,
-            time=time.monotonic(),
-            step=outcome.step,
-            stopped=stopped,
-            is_guess=outcome.is_guess,
-        )
-        if self._is_first:
-            self._end(replace(mine, time=mine.time - age))
-        else:
-            self._tell(_as_message("ended", mine, age))
-
-    def _hear(self, host: str, message: Message) -> None:
-        if message["type"] == "stop":
-            origin = text_of(message, "host", 300)
-            why, known = text_of(message, "why", 300), bool(message.get("known"))
-            self._stop(origin, why, bool(message.get("signal")), known, host)
-        elif message["type"] == "ended" and self._is_first and host not in self._reports:
-            self._end(_from_message(message, host))
-        elif message["type"] == "verdict" and not self._is_first:
-            self._verdict = _from_message(message, text_of(message, "host", 300))
-
-    def _end(self, report: Report) -> None:
-        """The first host has learned how one host ended."""
-        self._reports[report.host] = report
-        if report.failed:
-            why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
-            known = not (report.is_consequence or report.is_guess)
-            self._stop(report.host, why, False, known, report.host)
-
-    def _lose(self, host: str, why: str) -> None:
-        if host in self._reports or self._verdict is not None:
-            return  # it has said all
-        lost = Report(host, 1, why, False, self._peers[host].heard)
-        self._peers[host].close()
-        if self._is_first:
-            self._end(lost)
-            return
-        self._verdict = lost
-        self._stop(host, why, False, True, host)
-
-    def _stop(self, origin: str, why: str, by_signal: bool, known: bool, sender: str) -> None:
-        """The ranks of all hosts are to stop; said once, and passed on by the first host.
-
-        Args: known: this is the cause, not what it has led to on another host.
-        """
-        if self._stopping:
-            return
-        self._stopping, self._must_stop, self.cause_known = True, origin != self._own, known
-        if by_signal:
-            self.stopped_by = signal.SIGTERM
-        if origin != self._own:
-            self._say(f"host {origin}: {why}; stopping the ranks here too")
-        if self._is_first:
-            self._tell(_stop_message(origin, why, by_signal, known), but=sender)
-
-    def _tell(self, message: Message, but: str = "") -> None:
-        for host, peer in self._peers.items():
-            if host != but and peer.closed is None:
-                peer.send(message)
-
-    def _refuse_callers(self) -> None:
-        if self._listener is None:
-            return
-        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
-            for _ in range(_CALLERS):
-                caller = Connection(self._listener.accept()[0])
-                text = f"a run is in progress there (process {os.getpid()} on host {self._own})"
-                caller.send({"type": "busy" if self.restarts else "refused", "text": text})
-                caller.close()
-
-    def _close(self) -> None:
-        """The first host leaves last, so that its words arrive before the end of the line."""
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._is_first and time.monotonic() < deadline:
-            for peer in self._peers.values():
-                peer.receive()
-            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
-            if not open_ones:
-                break
-            select.select(open_ones, [], [], _POLL_SECONDS)
-        for peer in self._peers.values():
-            peer.close()
-        if self._listener is not None:
-            self._listener.close()
-
-
-def _as_seen_by(own: str, outcome: Outcome, decisive: Report) -> Outcome:
-    """The outcome of the run on one host: everyone's code, and the culprit's message."""
-    if decisive.host == own or not decisive.failed:
-        return replace(outcome, code=decisive.code)
-    outcome = replace(outcome, step=decisive.step)
-    same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
-    if same:  # most often the same wrong input, in this host's own words
-        return outcome
-    return replace(
-        outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
-    )
-
-
-def _stop_message(origin: str, why: str, by_signal: bool, known: bool) -> Message:
-    signals, knows = int(by_signal), int(known)
-    return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
-
-
-def _as_message(kind: str, report: Report, age: float) -> Message:
-    """A report as it is sent; clocks differ between hosts, so it says how long ago it was."""
-    return {
-        "type": kind,
-        "host": report.host,
-        "code": report.code,
-        "message": report.message,
-        "consequence": int(report.is_consequence),
-        "age_ms": int(min(age, 3600.0) * 1000),
-        "step": report.step,
-        "stopped": int(report.stopped),
-        "guess": int(report.is_guess),
-    }
-
-
-def _from_message(message: Message, host: str) -> Report:
-    code = integer_of(message, "code", 0, 255)
-    age = integer_of(message, "age_ms", 0, 3_600_000) or 0
-    return Report(
-        host=host,
-        code=1 if code is None else code,
-        message=text_of(message, "message"),
-        is_consequence=bool(message.get("consequence")),
-        time=time.monotonic() - age / 1000,
-        step=integer_of(message, "step", 1, 10**12),
-        stopped=bool(message.get("stopped")),
-        is_guess=bool(message.get("guess")),
-    )
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _MESSAGE_LIMIT:
-        return text
-    return text[:2000] + "\n...\n" + text[2000 - _MESSAGE_LIMIT :]
-
-
-REPORT_SECONDS = 10.0  # between two lines that say who is missing
+_REPORT_SECONDS = 10.0  # between two lines that say who is missing
 _LOOK_SECONDS = 5.0  # between two looks whether names of --ips have other addresses
 _CALL_SECONDS = 1.0  # between two calls of one host
-_GREETING_SECONDS = 10.0  # for an answer of who has taken the call
+_HANDSHAKE_SECONDS = 10.0  # for an answer of who has taken the call
 _TIMEOUT_SECONDS = 60.0
-_POLL_SECONDS = 0.1
-_GUESTS = 256  # callers that have not said who they are
+_CALLERS = 256  # that have not said who they are
 _MOST_REFUSED = 20  # lines about callers that were refused
 _OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
+_OTHER_PROGRAM = (
+    "what answers there is not a fleetrun: another program has the port; take another with "
+    "--start_port P on every host"
+)
+_ANSWER_SECONDS = 0.5  # a resolver in order takes less
+_DISPUTE_SECONDS = 60.0  # in which hosts learn better: DNS servers keep an answer for 5 to 30
+_SETTLED_SECONDS = 10.0  # hosts call one another more often
+
+Look = Callable[[], tuple[str | None, ...] | None]  # see Lookout.look
 
 
 class Moved(Exception):
@@ -734,8 +465,8 @@ def rendezvous(
     received: Sequence[int] = (),
     token: str = "",
     look: Look = lambda: None,
-) -> ControlChannel:
-    """Waits until all hosts of the run are there; the connections stay open as the line of the run.
+) -> "ControlChannel":
+    """Waits until all hosts of the run are there, and keeps them connected.
 
     For a restart they meet again.  A host that was lost and is started again joins them: it takes
     over from the others how often the run was restarted, and which steps are left out.
@@ -750,22 +481,22 @@ def rendezvous(
     Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
         Moved.
     """
-    meeting = _Meeting(mine, port, say, token)
+    hosts = _Rendezvous(mine, port, say, token)
     try:
-        meeting.wait(seconds, received, look)
-        return meeting.line()
+        hosts.wait(seconds, received, look)
+        return hosts.channel()
     except BaseException:
-        meeting.leave()
+        hosts.leave()
         raise
 
 
-class _Meeting:
+class _Rendezvous:
     def __init__(self, mine: Handshake, port: int, say: Callable[[str], None], token: str) -> None:
         self.mine, self.port, self.say, self.token = mine, port, say, token
         self.first = mine.hosts[0]
         self.joined: dict[str, Connection] = {}  # the first host has all the others', they have its
         self.identities: dict[str, str] = {}
-        self.guests: list[Connection] = []  # have called and not yet said who they are
+        self.callers: list[Connection] = []  # that have not yet said who they are
         self.calls: dict[str, Connection] = {}  # begun here and not yet answered
         self.tried: dict[str, str] = {}  # host -> what came of the last call
         self.called: dict[str, float] = {}
@@ -789,8 +520,10 @@ class _Meeting:
             self._call_missing()
             self._pause()
             self._take_calls()
-            self._hear_guests()
-            self._hear_calls()
+            for caller in list(self.callers):
+                self._hear_caller(caller)
+            for host, call in list(self.calls.items()):
+                self._hear_call(host, call)
             self._hear_joined()
             if self.mine.is_first and not self.missing:
                 go = {"type": "go", "attempt": self.attempt, "skip": sorted(self.skip)}
@@ -809,9 +542,47 @@ class _Meeting:
                         code="hosts_missing",
                     )
                 )
-            if not self.complete and now - reported >= REPORT_SECONDS:
+            if not self.complete and now - reported >= _REPORT_SECONDS:
                 reported = now
                 self._report(now - begin)
+
+    def channel(self) -> "ControlChannel":
+        self._hang_up()
+        if not self.mine.is_first and self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        self.say(f"all {len(self.mine.hosts)} hosts are here")
+        return ControlChannel(
+            self.mine.host,
+            self.mine.hosts,
+            self.joined,
+            self.listener,
+            self.say,
+            attempt=self.attempt,
+            skip=tuple(sorted(self.skip)),
+            drawn=self.identities.get(self.first, self.mine.identity),
+            restarts=self.mine.max_restart > 0,
+        )
+
+    def leave(self) -> None:
+        self._hang_up()
+        for connection in self.joined.values():
+            connection.close()
+        if self.listener is not None:
+            self.listener.close()
+
+    def _hang_up(self) -> None:
+        for connection in (*self.callers, *self.calls.values()):
+            connection.close()
+
+    def _stop(self) -> NoReturn:
+        """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
+
+        At the very start they may: the command is being typed again.
+        """
+        if self.attempt:
+            self._tell_joined({"type": "stopped"})
+        raise Stopped
 
     def _learn(self, found: tuple[str | None, ...] | None) -> None:
         """Raises: Moved.  LaunchError: hosts keep disagreeing about names."""
@@ -823,38 +594,6 @@ class _Meeting:
         if lasting:
             self._fail(LaunchError(lasting, code="hosts_disagree"))
 
-    def _stop(self) -> NoReturn:
-        """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
-
-        At the very start they may: the command is being typed again.
-        """
-        if self.attempt:
-            self._tell_joined({"type": "stopped"})
-        raise Stopped
-
-    def line(self) -> ControlChannel:
-        self._hang_up()
-        if not self.mine.is_first and self.listener is not None:
-            self.listener.close()
-            self.listener = None
-        self.say(f"all {len(self.mine.hosts)} hosts are here")
-        line = ControlChannel(self.mine.host, self.mine.hosts, self.joined, self.listener, self.say)
-        line.drawn = self.identities.get(self.first, self.mine.identity)
-        line.attempt, line.skip = self.attempt, tuple(sorted(self.skip))
-        line.restarts = self.mine.max_restart > 0
-        return line
-
-    def leave(self) -> None:
-        self._hang_up()
-        for connection in self.joined.values():
-            connection.close()
-        if self.listener is not None:
-            self.listener.close()
-
-    def _hang_up(self) -> None:
-        for connection in (*self.guests, *self.calls.values()):
-            connection.close()
-
     def _call_missing(self) -> None:
         now = time.monotonic()
         for host in self.missing:
@@ -865,7 +604,7 @@ class _Meeting:
                 self.calls[host].send(self.mine.message())
 
     def _pause(self) -> None:
-        open_ones = [*self.guests, *self.joined.values(), *self.calls.values()]
+        open_ones = [*self.callers, *self.joined.values(), *self.calls.values()]
         reading: list[Connection | socket.socket] = [
             each for each in open_ones if each.closed is None and not each.connecting
         ]
@@ -878,30 +617,26 @@ class _Meeting:
         if self.listener is None:
             return
         with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
-            for _ in range(_GUESTS):
-                self.guests.append(Connection(self.listener.accept()[0]))
+            for _ in range(_CALLERS):
+                self.callers.append(Connection(self.listener.accept()[0]))
         # A host says at once who it is, so those who say nothing for longest make room for others.
-        for guest in self.guests[:-_GUESTS]:
-            self._hear_guest(guest)
-        for guest in self.guests[:-_GUESTS]:
-            guest.close()
-        self.guests = self.guests[-_GUESTS:]
+        for caller in self.callers[:-_CALLERS]:
+            self._hear_caller(caller)
+        for caller in self.callers[:-_CALLERS]:
+            caller.close()
+        self.callers = self.callers[-_CALLERS:]
 
-    def _hear_guests(self) -> None:
-        for guest in list(self.guests):
-            self._hear_guest(guest)
-
-    def _hear_guest(self, guest: Connection) -> None:
-        messages = guest.receive()
-        late = time.monotonic() - guest.opened > _GREETING_SECONDS
-        theirs = read_handshake(messages[0]) if messages else None
-        if theirs is None and guest.closed is None and not late and not messages:
+    def _hear_caller(self, caller: Connection) -> None:
+        messages = caller.receive()
+        late = time.monotonic() - caller.opened > _HANDSHAKE_SECONDS
+        if not messages and caller.closed is None and not late:
             return
-        self.guests.remove(guest)
-        if theirs is None or not self._receive_guest(guest, theirs):
-            guest.close()
+        self.callers.remove(caller)
+        theirs = read_handshake(messages[0]) if messages else None
+        if theirs is None or not self._receive(caller, theirs):
+            caller.close()
 
-    def _receive_guest(self, guest: Connection, theirs: Handshake) -> bool:
+    def _receive(self, caller: Connection, theirs: Handshake) -> bool:
         """Answers who has called; True when it has joined, False when the call is over."""
         if theirs.is_signed(self.token) and self.mine.means_others(theirs):
             kind, refusal = "later", differences(self.mine, theirs)[0]
@@ -910,17 +645,17 @@ class _Meeting:
             kind, refusal = "refused", self._refusal(theirs)
         if refusal:
             signed = proof(self.token, {"text": refusal, "to": theirs.identity})
-            guest.send({"type": kind, "text": refusal, "proof": signed})
+            caller.send({"type": kind, "text": refusal, "proof": signed})
             return False
-        guest.send(self.mine.message())
+        caller.send(self.mine.message())
         try:
             self._compare(theirs)
         except LaunchError:
-            guest.close()
+            caller.close()
             raise
         if not self.mine.is_first:  # the first host asks where we are; our own call is on its way
             return False
-        self._join(theirs, guest)
+        self._join(theirs, caller)
         return True
 
     def _refusal(self, theirs: Handshake) -> str:
@@ -950,62 +685,38 @@ class _Meeting:
             self.refused.add(text)
             self.say(text)
 
-    def _compare(self, theirs: Handshake) -> None:
-        found = differences(self.mine, theirs)
-        if found:
-            lines = "\n".join(found)
-            self._fail(
-                LaunchError(
-                    f"host {theirs.host} was started otherwise.\n{lines}", code="hosts_differ"
-                )
-            )
-
-    def _join(self, theirs: Handshake, connection: Connection) -> None:
-        for line in remarks(self.mine, theirs):
-            self.say(line)
-        self.joined[theirs.host] = connection
-        self.attempt = max(self.attempt, theirs.attempt)
-        self.skip |= set(theirs.skip)
-        self.identities[theirs.host] = theirs.identity
-
-    def _hear_calls(self) -> None:
-        for host, call in list(self.calls.items()):
-            messages = call.receive()
-            theirs = read_handshake(messages[0]) if messages else None
-            doubtful = ""
-            if messages and messages[0]["type"] in ("refused", "later"):
-                doubtful = self._hear_refusal(host, messages[0])
-            elif theirs is not None and not theirs.is_signed(self.token):
-                doubtful = f"who answers there {_OTHER_TOKEN}"
-            if doubtful:
-                self.tried[host] = doubtful
-                del self.calls[host]
-                call.close()
-                continue
-            if theirs is not None:
-                self._compare(theirs)
-            if theirs is not None and not self.mine.is_first:
-                del self.calls[host]
-                self._join(theirs, call)
-                self._follow(messages[1:])
-                continue
-            busy = bool(messages) and messages[0]["type"] == "busy"
-            silent = time.monotonic() - call.heard > _GREETING_SECONDS and not call.connecting
-            if theirs is not None:
-                self.tried[host] = f"it is there, but has not reached {self.mine.host}:{self.port}"
-            elif busy:
-                self.tried[host] = f"{text_of(messages[0], 'text')}; this one joins its restart"
-            elif messages or silent or call.is_foreign:
-                self.tried[host] = (
-                    "what answers there is not a fleetrun: another program has the port; take "
-                    "another with --start_port P on every host"
-                )
-            elif call.closed is not None:
-                self.tried[host] = call.closed
-            else:
-                continue
-            del self.calls[host]
+    def _hear_call(self, host: str, call: Connection) -> None:
+        messages = call.receive()
+        if messages:
+            came = self._hear_answer(host, call, messages)
+        else:
+            silent = time.monotonic() - call.heard > _HANDSHAKE_SECONDS and not call.connecting
+            came = _OTHER_PROGRAM if call.is_foreign or silent else call.closed
+            if came is None:  # no answer yet
+                return
+        del self.calls[host]
+        if came is not None:
+            self.tried[host] = came
             call.close()
+
+    def _hear_answer(self, host: str, call: Connection, messages: Sequence[Message]) -> str | None:
+        """What came of a call that was answered; None: its host has joined."""
+        answer = messages[0]
+        if answer["type"] in ("refused", "later"):
+            return self._hear_refusal(host, answer)
+        if answer["type"] == "busy":
+            return f"{text_of(answer, 'text')}; this one joins its restart"
+        theirs = read_handshake(answer)
+        if theirs is None:
+            return _OTHER_PROGRAM
+        if not theirs.is_signed(self.token):
+            return f"who answers there {_OTHER_TOKEN}"
+        self._compare(theirs)
+        if self.mine.is_first:
+            return f"it is there, but has not reached {self.mine.host}:{self.port}"
+        self._join(theirs, call)
+        self._follow(messages[1:])
+        return None
 
     def _hear_refusal(self, host: str, message: Message) -> str:
         """What is to be thought of it, where a stranger may have said it.
@@ -1024,6 +735,24 @@ class _Meeting:
         self.dispute.hear(refused)  # a host of another run may have the address by now
         return f"it refuses this one: {text}"
 
+    def _compare(self, theirs: Handshake) -> None:
+        found = differences(self.mine, theirs)
+        if found:
+            lines = "\n".join(found)
+            self._fail(
+                LaunchError(
+                    f"host {theirs.host} was started otherwise.\n{lines}", code="hosts_differ"
+                )
+            )
+
+    def _join(self, theirs: Handshake, connection: Connection) -> None:
+        for line in remarks(self.mine, theirs):
+            self.say(line)
+        self.joined[theirs.host] = connection
+        self.attempt = max(self.attempt, theirs.attempt)
+        self.skip |= set(theirs.skip)
+        self.identities[theirs.host] = theirs.identity
+
     def _hear_joined(self) -> None:
         for host, connection in list(self.joined.items()):
             messages = connection.receive()
@@ -1036,7 +765,7 @@ class _Meeting:
                 self.tried[host] = "it was here and went away"
                 self.say(f"host {host} went away before the run began")
 
-    def _follow(self, messages: list[Message]) -> None:
+    def _follow(self, messages: Sequence[Message]) -> None:
         """What the first host says to one that has joined."""
         for message in messages:
             if message["type"] == "go":
@@ -1052,11 +781,11 @@ class _Meeting:
                 raise Failure(LaunchError.kind, code, f"host {self.first}: {text}").error()
 
     def _report(self, waited: float) -> None:
+        text = f"{self._who()} ({waited:.0f} s)"
         if self.missing:
-            self.say(f"{self._who()} ({waited:.0f} s)")
+            self.say(text)
         if self.mine.is_first:
-            text = f"host {self.first}: {self._who()} ({waited:.0f} s)"
-            self._tell_joined({"type": "waiting", "text": text})
+            self._tell_joined({"type": "waiting", "text": f"host {self.first}: {text}"})
 
     def _who(self) -> str:
         if not self.missing:
@@ -1096,3 +825,370 @@ def _listen(mine: Handshake, port: int) -> socket.socket | None:
     if mine.is_first:
         raise port_in_use(port, len(mine.hosts))
     return None
+
+
+class Lookout:
+    """What names mean by now: asked for in a thread, as a resolver may take its time to answer."""
+
+    def __init__(self, names: Sequence[str], network: Network) -> None:
+        self._names, self._network = names, network
+        self._thread: threading.Thread | None = None
+        self._found: tuple[str | None, ...] = ()
+
+    def look(self) -> tuple[str | None, ...] | None:
+        """The addresses, None for a name that has none; None alone: there is no answer yet."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread.start()
+        self._thread.join(_ANSWER_SECONDS)
+        if self._thread.is_alive():
+            return None
+        self._thread = None
+        return self._found
+
+    def _ask(self) -> None:
+        self._found = tuple(self._network.resolve(name) for name in self._names)
+
+
+class Dispute:
+    """Another host has other addresses for the same names, or is not of this run: that passes once
+    both have learnt the new address, or never."""
+
+    def __init__(self) -> None:
+        self._text, self._since, self._heard = "", 0.0, 0.0
+
+    def hear(self, text: str) -> None:
+        """Notes what another host has said, or is told."""
+        now = time.monotonic()
+        if now - self._heard >= _SETTLED_SECONDS:
+            self._since = now
+        self._text, self._heard = text, now
+
+    def lasts(self, found: Sequence[str | None]) -> str:
+        """What is in dispute, if names are as they were and it has long been so; else "".
+
+        Args: found: what names mean by now.
+        """
+        now = time.monotonic()
+        if None in found:  # about to change
+            self._since = now
+        long = now - self._since > _DISPUTE_SECONDS and now - self._heard < _SETTLED_SECONDS
+        return f"{self._text} (for {now - self._since:.0f} s)" if long else ""
+
+
+_BEAT_SECONDS = 5.0
+_SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
+_NOTE_SECONDS = 10.0
+_ANSWERED = 32  # callers, at one look
+_CLOSE_SECONDS = 3.0
+_NO_CAUSE = (
+    "No host knows a cause, each lost another one: a rank made no progress, or the network between "
+    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py "
+    "--ips"
+)
+_MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the ranks of one host ended."""
+
+    host: str
+    code: int
+    message: str  # as the other hosts read it
+    is_consequence: bool  # of what happened on another host
+    time: float  # of the failure, by time.monotonic() of the first host
+    step: int | None = None  # that failed, from 1
+    stopped: bool = False  # a signal asked the run to stop
+    is_guess: bool = False  # the cause of one host that others do not contradict
+
+    @classmethod
+    def read(cls, message: Message, host: str) -> "Report":
+        code = integer_of(message, "code", 0, 255)
+        age = integer_of(message, "age_ms", 0, 3_600_000) or 0
+        return cls(
+            host=host,
+            code=1 if code is None else code,
+            message=text_of(message, "message"),
+            is_consequence=bool(message.get("consequence")),
+            time=time.monotonic() - age / 1000,
+            step=integer_of(message, "step", 1, 10**12),
+            stopped=bool(message.get("stopped")),
+            is_guess=bool(message.get("guess")),
+        )
+
+    def as_message(self, kind: str, age: float = 0.0) -> Message:
+        """As it is sent; clocks differ between hosts, so it says how long ago it was, s."""
+        return {
+            "type": kind,
+            "host": self.host,
+            "code": self.code,
+            "message": self.message,
+            "consequence": int(self.is_consequence),
+            "age_ms": int(min(age, 3600.0) * 1000),
+            "step": self.step,
+            "stopped": int(self.stopped),
+            "guess": int(self.is_guess),
+        }
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (0, STOPPED)
+
+    @property
+    def knows_cause(self) -> bool:
+        return not (self.is_consequence or self.is_guess)
+
+
+def verdict(reports: Sequence[Report]) -> Report:
+    """The report of the host that decides for all: of the cause, if any failed.
+
+    Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
+    """
+    failed = [report for report in reports if report.failed]
+    if failed:
+        wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
+        decisive = min(
+            wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
+        )
+    else:
+        decisive = max(reports, key=lambda report: report.code == STOPPED)
+    # All have to know, or some would restart a run that others have left.
+    return replace(decisive, stopped=any(report.stopped for report in reports))
+
+
+class ControlChannel:
+    """The connections of one host to the others; on the first host one to each, else one to it.
+
+    Attributes:
+        stopped_by: SIGTERM when another host was stopped by a signal, else None.
+        cause_known: a host has said why its ranks failed, and not only that they lost others.
+    """
+
+    def __init__(
+        self,
+        own: str,
+        hosts: Sequence[str],
+        peers: Mapping[str, Connection],
+        listener: socket.socket | None,
+        say: Callable[[str], None],
+        silence: float = _SILENCE_SECONDS,
+        *,
+        attempt: int = 0,
+        skip: tuple[int, ...] = (),
+        drawn: str = "",
+        restarts: bool = False,
+    ) -> None:
+        """
+        Args:
+            own: address of this host, one of `hosts`.
+            peers: connections by address.
+            listener: of the first host, where late callers are refused.
+            silence: after which a host counts as lost, s.
+            attempt, skip: how often the run was restarted and which steps it leaves out, by what
+                its hosts agreed on when they met.
+            drawn: by the first host at random, for the name of the job.
+            restarts: the run restarts after a failure, so that who calls may wait for that.
+        """
+        self.attempt, self.skip, self.drawn = attempt, skip, drawn
+        self._restarts = restarts
+        self._own, self._hosts, self._peers = own, tuple(hosts), dict(peers)
+        self._is_first = own == hosts[0]
+        self._listener, self._say, self._silence = listener, say, silence
+        self.stopped_by: int | None = None
+        self.cause_known = False
+        self._stopping = self._must_stop = self._told_signal = False
+        self._reports: dict[str, Report] = {}  # on the first host: of all that have ended
+        self._verdict: Report | None = None
+        self._beat = 0.0
+        for peer in self._peers.values():
+            peer.heard = time.monotonic()
+
+    def watch(self, received: Sequence[int]) -> bool:
+        """Keeps it alive, never blocks; True once other hosts want the ranks of this one stopped.
+
+        Args:
+            received: the signals that stopped this fleetrun.
+        """
+        if received and not self._told_signal:
+            self._told_signal = True
+            name = signal.Signals(received[0]).name
+            self._tell(_stop(self._own, f"got {name}", by_signal=True))
+        for host, peer in self._peers.items():
+            for message in peer.receive():
+                self._hear(host, message)
+            silent = time.monotonic() - peer.heard
+            if peer.closed is not None:
+                self._lose(
+                    host, "its fleetrun is gone: it was killed, or the host was switched off"
+                )
+            elif silent > self._silence:
+                self._lose(
+                    host,
+                    f"no word from it for {self._silence:.0f} s: it is switched off or suspended, "
+                    f"or the network between the hosts is down",
+                )
+        if time.monotonic() - self._beat > _BEAT_SECONDS:
+            self._beat = time.monotonic()
+            self._tell({"type": "beat"})
+        self._refuse_callers()
+        return self._must_stop
+
+    def tell_failure(self, failure: Outcome) -> None:
+        """Other hosts are to stop now, before all ranks of this one have ended."""
+        if not self._stopping:
+            why = failure.told.partition("\n")[0]
+            stop = _stop(self._own, why, known=failure.knows_cause)
+            self._obey(stop, self._own)
+            if not self._is_first:
+                self._tell(stop)
+
+    def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
+        """Says how this host ended, waits for all others, and returns how the run ended.
+
+        Args:
+            received: the signals that stopped this fleetrun; one that comes now stops the others,
+                a second one ends the waiting.
+        """
+        self._report(outcome, bool(received))
+        begin, noted = time.monotonic(), False
+        while self._verdict is None:
+            self.watch(received)
+            if at_once(received):
+                self._close()
+                return outcome
+            if self._is_first and len(self._reports) == len(self._hosts):
+                self._verdict = verdict(list(self._reports.values()))
+                break
+            if not noted and time.monotonic() - begin > _NOTE_SECONDS:
+                noted = True
+                self._say("the ranks of this host have ended; waiting for the other hosts")
+            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
+            select.select(open_ones, [], [], _POLL_SECONDS)
+        if self._is_first:
+            self._tell(self._verdict.as_message("verdict"))
+        self._close()
+        ended = _as_seen_by(self._own, outcome, self._verdict)
+        if self._verdict.stopped and ended.stopped is None:
+            ended = replace(ended, stopped=signal.SIGTERM)
+        stopped = self._verdict.stopped or bool(received)
+        if stopped or not (self._verdict.failed and self._verdict.is_consequence):
+            return ended
+        return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
+
+    def _report(self, outcome: Outcome, stopped: bool) -> None:
+        age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
+        told = outcome.told or outcome.message
+        mine = Report(
+            host=self._own,
+            code=outcome.code,
+            message=_shortened(told),
+            is_consequence=outcome.is_consequence,
+            time=time.monotonic(),
+            step=outcome.step,
+            stopped=stopped,
+            is_guess=outcome.is_guess,
+        )
+        if self._is_first:
+            self._end(replace(mine, time=mine.time - age))
+        else:
+            self._tell(mine.as_message("ended", age))
+
+    def _hear(self, host: str, message: Message) -> None:
+        if message["type"] == "stop":
+            why = text_of(message, "why", 300)
+            by_signal, known = bool(message.get("signal")), bool(message.get("known"))
+            self._obey(_stop(text_of(message, "host", 300), why, by_signal, known), host)
+        elif message["type"] == "ended" and self._is_first and host not in self._reports:
+            self._end(Report.read(message, host))
+        elif message["type"] == "verdict" and not self._is_first:
+            self._verdict = Report.read(message, text_of(message, "host", 300))
+
+    def _end(self, report: Report) -> None:
+        """The first host has learned how one host ended."""
+        self._reports[report.host] = report
+        if report.failed:
+            why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
+            self._obey(_stop(report.host, why, known=report.knows_cause), report.host)
+
+    def _lose(self, host: str, why: str) -> None:
+        if host in self._reports or self._verdict is not None:
+            return  # it has said all
+        lost = Report(host, 1, why, False, self._peers[host].heard)
+        self._peers[host].close()
+        if self._is_first:
+            self._end(lost)
+            return
+        self._verdict = lost
+        self._obey(_stop(host, why, known=True), host)
+
+    def _obey(self, stop: Message, sender: str) -> None:
+        """The ranks of all hosts are to stop; said once, and passed on by the first host."""
+        if self._stopping:
+            return
+        of_another = stop["host"] != self._own
+        self._stopping, self._must_stop, self.cause_known = True, of_another, bool(stop["known"])
+        if stop["signal"]:
+            self.stopped_by = signal.SIGTERM
+        if of_another:
+            self._say(f"host {stop['host']}: {stop['why']}; stopping the ranks here too")
+        if self._is_first:
+            self._tell(stop, but=sender)
+
+    def _tell(self, message: Message, but: str = "") -> None:
+        for host, peer in self._peers.items():
+            if host != but and peer.closed is None:
+                peer.send(message)
+
+    def _refuse_callers(self) -> None:
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+            for _ in range(_ANSWERED):
+                caller = Connection(self._listener.accept()[0])
+                text = f"a run is in progress there (process {os.getpid()} on host {self._own})"
+                caller.send({"type": "busy" if self._restarts else "refused", "text": text})
+                caller.close()
+
+    def _close(self) -> None:
+        """The first host leaves last, so that its words arrive before the end."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._is_first and time.monotonic() < deadline:
+            for peer in self._peers.values():
+                peer.receive()
+            open_ones = [peer for peer in self._peers.values() if peer.closed is None]
+            if not open_ones:
+                break
+            select.select(open_ones, [], [], _POLL_SECONDS)
+        for peer in self._peers.values():
+            peer.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _as_seen_by(own: str, outcome: Outcome, decisive: Report) -> Outcome:
+    """The outcome of the run on one host: everyone's code, and the culprit's message."""
+    if decisive.host == own or not decisive.failed:
+        return replace(outcome, code=decisive.code)
+    outcome = replace(outcome, step=decisive.step)
+    same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
+    if same:  # most often the same wrong input, in this host's own words
+        return outcome
+    return replace(
+        outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
+    )
+
+
+def _stop(origin: str, why: str, by_signal: bool = False, known: bool = False) -> Message:
+    """What makes the ranks of all hosts stop.
+
+    Args: known: `why` is the cause, not what it has led to on another host.
+    """
+    signals, knows = int(by_signal), int(known)
+    return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MESSAGE_LIMIT:
+        return text
+    return text[:2000] + "\n...\n" + text[2000 - _MESSAGE_LIMIT :]

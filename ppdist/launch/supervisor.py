@@ -8,7 +8,6 @@ Whatever an attempt starts has the attempt's own folder in its environment.  By 
 found though its parent and its process group are gone, and none outlives the attempt.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -18,18 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE, ends_with_this, is_alive
-from ppdist.launch import stopped_once, worker
+from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel
 from ppdist.launch.topology import LaunchPlan
 from ppdist.launch.watchdog import (
+    Attempt,
     Outcome,
     RankEnd,
     Watch,
@@ -42,11 +42,228 @@ from ppdist.launch.watchdog import (
     say_end,
 )
 
+_POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
+_PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
 _GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
-_POLL_SECONDS_ranks = 0.02
+_GONE_POLL_SECONDS = 0.02
+_PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
-def ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
+def run_job(
+    options: Options,
+    plan: LaunchPlan,
+    channel: ControlChannel | None,
+    folder: Path,
+    restarts: int,
+    received: list[int],
+) -> Outcome:
+    """Starts the processes of this host and waits for their end; none of them is left.
+
+    With a channel to other hosts it waits for theirs as well, and all hosts end alike.
+
+    Paddle's launcher writes the whole environment, secrets too, into its log directory.  It gets a
+    private one that is removed in the end; what the ranks print is in options.log_dir.
+
+    Args:
+        folder: private and new, for this attempt alone.
+        restarts: how often the job was restarted.
+        received: requests to stop (see `signals_noted`); those for a single rank are added.
+    Returns: what is still to be said: the message of a failure may have been printed already.
+    Raises: LaunchError: log_dir or the private folder cannot be written.
+    """
+    log_dir = Path(options.log_dir).absolute()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{error.strerror}",
+            code="folder_unwritable",
+            where=f"--log_dir {options.log_dir}",
+        ) from error
+    afresh = options.log_overwrite and restarts == 0
+    orders = {
+        "command": _command(options),
+        "log_dir": str(log_dir),
+        "log_overwrite": afresh,
+        "restart": restarts,
+        "processes": plan.processes,
+        "cards": plan.cards,
+    }
+    with private_files(folder):
+        (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
+    attempt = Attempt(folder, log_dir)
+    if not afresh:
+        sizes = {local: _size(attempt.log(local)) for local in range(plan.processes)}
+        attempt = replace(attempt, offsets=sizes)
+    job = _Job(attempt, plan, channel, received)
+    outcome = job.run()
+    outcome = outcome if channel is None else channel.finish(outcome, received)
+    return replace(outcome, message="") if outcome.message == job.said else outcome
+
+
+def _command(options: Options) -> list[str]:
+    if options.script.endswith(".py"):
+        return [sys.executable, "-u", options.script, *options.script_arguments]
+    return [options.script, *options.script_arguments]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+class _Job:
+    """The ranks of this host from their start to their end.
+
+    Attributes:
+        said: the message of a failure that was printed while other ranks still ran, "" if none.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        plan: LaunchPlan,
+        channel: ControlChannel | None,
+        received: list[int],
+    ) -> None:
+        self._attempt, self._folder, self._plan = attempt, attempt.folder, plan
+        self._watch = Watch(attempt, channel is not None, say)
+        self._channel, self._received = channel, received
+        self._stop_sent = False
+        self._ending: float | None = None  # since when the ranks end because one has failed
+        self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
+        self.said = ""
+
+    def run(self) -> Outcome:
+        """Starts them, waits until all have ended, and says how."""
+        command = [sys.executable, paddle_launcher.__file__, *self._plan.arguments]
+        command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
+        terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end_with_fleetrun = ends_with_this(signal.SIGTERM)
+
+        def prepare() -> None:
+            # Schedulers send them to all processes of a job.  Ranks hear of them from fleetrun, or
+            # once they listen; who asks one for its stacks too early gets none.
+            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)
+            end_with_fleetrun()
+
+        with terminal, self._attempt.launcher_log.open("wb") as output:
+            terminal.bind(str(self._folder / "terminal"))
+            terminal.listen()
+            launcher = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)},
+                start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
+                preexec_fn=prepare,
+            )
+            try:
+                while launcher.poll() is None:
+                    if select.select([terminal], [], [], _POLL_SECONDS)[0]:
+                        _hand_over_terminal(terminal)
+                    self._look(launcher)
+                if launcher.returncode < 0 and self._verdict is None and self._ending is None:
+                    self._verdict = _launcher_killed(launcher)
+            finally:
+                self._end(launcher)
+        if self._verdict is not None:
+            return self._verdict
+        stopped = self._received[0] if self._received else None
+        if self._channel is not None and stopped is None:
+            stopped = self._channel.stopped_by
+        return judge(self._attempt, launcher.returncode, stopped)
+
+    def _look(self, launcher: subprocess.Popen) -> None:
+        """What has happened since the last look, and what follows from it."""
+        others_stop = self._channel is not None and self._channel.watch(self._received)
+        by_signal = self._channel is not None and self._channel.stopped_by is not None
+        others_failed = others_stop and not by_signal
+        self._watch.look(
+            others_failed and self._channel is not None and not self._channel.cause_known
+        )
+        if not self._stop_sent and not self.said:
+            self._look_for_failures()
+        if others_failed and self._ending is None:
+            self._ending = time.monotonic()
+        if at_once(self._received):
+            self._end_at_once(launcher)
+        elif self._ending is not None:
+            if time.monotonic() - self._ending > _PEER_SECONDS:
+                self._end(launcher)
+        elif not self._stop_sent:
+            self._pass_stop_on(launcher, others_stop)
+
+    def _look_for_failures(self) -> None:
+        ends = _ended(self._folder, self._ending is None)
+        if any(end.failed for end in ends):
+            cause = first_cause(self._attempt, ends)
+            if cause is not None:
+                self._announce(cause)
+            # Whoever lost it may need a moment to find out, and may know more.
+            self._ending = self._ending or time.monotonic()
+        gone = [end for end in ends if end.process_code is not None]  # others may still say why
+        if self._ending is not None and len(gone) == self._plan.processes:
+            self._ending -= _PEER_SECONDS  # nobody is left who could say anything
+
+    def _end_at_once(self, launcher: subprocess.Popen) -> None:
+        name = signal.Signals(self._received[-1]).name
+        said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
+        code, first = code_of(self._received), self._received[0]
+        self._verdict = Outcome(code, said, first, said, is_consequence=True, time=time.time())
+        self._end(launcher)
+
+    def _announce(self, failure: Outcome) -> None:
+        """Says it here and to the other hosts, once."""
+        if not self.said:
+            self.said = failure.message
+            say_end(failure)
+            if self._channel is not None:
+                self._channel.tell_failure(failure)
+
+    def _pass_stop_on(self, launcher: subprocess.Popen, others_stop: bool) -> None:
+        """A signal for one process of the job is one for all ranks."""
+        asked = _asked_to_stop(self._folder)
+        if asked is not None and not self._received and not others_stop:
+            rank, number = asked
+            say(f"rank {rank} got {signal.Signals(number).name}: stopping all ranks")
+            self._received.append(number)
+        elif self._received:
+            name = signal.Signals(self._received[0]).name
+            say(f"got {name}: stopping all ranks after their step; a second signal kills them")
+        if self._received or others_stop:
+            self._stop_sent = True
+            launcher.send_signal(signal.SIGTERM)
+
+    def _end(self, launcher: subprocess.Popen) -> None:
+        """Kills what is left of this attempt."""
+        if launcher.poll() is None:
+            launcher.kill()  # before its workers, which it would look after
+            launcher.wait()
+        stubborn = _end_all(self._folder)
+        if stubborn:
+            ids = ", ".join(str(pid) for pid in stubborn)
+            say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
+
+
+def _launcher_killed(launcher: subprocess.Popen) -> Outcome:
+    name = signal.Signals(-launcher.returncode).name
+    said = f"Paddle's launcher (process {launcher.pid}) was killed by {name}, its ranks were ended"
+    return Outcome(1, said, told=said, time=time.time())
+
+
+def _hand_over_terminal(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # fleetrun may have been started without
+                with suppress(OSError, ValueError):
+                    stream.flush()
+        socket.send_fds(connection, [b"t"], [1, 2])
+
+
+def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
     """The ranks of this host that have ended.
 
     Args:
@@ -67,15 +284,15 @@ def ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
     return [end for end in ends if end.exit_code is not None]
 
 
-def asked_to_stop(folder: Path) -> tuple[int, int] | None:
+def _asked_to_stop(folder: Path) -> tuple[int, int] | None:
     """(rank, signal) of a rank that was asked to stop by a signal of its own, None if none was."""
     for path in sorted(folder.glob("stop-*")):
-        with contextlib.suppress(ValueError, OSError):
+        with suppress(ValueError, OSError):
             return int(path.name.removeprefix("stop-")), signal.Signals(int(path.read_text()))
     return None
 
 
-def end_all(folder: Path) -> list[int]:
+def _end_all(folder: Path) -> list[int]:
     """Kills whatever the attempt has started and is left; waits until it is gone.
 
     Returns: process ids of those that do not end.
@@ -83,222 +300,12 @@ def end_all(folder: Path) -> list[int]:
     deadline = time.monotonic() + _GONE_SECONDS
     while left := worker.started_by(folder):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return left
-        time.sleep(_POLL_SECONDS_ranks)
+        time.sleep(_GONE_POLL_SECONDS)
     return []
-
-
-_POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
-_PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
-_PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
-
-
-def run_job(
-    options: Options,
-    plan: LaunchPlan,
-    line: ControlChannel | None,
-    folder: Path,
-    attempt: int,
-    received: list[int],
-) -> Outcome:
-    """Starts the processes of this host and waits for their end; none of them is left.
-
-    With a line to other hosts it waits for theirs as well, and all hosts end alike.
-
-    Paddle's launcher writes the whole environment, secrets too, into its log directory.  It gets a
-    private one that is removed in the end; what the ranks print is in options.log_dir.
-
-    Args:
-        folder: private and new, for this attempt alone.
-        attempt: how often the job was restarted.
-        received: requests to stop (see signals.py); those for a single rank are added.
-    Returns: what is still to be said: the message of a failure may have been printed already.
-    Raises: LaunchError: log_dir or the private folder cannot be written.
-    """
-    log_dir = Path(options.log_dir).absolute()
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"{error.strerror}",
-            code="folder_unwritable",
-            where=f"--log_dir {options.log_dir}",
-        ) from error
-    afresh = options.log_overwrite and attempt == 0
-    orders = {
-        "command": _command(options),
-        "log_dir": str(log_dir),
-        "log_overwrite": afresh,
-        "restart": attempt,
-        "processes": plan.processes,
-        "cards": plan.cards,
-    }
-    with private_files(folder):
-        (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
-    offsets = {
-        local: 0 if afresh else _size(log_dir / f"workerlog.{local}")
-        for local in range(plan.processes)
-    }
-    job = _Job(folder, log_dir, offsets, line, received)
-    outcome = job.run(plan)
-    outcome = outcome if line is None else line.finish(outcome, received)
-    return replace(outcome, message="") if outcome.message == job.said else outcome
-
-
-class _Job:
-    """The ranks of this host from their start to their end.
-
-    Attributes:
-        said: the message of a failure that was printed while other ranks still ran, "" if none.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        log_dir: Path,
-        offsets: Mapping[int, int],
-        line: ControlChannel | None,
-        received: list[int],
-    ) -> None:
-        self._folder, self._log_dir, self._offsets = folder, log_dir, offsets
-        self._watch = Watch(folder, line is not None, say)
-        self._line, self._received = line, received
-        self._stop_sent = False
-        self._ending: float | None = None  # since when the ranks end because one has failed
-        self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
-        self.said = ""
-
-    def run(self, plan: LaunchPlan) -> Outcome:
-        """Starts them, waits until all have ended, and says how."""
-        command = [sys.executable, stopped_once.__file__, *plan.arguments]
-        command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
-        launcher_log = self._folder / "launcher.log"
-        terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end_with_fleetrun = ends_with_this(signal.SIGTERM)
-
-        def prepare() -> None:
-            # Schedulers send them to all processes of a job.  Ranks hear of them from fleetrun, or
-            # once they listen; who asks one for its stacks too early gets none.
-            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)
-            end_with_fleetrun()
-
-        with terminal, launcher_log.open("wb") as output:
-            terminal.bind(str(self._folder / "terminal"))
-            terminal.listen()
-            launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)},
-                start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
-                preexec_fn=prepare,
-            )
-            try:
-                while launcher.poll() is None:
-                    if select.select([terminal], [], [], _POLL_SECONDS)[0]:
-                        _hand_over_terminal(terminal)
-                    self._look(launcher)
-                if launcher.returncode < 0 and self._verdict is None and self._ending is None:
-                    self._verdict = _launcher_killed(launcher)
-            finally:
-                self._end(launcher)
-        if self._verdict is not None:
-            return self._verdict
-        stopped = self._received[0] if self._received else None
-        if self._line is not None and stopped is None:
-            stopped = self._line.stopped_by
-        code = launcher.returncode
-        return judge(self._folder, self._log_dir, self._offsets, code, stopped, launcher_log)
-
-    def _look(self, launcher: subprocess.Popen) -> None:
-        """What has happened since the last look, and what follows from it."""
-        others_stop = self._line is not None and self._line.watch(self._received)
-        by_signal = self._line is not None and self._line.stopped_by is not None
-        others_failed = others_stop and not by_signal
-        self._watch.look(others_failed and self._line is not None and not self._line.cause_known)
-        if not self._stop_sent and not self.said:
-            self._look_for_failures()
-        if others_failed and self._ending is None:
-            self._ending = time.monotonic()
-        if at_once(self._received):
-            self._end_at_once(launcher)
-        elif self._ending is not None:
-            if time.monotonic() - self._ending > _PEER_SECONDS:
-                self._end(launcher)
-        elif not self._stop_sent:
-            self._pass_stop_on(launcher, others_stop)
-
-    def _look_for_failures(self) -> None:
-        ends = ended(self._folder, self._ending is None)
-        if any(end.failed for end in ends):
-            cause = first_cause(self._folder, ends, self._log_dir, self._offsets)
-            if cause is not None:
-                self._announce(cause)
-            # Whoever lost it may need a moment to find out, and may know more.
-            self._ending = self._ending or time.monotonic()
-        gone = [end for end in ends if end.process_code is not None]  # others may still say why
-        if self._ending is not None and len(gone) == len(self._offsets):
-            self._ending -= _PEER_SECONDS  # nobody is left who could say anything
-
-    def _end_at_once(self, launcher: subprocess.Popen) -> None:
-        name = signal.Signals(self._received[-1]).name
-        said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
-        code, first = code_of(self._received), self._received[0]
-        self._verdict = Outcome(code, said, first, said, is_consequence=True, time=time.time())
-        self._end(launcher)
-
-    def _announce(self, failure: Outcome) -> None:
-        """Says it here and to the other hosts, once."""
-        if not self.said:
-            self.said = failure.message
-            say_end(failure)
-            if self._line is not None:
-                self._line.tell_failure(failure)
-
-    def _pass_stop_on(self, launcher: subprocess.Popen, others_stop: bool) -> None:
-        """A signal for one process of the job is one for all ranks."""
-        asked = asked_to_stop(self._folder)
-        if asked is not None and not self._received and not others_stop:
-            rank, number = asked
-            say(f"rank {rank} got {signal.Signals(number).name}: stopping all ranks")
-            self._received.append(number)
-        elif self._received:
-            name = signal.Signals(self._received[0]).name
-            say(f"got {name}: stopping all ranks after their step; a second signal kills them")
-        if self._received or others_stop:
-            self._stop_sent = True
-            launcher.send_signal(signal.SIGTERM)
-
-    def _end(self, launcher: subprocess.Popen) -> None:
-        """Kills what is left of this attempt."""
-        if launcher.poll() is None:
-            launcher.kill()  # before its workers, which it would look after
-            launcher.wait()
-        stubborn = end_all(self._folder)
-        if stubborn:
-            ids = ", ".join(str(pid) for pid in stubborn)
-            say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
-
-
-def _launcher_killed(launcher: subprocess.Popen) -> Outcome:
-    name = signal.Signals(-launcher.returncode).name
-    said = f"Paddle's launcher (process {launcher.pid}) was killed by {name}, its ranks were ended"
-    return Outcome(1, said, told=said, time=time.time())
-
-
-def _hand_over_terminal(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # fleetrun may have been started without
-                with suppress(OSError, ValueError):
-                    stream.flush()
-        socket.send_fds(connection, [b"t"], [1, 2])
 
 
 @contextmanager
@@ -325,13 +332,3 @@ def private_folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="ppdist-", dir=base, ignore_cleanup_errors=True)
     with made as folder:
         yield Path(folder)
-
-
-def _command(options: Options) -> list[str]:
-    if options.script.endswith(".py"):
-        return [sys.executable, "-u", options.script, *options.script_arguments]
-    return [options.script, *options.script_arguments]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

@@ -5,38 +5,23 @@ ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launche
 
 Schedulers make host names known late and give them to other addresses, so names are looked up until
 they answer.
-
-Who belongs to a job says a token that a user may give, and a name that every start draws anew:
-
-    PPDIST_JOB_TOKEN   given by the user, the same on every host: a fleetrun without it is refused
-                       at the rendezvous.  It is never sent, and the ranks never get it.
-    PPDIST_JOB         made here for the ranks: those of an earlier job, or of an earlier attempt of
-                       this one, have another and end when they find out (distributed/store.py).
-
-The token keeps out who does not know it.  It does not hide what is sent, nor keep out who can
-change what others send (docs/security.md).
 """
 
 import contextlib
 import ctypes
 import fcntl
-import hashlib
-import hmac
 import importlib.metadata
 import importlib.util
-import json
 import os
 import random
 import re
-import secrets
 import shlex
 import shutil
 import socket
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -49,10 +34,27 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
-from ppdist.launch.options import OPTION_VARIABLES, Options
+from ppdist.launch.options import OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
 
+LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
+CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
+# Of a run around this one.
+_OWN_VARIABLES = (
+    EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
+)  # fmt: skip
+
 _SMI_SECONDS = 60.0  # the first call after boot wakes every card
+
+_SIOCGIFADDR = 0x8915
+_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
+
+_SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
+_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
+_LISTENING = "0A"  # state in /proc/net/tcp
+_COMMAND_LENGTH = 200
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
     return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
 
 
-def choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) -> list[str]:
+def _choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) -> list[str]:
     """The cards asked for, when all of them are visible.
 
     Args:
@@ -238,7 +240,7 @@ def choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) 
     )
 
 
-def _ids(labels) -> str:
+def _ids(labels: Iterable[object]) -> str:
     texts = [str(label) for label in labels]
     return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"
 
@@ -247,55 +249,18 @@ def paddle_build() -> str:
     """Which Paddle is installed, read from package metadata: `gpu`, `cpu`, `other` or `none`."""
     if importlib.util.find_spec("paddle") is None:
         return "none"
-    installed = [name for name in ("paddlepaddle-gpu", "paddlepaddle") if _is_installed(name)]
-    if not installed:
-        return "other"  # built by the user, or for another accelerator
-    return "gpu" if "paddlepaddle-gpu" in installed else "cpu"
+    if installed_version("paddlepaddle-gpu"):
+        return "gpu"
+    # Otherwise built by the user, or for another accelerator.
+    return "cpu" if installed_version("paddlepaddle") else "other"
 
 
-def _is_installed(distribution: str) -> bool:
+def installed_version(distribution: str) -> str:
+    """Of a package by its name in the index; "" where it is not installed."""
     try:
-        importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-_LISTENING = "0A"  # state in /proc/net/tcp
-_COMMAND_LENGTH = 200
-
-
-def holder(port: int) -> str:
-    """`process 123 (python train.py)`; "" where that cannot be found out, as for other users'."""
-    inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
-    for place in Path("/proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) in inodes for link in (place / "fd").iterdir()):
-                return f"process {place.name} ({_command(place)})"
-    return ""
-
-
-def _inodes(port: int) -> set[str]:
-    """Of the sockets that listen on it."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-                words = line.split()
-                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-                    found.add(words[9])
-    return found
-
-
-def _command(place: Path) -> str:
-    text = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return shown if len(shown) <= _COMMAND_LENGTH else f"{shown[:_COMMAND_LENGTH]}..."
-
-
-SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
-_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
-_SIOCGIFADDR = 0x8915
+        return ""
 
 
 class NotYetKnown(LaunchError):
@@ -457,6 +422,46 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     )
 
 
+def once_known(
+    look: Callable[[], T],
+    ips: str,
+    network: Network,
+    seconds: float,
+    say: Callable[[str], None],
+    received: Sequence[int],
+) -> T:
+    """What `look` returns, which is called until names of --ips mean the hosts of the run.
+
+    A pod's name is known once the pod runs, and for some seconds it still is that of the one before
+    it.  Addresses are not waited for.
+
+    Args:
+        look: raises NotYetKnown for what may pass.
+        seconds: how long to wait.
+        received: signals so far; with one the waiting ends.
+    Raises: LaunchError: not in time, or it is wrong in a way that does not pass.  Stopped.
+    """
+    begin = time.monotonic()
+    reported: float | None = None
+    while not received:
+        try:
+            return look()
+        except NotYetKnown as error:
+            now = time.monotonic()
+            if all(network.resolve(name) == name for name in typed_hosts(ips)):
+                raise
+            if now - begin > seconds:
+                raise LaunchError(
+                    f"{error} (waited {seconds:g} s: --start_timeout)",
+                    code="ips_not_settled",
+                ) from error
+            if reported is None or now - reported >= _REPORT_SECONDS:
+                reported = now
+                say(f"{error}; waiting for that to change ({now - begin:.0f} s)")
+        time.sleep(_LOOK_SECONDS)
+    raise Stopped
+
+
 def socket_variables(address: str, network: Network) -> dict[str, str]:
     """Makes gloo and NCCL use the interface that holds the address.
 
@@ -547,15 +552,15 @@ def choose_port(
             code="no_free_ports",
             fix="give one: --start_port P",
         )
-    start = SEVERAL_HOSTS_PORT if wanted is None else wanted
-    ranks = ranks_port(start, hosts)
+    start = _SEVERAL_HOSTS_PORT if wanted is None else wanted
+    ranks = _ranks_port(start, hosts)
     if ranks + count - 1 > 65535:
         raise LaunchError(
             f"{count} processes need ports up to 65535",
             code="port_too_high",
             where=f"--start_port {start}",
         )
-    refuse_metrics_port(metrics_port, range(start, ranks + count))
+    _refuse_metrics_port(metrics_port, range(start, ranks + count))
     taken = []
     if first:
         taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
@@ -566,7 +571,7 @@ def choose_port(
     return start
 
 
-def refuse_metrics_port(port: int | None, ports: range) -> None:
+def _refuse_metrics_port(port: int | None, ports: range) -> None:
     """Refuses a --metrics_port on which the run itself meets: who came second would fail.
 
     All hosts decide alike, so that none waits for one that was refused.
@@ -583,7 +588,7 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
         )
 
 
-def ranks_port(start: int, hosts: int) -> int:
+def _ranks_port(start: int, hosts: int) -> int:
     """The first port of the ranks: with several hosts the one before it is the fleetruns' own."""
     return start + (hosts > 1)
 
@@ -591,7 +596,7 @@ def ranks_port(start: int, hosts: int) -> int:
 def port_in_use(port: int, hosts: int) -> LaunchError:
     """The error to raise."""
     others = " (the same on every host)" if hosts > 1 else ""
-    who = holder(port)
+    who = port_holder(port)
     by = f"by {who}" if who else "by another run or one that did not end"
     hint = "" if who else "; `ss -ltnp` shows who has it"
     end = ", or end that process" if who else ""
@@ -602,40 +607,32 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
     )
 
 
-TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"
+def port_holder(port: int) -> str:
+    """`process 123 (python train.py)`; "" where that cannot be found out, as for other users'."""
+    inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
+    for place in Path("/proc").glob("[0-9]*") if inodes else ():
+        with contextlib.suppress(OSError):
+            if any(os.readlink(link) in inodes for link in (place / "fd").iterdir()):
+                return f"process {place.name} ({_command(place)})"
+    return ""
 
 
-def proof(token: str, content: Mapping[str, object]) -> str:
-    """What only who knows the token can say of this content; "" without a token.
-
-    Args: content: what JSON can hold; order does not matter.
-    """
-    if not token:
-        return ""
-    text = json.dumps(dict(content), sort_keys=True)
-    return hmac.new(os.fsencode(token), text.encode(), hashlib.sha256).hexdigest()
-
-
-def proves(token: str, content: Mapping[str, object], given: str) -> bool:
-    """Whether who sent the content has the same token, or as here none."""
-    return hmac.compare_digest(proof(token, content).encode(), given.encode())
+def _inodes(port: int) -> set[str]:
+    """Of the sockets that listen on it."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                words = line.split()
+                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+                    found.add(words[9])
+    return found
 
 
-def name_of_job(token: str, drawn: str | None = None) -> str:
-    """A name for this attempt, the same on all of its hosts.
-
-    Args: drawn: what the first host has drawn at random; None: this host is alone and draws.
-    """
-    drawn = secrets.token_hex(16) if drawn is None else drawn
-    return hashlib.sha256(f"{drawn} {proof(token, {'drawn': drawn})}".encode()).hexdigest()
-
-
-LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
-CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
-# Of a run around this one.
-_OWN_VARIABLES = (
-    EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
-)  # fmt: skip
+def _command(place: Path) -> str:
+    text = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return shown if len(shown) <= _COMMAND_LENGTH else f"{shown[:_COMMAND_LENGTH]}..."
 
 
 @dataclass(frozen=True)
@@ -643,7 +640,7 @@ class Machine:
     """What the plan depends on besides the command; tests put a made-up one in its place."""
 
     cards: Sequence[Card]
-    build: str  # of Paddle, see cards.paddle_build
+    build: str  # of Paddle, see `paddle_build`
     cores: int  # that this process may use
     network: Network = field(default_factory=Network)
 
@@ -662,7 +659,7 @@ class LaunchPlan:
     processes: int  # on this host
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
     host: str  # which of them this is; "" with --master
-    meeting_port: int | None  # of the first host, where the others' fleetruns come; None: no others
+    rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
     cards: tuple[str, ...] = ()  # by physical id, in the order of local ranks; none on CPU
 
@@ -680,51 +677,44 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     for name in (*_OWN_VARIABLES, TOKEN_VARIABLE):
         variables.pop(name, None)
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
-    arguments: list[str] = []
-    notes: list[str] = []
-    labels = cards_of_run(options, environment, machine, notes)
+    labels, note = cards_of_run(options, environment, machine)
     if labels:
         processes = len(labels)
-        arguments += ["--devices", ",".join(labels)]
+        arguments = ["--devices", ",".join(labels)]
         what = f"card{'s' * (processes > 1)} {','.join(labels)}"
         if "CUDA_VISIBLE_DEVICES" in environment:  # Paddle compares texts, spaces and all
             visible = visible_labels(machine.cards, environment["CUDA_VISIBLE_DEVICES"])
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     else:
         processes = options.processes or 1
-        arguments += ["--nproc_per_node", str(processes)]
+        arguments = ["--nproc_per_node", str(processes)]
         what = f"CPU (gloo), {_share_cores(variables, processes, machine)}"
-    hosts, port = _add_hosts(options, arguments, variables, processes, machine)
-    host = arguments[arguments.index("--host") + 1] if hosts else ""
+    hosts: list[str] = []
+    own, port, where = "", None, ""
+    if options.master is not None:
+        arguments += _with_master(options, options.master, variables, machine.network)
+    else:
+        hosts, own = _with_hosts(options, variables, machine.network)
+        port = choose_port(
+            options.start_port, processes, len(hosts), own == hosts[0], machine.network, own,
+            options.metrics_port,
+        )  # fmt: skip
+        arguments += ["--ips", ",".join(hosts), "--host", own]
+        arguments += ["--start_port", str(_ranks_port(port, len(hosts)))]
+        where = f"host {hosts.index(own) + 1} of {len(hosts)}, " if hosts[1:] else ""
     for key, value in options.passed.items():
         arguments += [f"--{key}", value]
-    where = f"host {hosts.index(host) + 1} of {len(hosts)}, " if hosts[1:] else ""
     plural = "process" if processes == 1 else "processes"
-    notes.insert(0, f"{where}{processes} {plural} on {what}")
     return LaunchPlan(
         arguments=tuple(arguments),
         environment=variables,
         processes=processes,
         hosts=tuple(hosts),
-        host=host,
-        meeting_port=port if len(hosts) > 1 else None,
-        description="; ".join(notes),
+        host=own,
+        rendezvous_port=port if len(hosts) > 1 else None,
+        description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
         cards=tuple(labels),
     )
-
-
-def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | None:
-    """Address and port of --metrics_port; None without it.
-
-    Raises: LaunchError: as `make_plan`, where the address is to be that of this host in --ips.
-    """
-    if options.metrics_port is None:
-        return None
-    address = options.metrics_address
-    if not address and options.ips is not None:
-        hosts = resolve_hosts(options.ips, machine.network)
-        address = own_address(hosts, options.host, machine.network)
-    return address or "127.0.0.1", options.metrics_port
 
 
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
@@ -757,9 +747,9 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
 
 
 def cards_of_run(
-    options: Options, environment: Mapping[str, str], machine: Machine, notes: list[str]
-) -> list[str]:
-    """Cards to use, in the order of local ranks; [] for a run on CPU."""
+    options: Options, environment: Mapping[str, str], machine: Machine
+) -> tuple[list[str], str]:
+    """Cards to use, in the order of local ranks, [] for a run on CPU; a note about them, or ""."""
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if options.cards is None else expand_ids(options.cards)
     visible = visible_labels(machine.cards, variable)
@@ -782,10 +772,9 @@ def cards_of_run(
                     f"{_instead(options, len(wanted), machine)}"
                 ),
             )
-        notes.append(f"note: {problem}, so no card is used")
-        return []
+        return [], f"note: {problem}, so no card is used"
     if wanted is not None:
-        chosen = choose(wanted, visible, variable)
+        chosen = _choose(wanted, visible, variable)
         if options.processes not in (None, len(chosen)):
             raise LaunchError(
                 f"{len(chosen)} cards and --nproc_per_node {options.processes} contradict each "
@@ -793,7 +782,7 @@ def cards_of_run(
                 code="options_conflict",
                 fix="each card gets one process: leave one of the two out",
             )
-        return chosen
+        return chosen, ""
     if options.processes is not None and options.processes > len(visible) > 0:
         raise LaunchError(
             f"this machine has {len(visible)} visible GPUs and each process needs its own",
@@ -801,7 +790,7 @@ def cards_of_run(
             where=f"--nproc_per_node {options.processes}",
             fix="for a run on CPU: CUDA_VISIBLE_DEVICES= fleetrun ...",
         )
-    return visible[: options.processes]
+    return visible[: options.processes], ""
 
 
 def _no_cards(
@@ -836,56 +825,32 @@ def _share_cores(variables: dict[str, str], processes: int, machine: Machine) ->
     return f"OMP_NUM_THREADS={threads} each"
 
 
-def _add_hosts(
-    options: Options,
-    arguments: list[str],
-    variables: dict[str, str],
-    processes: int,
-    machine: Machine,
-) -> tuple[list[str], int | None]:
-    """Adds the hosts, this one's address and the ports to `arguments`.
-
-    Returns: the hosts ([] with --master) and the first port.
-    """
-    network = machine.network
-    if options.master is not None:
-        _add_master(options, arguments, variables, network)
-        return [], None
+def _with_hosts(
+    options: Options, variables: dict[str, str], network: Network
+) -> tuple[list[str], str]:
+    """The hosts and which of them this is; sets in `variables` how gloo and NCCL find them."""
     if options.ips is None:
-        hosts, own = ["127.0.0.1"], "127.0.0.1"
         check_interfaces(variables, None, network)
         # The name of a lone host need not resolve.  NCCL finds its way on one host by itself.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        hosts = resolve_hosts(options.ips, network)
-        own = own_address(hosts, options.host, network)
-        _choose_interfaces(own, variables, network)
-    port = choose_port(
-        options.start_port, processes, len(hosts), own == hosts[0], network, own,
-        options.metrics_port,
-    )  # fmt: skip
-    arguments += ["--ips", ",".join(hosts), "--host", own]
-    arguments += ["--start_port", str(ranks_port(port, len(hosts)))]
-    return hosts, port
+        return ["127.0.0.1"], "127.0.0.1"
+    hosts = resolve_hosts(options.ips, network)
+    own = own_address(hosts, options.host, network)
+    _choose_interfaces(own, variables, network)
+    return hosts, own
 
 
-def _choose_interfaces(own: str, variables: dict[str, str], network: Network) -> None:
-    check_interfaces(variables, own, network)
-    for name, value in socket_variables(own, network).items():
-        variables.setdefault(name, value)
-
-
-def _add_master(
-    options: Options, arguments: list[str], variables: dict[str, str], network: Network
-) -> None:
+def _with_master(
+    options: Options, master: str, variables: dict[str, str], network: Network
+) -> list[str]:
+    """Arguments for Paddle's own rendezvous; sets in `variables` what `_with_hosts` sets."""
     if options.ips is not None:
         raise LaunchError(
             "--master and --ips are two ways to bring hosts together",
             code="options_conflict",
             fix="give one",
         )
-    master = options.master or ""
-    arguments += ["--master", master]
+    arguments = ["--master", master]
     name = master.rpartition("://")[2].partition(":")[0]
     address = network.resolve(name)
     if ":" not in master or address is None:
@@ -896,108 +861,31 @@ def _add_master(
         )
     port = master.rpartition(":")[2]
     if port.isascii() and port.isdigit():
-        refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
+        _refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
     own = options.host or (address if network.is_local(address) else network.towards(address))
     if own is not None:
         arguments += ["--host", own]
         _choose_interfaces(own, variables, network)
     if options.start_port is not None:
         arguments += ["--start_port", str(options.start_port)]
+    return arguments
 
 
-_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
-_ANSWER_SECONDS = 0.5  # a resolver in order takes less
-_DISPUTE_SECONDS = 60.0  # in which hosts learn better: DNS servers keep an answer for 5 to 30
-_SILENCE_SECONDS = 10.0  # hosts call one another more often
-
-T = TypeVar("T")
-Look = Callable[[], tuple[str | None, ...] | None]  # see Lookout.look
+def _choose_interfaces(own: str, variables: dict[str, str], network: Network) -> None:
+    check_interfaces(variables, own, network)
+    for name, value in socket_variables(own, network).items():
+        variables.setdefault(name, value)
 
 
-def once_known(
-    look: Callable[[], T],
-    ips: str,
-    network: Network,
-    seconds: float,
-    say: Callable[[str], None],
-    received: Sequence[int],
-) -> T:
-    """What `look` returns, which is called until names of --ips mean the hosts of the run.
+def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | None:
+    """Address and port of --metrics_port; None without it.
 
-    A pod's name is known once the pod runs, and for some seconds it still is that of the one before
-    it.  Addresses are not waited for.
-
-    Args:
-        look: raises NotYetKnown for what may pass.
-        seconds: how long to wait.
-        received: signals so far; with one the waiting ends.
-    Raises: LaunchError: not in time, or it is wrong in a way that does not pass.  Stopped.
+    Raises: LaunchError: as `make_plan`, where the address is to be that of this host in --ips.
     """
-    begin = time.monotonic()
-    reported: float | None = None
-    while not received:
-        try:
-            return look()
-        except NotYetKnown as error:
-            now = time.monotonic()
-            if all(network.resolve(name) == name for name in typed_hosts(ips)):
-                raise
-            if now - begin > seconds:
-                raise LaunchError(
-                    f"{error} (waited {seconds:g} s: --start_timeout)",
-                    code="ips_not_settled",
-                ) from error
-            if reported is None or now - reported >= _REPORT_SECONDS:
-                reported = now
-                say(f"{error}; waiting for that to change ({now - begin:.0f} s)")
-        time.sleep(_LOOK_SECONDS)
-    raise Stopped
-
-
-class Lookout:
-    """What names mean by now: asked for in a thread, as a resolver may take its time to answer."""
-
-    def __init__(self, names: Sequence[str], network: Network) -> None:
-        self._names, self._network = names, network
-        self._thread: threading.Thread | None = None
-        self._found: tuple[str | None, ...] = ()
-
-    def look(self) -> tuple[str | None, ...] | None:
-        """The addresses, None for a name that has none; None alone: there is no answer yet."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._ask, daemon=True)
-            self._thread.start()
-        self._thread.join(_ANSWER_SECONDS)
-        if self._thread.is_alive():
-            return None
-        self._thread = None
-        return self._found
-
-    def _ask(self) -> None:
-        self._found = tuple(self._network.resolve(name) for name in self._names)
-
-
-class Dispute:
-    """Another host has other addresses for the same names, or is not of this run: that passes once
-    both have learnt the new address, or never."""
-
-    def __init__(self) -> None:
-        self._text, self._since, self._heard = "", 0.0, 0.0
-
-    def hear(self, text: str) -> None:
-        """Notes what another host has said, or is told."""
-        now = time.monotonic()
-        if now - self._heard >= _SILENCE_SECONDS:
-            self._since = now
-        self._text, self._heard = text, now
-
-    def lasts(self, found: Sequence[str | None]) -> str:
-        """What is in dispute, if names are as they were and it has long been so; else "".
-
-        Args: found: what names mean by now.
-        """
-        now = time.monotonic()
-        if None in found:  # about to change
-            self._since = now
-        long = now - self._since > _DISPUTE_SECONDS and now - self._heard < _SILENCE_SECONDS
-        return f"{self._text} (for {now - self._since:.0f} s)" if long else ""
+    if options.metrics_port is None:
+        return None
+    address = options.metrics_address
+    if not address and options.ips is not None:
+        hosts = resolve_hosts(options.ips, machine.network)
+        address = own_address(hosts, options.host, machine.network)
+    return address or "127.0.0.1", options.metrics_port

@@ -33,6 +33,8 @@ from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
 
+USER_ERROR, STOPPED = 2, 75  # exit codes
+
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
 # between two looks counts.
@@ -44,6 +46,30 @@ _TIMES_FIRST, _FIRST_SECONDS = 10.0, 60.0
 _BLAMED_SECONDS = 10.0  # without a sign of life, when others failed because they waited
 _STACKS_SECONDS = 2.0
 _FOUND = "watch.json"
+
+_TAIL_LINES = 40
+_NO_WORD = errors.Failure("", "", "")
+# Codes of a rank that waited for one that may make no progress (see `Watch`).
+_WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
+
+_SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Where the ranks of this host leave what they say, in one attempt of the job."""
+
+    folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
+    log_dir: Path  # with workerlog.N
+    # Local rank -> where this attempt begins in its workerlog, bytes.
+    offsets: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.folder / "launcher.log"
+
+    def log(self, local: int) -> Path:
+        return self.log_dir / f"workerlog.{local}"
 
 
 @dataclass(frozen=True)
@@ -86,18 +112,18 @@ class Watch:
 
     def __init__(
         self,
-        folder: Path,
+        attempt: Attempt,
         several_hosts: bool,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            folder: of the attempt, with the ranks' heartbeats; job.json there says where logs go.
             several_hosts: ranks may wait for those of other hosts.
             clock: seconds; setting the time of the host does not move it.
         """
-        self._folder, self._several_hosts, self._say = folder, several_hosts, say
+        self._folder, self._log_dir = attempt.folder, attempt.log_dir
+        self._several_hosts, self._say = several_hosts, say
         self._clock = clock
         self._looked: float | None = None
         self._now = 0.0  # of our own clock, which stands while this process does
@@ -124,10 +150,10 @@ class Watch:
         if self._struck or not ranks:
             return
         limits = {seen.rank: self.limit(seen) for seen in ranks}
-        culprits, how = stalled(ranks, limits, self._now, self._several_hosts)
+        culprits, how = _stalled(ranks, limits, self._now, self._several_hosts)
         certain = True
         if not culprits and (self._somebody_failed() or others_wait):
-            culprits, how = suspects(ranks, self._usual_seconds(), self._now)
+            culprits, how = _suspects(ranks, self._usual_seconds(), self._now)
             certain = False
         if culprits:
             self._strike(culprits, how, certain)
@@ -165,8 +191,8 @@ class Watch:
         timeout = min((each.timeout for each in found.values()), default=math.inf)
         limit = min((each.limit for each in found.values()), default=math.inf)
         for report in worker.reports(self._folder):
-            if report["rank"] not in found and report["child"]:
-                found[report["rank"]] = heartbeat.silent(report["child"], timeout, limit)
+            if report.rank not in found and report.child:
+                found[report.rank] = heartbeat.silent(report.child, timeout, limit)
         return found
 
     def _see(self) -> None:
@@ -178,8 +204,10 @@ class Watch:
                 continue
             if seen is None:
                 seen = self._ranks[rank] = Seen(rank, reading, stat.began, self._now)
-            elif reading.seconds != seen.reading.seconds:
-                self._note(seen, reading)
+            elif reading.seconds != seen.reading.seconds:  # a sign of life
+                if reading.steps_measured > seen.reading.steps_measured:
+                    self._step_seconds.append(reading.step_seconds)
+                seen.changed = self._now
             seen.reading = reading
             seen.state, seen.traced = stat.state, _is_traced(reading.pid)
             if stat.state != "T":
@@ -187,26 +215,17 @@ class Watch:
             elif seen.stopped_at is None:
                 seen.stopped_at = self._now
 
-    def _note(self, seen: Seen, reading: Reading) -> None:
-        """A sign of life; how long steps take is learned from it."""
-        if reading.steps_measured > seen.reading.steps_measured:
-            self._step_seconds.append(reading.step_seconds)
-        seen.changed = self._now
-
     def _somebody_failed(self) -> bool:
         """Whether a rank of this host has ended with a failure since the last time."""
-        failed = False
-        for report in worker.reports(self._folder):
-            number, code = report["rank"], report["code"]
-            if number not in self._ended and code is not None:
-                self._ended.add(number)
-                failed = failed or code not in (0, 75)
-        return failed
+        now = {each.rank: each.code for each in worker.reports(self._folder)}
+        new = {rank for rank, code in now.items() if code is not None} - self._ended
+        self._ended |= new
+        return any(now[rank] not in (0, STOPPED) for rank in new)
 
     def _strike(self, culprits: Sequence[Seen], how: str, certain: bool) -> None:
         """Leaves word of who makes no progress and of where everybody is, and ends them.
 
-        Args: certain: nothing has failed yet, so all are to be ended; else process.py does it.
+        Args: certain: nothing has failed yet, so all are to be ended; else supervisor.py does it.
         """
         self._struck = True
         since = time.time() - max(self._now - seen.changed for seen in culprits)
@@ -239,21 +258,17 @@ class Watch:
     def _collect_stacks(self, why: str) -> list[str]:
         """Moves what ranks have written of their stacks to the logs; names of those files."""
         files: list[str] = []
-        grown = _grown(self._folder)
-        if not grown:
-            return files
-        orders = json.loads((self._folder / "job.json").read_text(encoding="utf-8"))
-        for rank, path in grown.items():
+        for rank, path in _grown(self._folder).items():
             text = path.read_text(encoding="utf-8", errors="replace")
             os.truncate(path, 0)  # it is open for appending
-            log = Path(orders["log_dir"]) / f"stacks.{rank}"
+            log = self._log_dir / f"stacks.{rank}"
             with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
                 file.write(f"--- {time.strftime('%F %T')}: rank {rank}: {why}\n{text}\n")
                 files.append(str(log))
         return files
 
 
-def stalled(
+def _stalled(
     ranks: Sequence[Seen], limits: dict[int, float], now: float, several_hosts: bool
 ) -> tuple[Sequence[Seen], str]:
     """Who of the ranks of a host makes no progress, and how to say it; nobody and "" if none does.
@@ -268,14 +283,14 @@ def stalled(
         if seen.stopped_at is not None and now - seen.stopped_at >= seen.reading.limit
     ]
     if stopped:
-        return stopped, told(stopped, ranks, now)
+        return stopped, _told(stopped, ranks, now)
     if any(seen.stopped_at is not None for seen in ranks):
         return [], ""  # not yet for long enough
     over = [seen for seen in ranks if now - seen.changed > limits[seen.rank]]
     lowest = min(seen.progress for seen in ranks)
     alone = [seen for seen in over if not seen.reading.inside and seen.progress == lowest]
     if alone:
-        return alone, told(alone, ranks, now)
+        return alone, _told(alone, ranks, now)
     still = min(now - seen.changed for seen in ranks)
     all_wait = all(seen.reading.inside for seen in ranks)
     apart = len({(seen.progress, seen.reading.place) for seen in ranks}) > 1
@@ -294,7 +309,7 @@ def stalled(
     return ranks, f"all ranks of this host wait for {whom}, since {still:.0f} s: {_where(ranks[0])}"
 
 
-def suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Sequence[Seen], str]:
+def _suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Sequence[Seen], str]:
     """Who makes no progress, if others say that they waited in vain: sooner than by itself.
 
     Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
@@ -310,10 +325,10 @@ def suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Se
         and now - seen.changed > max(_BLAMED_SECONDS, usual)
     ]
     found = stopped or alone
-    return found, told(found, ranks, now) if found else ""
+    return found, _told(found, ranks, now) if found else ""
 
 
-def told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
+def _told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
     """`rank 5 (host a, pid 123) has made no progress for 61 s: stopped (SIGSTOP), in ...`"""
     texts = []
     for seen in culprits:
@@ -371,12 +386,6 @@ def _send(seen: Seen, number: int) -> None:
             os.kill(seen.reading.pid, number)
 
 
-USER_ERROR, STOPPED = 2, 75
-_TAIL_LINES = 40
-# Codes of a rank that waited for one that may make no progress (see `Watch`).
-_WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
-
-
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank of this host ended."""
@@ -384,7 +393,7 @@ class RankEnd:
     rank: int
     local: int  # its number on this host; 0 has the terminal
     exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
-    failure: errors.Failure  # what process.run left, with an empty message if nothing
+    failure: errors.Failure  # as process.run has left it; `_NO_WORD`: it has not
     time: float  # of the failure, seconds since the epoch
     pid: int = 0  # of its watcher, worker.py
     reading: heartbeat.Reading | None = None  # its last sign of life
@@ -463,6 +472,37 @@ class RankEnd:
         return f"{places[self.reading.phase]} {host}"
 
 
+def read_ends(folder: Path) -> list[RankEnd]:
+    """Of all ranks of this host that have begun; the code of those that run is None."""
+    ends = []
+    for report in worker.reports(folder):
+        end = RankEnd(
+            rank=report.rank,
+            local=report.local,
+            exit_code=report.code,
+            failure=_NO_WORD,
+            time=report.time,
+            pid=report.pid,
+            reading=heartbeat.read(heartbeat.file_of(folder, report.rank)),
+            process_code=report.code,
+            began=report.code is not None or report.child != 0,
+        )
+        word = folder / f"rank-{report.rank}.json"
+        if word.is_file():
+            said = json.loads(word.read_text(encoding="utf-8"))
+            if said["exit_code"] != 0:  # a rank may still crash after it has reported 0
+                failure = (said["kind"], said["code"], said["message"], said["from_rank"])
+                end = replace(
+                    end,
+                    exit_code=said["exit_code"],
+                    failure=errors.Failure(*failure),
+                    # The report comes when the rank fails, the exit when it has been torn down.
+                    time=word.stat().st_mtime,
+                )
+        ends.append(end)
+    return ends
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the run ended on this host."""
@@ -480,56 +520,41 @@ class Outcome:
     is_guess: bool = field(default=False, compare=False)
 
     @property
+    def knows_cause(self) -> bool:
+        return not (self.is_consequence or self.is_guess)
+
+    @property
     def is_final(self) -> bool:
         """True when starting again would be wrong or in vain."""
         return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
 
 
-def say(text: str, name: str = "fleetrun") -> None:
-    """One line for the user; a terminal that is gone stops nothing."""
-    process.say(f"{name}: {text}")
-
-
-def say_end(outcome: Outcome) -> None:
-    """The message of an outcome, if there is something to say."""
-    if outcome.message:
-        say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
-
-
-def judge(
-    folder: Path,
-    log_dir: Path,
-    offsets: Mapping[int, int],
-    launcher_code: int,
-    stopped: int | None,
-    launcher_log: Path,
-) -> Outcome:
-    """Reads the reports of all ranks of this host.
+def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
+    """How the run ended, from what all ranks of this host have left.
 
     Args:
-        folder: of the run, with exit-N.json (worker.py) and rank-N.json (process.run).
-        offsets: local rank -> where this run begins in its workerlog, bytes.
         launcher_code: of Paddle's launcher; it counts only where no rank started.
         stopped: the signal that fleetrun received, or None.
     """
     # Nobody is left: who has not left its exit code was killed.
     ends = [
         replace(end, process_code=-signal.SIGKILL) if end.process_code is None else end
-        for end in read_ends(folder)
+        for end in read_ends(attempt.folder)
     ]
     codes = {end.exit_code for end in ends}
-    if not ends and stopped is None:
-        said = "Paddle's launcher failed before any rank began:\n" + _tail(launcher_log)
-        return Outcome(1, said, told=said, time=time.time())
     if not ends and stopped is not None:
         return stopped_before(stopped, "any rank began")
+    if not ends:
+        said = "Paddle's launcher failed before any rank began:\n" + _tail(attempt.launcher_log)
+        return Outcome(1, said, told=said, time=time.time())
     failed = [end for end in ends if end.failed]
     if not failed and codes == {0}:
-        late = f"Paddle's launcher failed:\n{_tail(launcher_log)}" if launcher_code == 1 else ""
+        said = f"Paddle's launcher failed:\n{_tail(attempt.launcher_log)}"
+        late = said if launcher_code == 1 else ""
         return Outcome(1 if late else 0, late, stopped, told=late, time=time.time())
     if not failed:
         return Outcome(STOPPED, "", stopped)
-    outcome = _of_failed(folder, ends, failed, log_dir, offsets, stopped)
+    outcome = _of_failed(attempt, ends, failed, stopped)
     return replace(outcome, reached=max(end.reached for end in ends))
 
 
@@ -538,21 +563,14 @@ def stopped_before(number: int, what: str) -> Outcome:
     return Outcome(STOPPED, f"stopped by {signal.Signals(number).name} before {what}", number)
 
 
-def first_cause(
-    folder: Path, ends: Sequence[RankEnd], log_dir: Path, offsets: Mapping[int, int]
-) -> Outcome | None:
+def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
     """The outcome as it looks while ranks still run; None until one has failed by itself."""
     causes = [end for end in ends if end.failed and not end.waited_in_vain]
-    return _of_failed(folder, ends, causes, log_dir, offsets, None) if causes else None
+    return _of_failed(attempt, ends, causes, None) if causes else None
 
 
 def _of_failed(
-    folder: Path,
-    ends: Sequence[RankEnd],
-    failed: Sequence[RankEnd],
-    log_dir: Path,
-    offsets: Mapping[int, int],
-    stopped: int | None,
+    attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
 ) -> Outcome:
     """Args: failed: those of `ends` that did, at least one."""
     user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
@@ -560,7 +578,7 @@ def _of_failed(
         user_errors or failed,
         key=lambda end: (end.is_consequence, end.waited_in_vain, end.time),
     )
-    stall = found_stall(folder)
+    stall = found_stall(attempt.folder)
     named = stall is not None and first.rank in stall.ranks
     if stall is not None and (stall.certain or named or first.waited_in_vain):
         guess = not stall.certain
@@ -570,7 +588,7 @@ def _of_failed(
         said = f"error: {first.message}"
         return _failure(first, USER_ERROR, said, said, stopped)
     if first.exit_code == USER_ERROR:
-        said, told = (_said(first, log_dir, offsets, here) for here in (True, False))
+        said, told = (_said(attempt, first, here) for here in (True, False))
         return _failure(first, USER_ERROR, said, told, stopped)
     if stopped is not None and all(end.is_consequence or end.exit_code == STOPPED for end in ends):
         if all(end.made_no_step or end.exit_code == STOPPED for end in ends):
@@ -579,7 +597,7 @@ def _of_failed(
         name = signal.Signals(stopped).name
         said = f"stopped by {name}; rank {ranks} left no checkpoint"
         return _failure(first, 1, said, said, stopped)
-    said, told = (_describe(first, log_dir, offsets, here) for here in (True, False))
+    said, told = (_describe(attempt, first, here) for here in (True, False))
     return _failure(first, 1, said, told, stopped)
 
 
@@ -587,48 +605,23 @@ def _failure(first: RankEnd, code: int, message: str, told: str, stopped: int | 
     return Outcome(code, message, stopped, told, first.is_consequence, first.time, first.step)
 
 
-def _describe(first: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
-    said = _said(first, log_dir, offsets, here)
+def _describe(attempt: Attempt, first: RankEnd, here: bool) -> str:
+    said = _said(attempt, first, here)
     place = ("below" if said else "above") if here else "on the terminal there"
-    log = f"its output is {place}" if first.local == 0 else f"log: {_log(first, log_dir)}"
+    log = f"its output is {place}" if first.local == 0 else f"log: {attempt.log(first.local)}"
     text = f"rank {first.rank} failed first: it {first.how} {first.where}; {log}"
     if first.is_consequence:
         text += "\nIt lost another rank, and no rank of this host says why."
     return f"{text}\n{said}".rstrip()
 
 
-def _said(end: RankEnd, log_dir: Path, offsets: Mapping[int, int], here: bool) -> str:
+def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
     """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
     code = end.process_code
     cut = code is not None and code < 0  # killed, perhaps amid its last words
     if end.local == 0 and not (cut and end.message):
         return "" if here else end.message.rstrip()
-    return end.message.rstrip() or _tail(_log(end, log_dir), offsets.get(end.local, 0))
-
-
-def _log(end: RankEnd, log_dir: Path) -> Path:
-    return log_dir / f"workerlog.{end.local}"
-
-
-def read_ends(folder: Path) -> Sequence[RankEnd]:
-    """Of all ranks of this host that have begun; the code of those that run is None."""
-    ends = []
-    for seen in worker.reports(folder):
-        code, failure, when = seen["code"], errors.Failure("", "", ""), seen["time"]
-        report = folder / f"rank-{seen['rank']}.json"
-        if report.is_file():
-            said = json.loads(report.read_text(encoding="utf-8"))
-            if said["exit_code"] != 0:  # a rank may still crash after it has reported 0
-                # The report comes when the rank fails, the exit only when it has been torn down.
-                code, when = said["exit_code"], report.stat().st_mtime
-                failure = errors.Failure(
-                    said["kind"], said["code"], said["message"], said["from_rank"]
-                )
-        reading = heartbeat.read(heartbeat.file_of(folder, seen["rank"]))
-        own, began = seen["code"], seen["code"] is not None or seen["child"] != 0
-        rank, local, pid = seen["rank"], seen["local"], seen["pid"]
-        ends.append(RankEnd(rank, local, code, failure, when, pid, reading, own, began))
-    return ends
+    return end.message.rstrip() or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
 
 
 def _tail(path: Path, offset: int = 0) -> str:
@@ -642,7 +635,15 @@ def _tail(path: Path, offset: int = 0) -> str:
     return "\n".join(lines[begins[0] if begins else start :][-4 * _TAIL_LINES :])
 
 
-_SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
+def say(text: str, name: str = "fleetrun") -> None:
+    """One line for the user; a terminal that is gone stops nothing."""
+    process.say(f"{name}: {text}")
+
+
+def say_end(outcome: Outcome) -> None:
+    """The message of an outcome, if there is something to say."""
+    if outcome.message:
+        say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
 
 
 class Stopped(Exception):

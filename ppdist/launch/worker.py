@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -32,6 +33,18 @@ from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_
 # left who could end what the script has started.
 GRACE_SECONDS = 28
 _RECORD_BYTES = 200  # of a report: more than numbers and a time can take
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank as its worker last wrote it down."""
+
+    rank: int
+    local: int  # its number on this host
+    pid: int  # of the worker
+    code: int | None  # with which the script ended; None: it runs
+    time: float  # of this report, seconds since the epoch
+    child: int = 0  # the process of the script; 0: there is none yet, or no more
 
 
 def main() -> int:
@@ -128,21 +141,19 @@ def end_report(folder: Path, rank: int, local: int, code: int) -> None:
 
 
 def _record(rank: int, local: int, child: int, code: int | None) -> bytes:
-    state = {"rank": rank, "local": local, "pid": os.getpid(), "child": child, "code": code}
-    text = json.dumps(state | {"time": time.time()})
-    return text.ljust(_RECORD_BYTES - 1).encode() + b"\n"
+    report = Report(rank, local, os.getpid(), code, time.time(), child)
+    return json.dumps(asdict(report)).ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
 
-def reports(folder: Path) -> list[dict[str, Any]]:
-    """What was left of each rank that has begun, in the order of ranks: rank, local (number), pid
-    (of its watcher), child (the script's process, 0: none yet), code (None: it runs), time."""
+def reports(folder: Path) -> list[Report]:
+    """What was left of each rank that has begun, in the order of ranks."""
     found = {}
     for path in folder.glob("exit-*.json"):
         with contextlib.suppress(OSError):
             for line in path.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # no end yet, or just being written
-                    state = json.loads(line)
-                    found[state["rank"]] = state
+                    report = Report(**json.loads(line))
+                    found[report.rank] = report
     return [found[rank] for rank in sorted(found)]
 
 

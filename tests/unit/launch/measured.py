@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from ppdist.distributed import heartbeat
-from ppdist.launch import exporter, worker
-from ppdist.launch.metrics import Measures
+from ppdist.launch import worker
+from ppdist.launch.metrics import Measures, read_cards
 
 
 class Ranks:
@@ -56,7 +56,7 @@ class Ranks:
     def read(self) -> dict[str, float]:
         """`name{label=value,...}` -> value, without the labels that all have."""
         said: list[str] = []
-        found = Measures(self.folder, exporter.read_cards, said.append).samples()
+        found = Measures(self.folder, read_cards, said.append).samples()
         assert not said, said
         return {key(name, labels): value for name, labels, value in found}
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from ppdist.launch.cli import Restarts
-from ppdist.launch.topology import holder
+from ppdist.launch.topology import port_holder
 from ppdist.launch.watchdog import Outcome, at_once, code_of, signals_noted
 
 
@@ -101,5 +101,5 @@ def test_a_hangup_ignored_by_nohup_stays_ignored() -> None:
 def test_the_process_that_has_a_port_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert holder(port).startswith(f"process {os.getpid()} (")
-    assert holder(port) == ""
+        assert port_holder(port).startswith(f"process {os.getpid()} (")
+    assert port_holder(port) == ""

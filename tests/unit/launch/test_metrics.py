@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.distributed import heartbeat
-from ppdist.launch import exporter, metrics, worker
+from ppdist.launch import metrics, worker
 from ppdist.launch.metrics import METRICS, Evaluations, Measures, newest_checkpoint
 from tests.unit.launch.hosts import ROOT, wait_for
 from tests.unit.launch.measured import Ranks
@@ -60,7 +60,7 @@ def test_a_rank_that_has_ended_is_down_and_says_nothing_more(ranks: Ranks) -> No
 
 def test_restarts_and_ended_stalls_are_counted_over_attempts(ranks: Ranks, tmp_path: Path) -> None:
     ranks.tell_run(tmp_path / "output" / "demo")
-    first = Measures(ranks.folder, exporter.read_cards, pytest.fail)
+    first = Measures(ranks.folder, metrics.read_cards, pytest.fail)
     assert {labels["run"] for _, labels, _ in first.samples()} == {"demo"}
     (ranks.attempt / "watch.json").write_text("{}")
     ranks.begin(1)
@@ -72,7 +72,7 @@ def test_restarts_and_ended_stalls_are_counted_over_attempts(ranks: Ranks, tmp_p
 
 
 def test_before_any_rank_began_there_are_numbers_of_the_host_only(tmp_path: Path) -> None:
-    found = Measures(tmp_path, exporter.read_cards, pytest.fail).samples()
+    found = Measures(tmp_path, metrics.read_cards, pytest.fail).samples()
     assert {name for name, _, _ in found} == {
         "ppdist_host_ranks", "ppdist_host_restarts_total", "ppdist_host_stalls_total",
     }  # fmt: skip
@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_left_out_and_said_once(ranks: Ranks) -> None:
     ranks.say(0, "step", 20)
     (ranks.attempt / "job.json").write_text("{")
     said: list[str] = []
-    broken = Measures(ranks.folder, exporter.read_cards, said.append)
+    broken = Measures(ranks.folder, metrics.read_cards, said.append)
     for _ in range(2):
         names = {name for name, _, _ in broken.samples()}
     assert "ppdist_rank_up" in names and "ppdist_host_ranks" not in names
@@ -163,7 +163,7 @@ def test_what_the_ranks_told_of_the_run_may_be_broken(ranks: Ranks, told: str) -
     ranks.say(0, "step", 20)
     heartbeat.run_of(ranks.attempt, 0).write_bytes(told.encode("latin-1"))
     said: list[str] = []
-    broken = Measures(ranks.folder, exporter.read_cards, said.append)
+    broken = Measures(ranks.folder, metrics.read_cards, said.append)
     for _ in range(2):
         names = {name for name, _, _ in broken.samples()}
     assert {"ppdist_rank_up", "ppdist_host_ranks", "ppdist_run_step"} <= names
@@ -229,7 +229,7 @@ def test_cards_are_measured_and_what_one_cannot_say_is_left_out(
 def test_a_driver_that_hangs_costs_the_cards_and_no_more(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "_CARDS_SECONDS", 0.2)
+    monkeypatch.setattr(metrics, "_CARDS_SECONDS", 0.2)
     ranks.begin(1, cards=("0",))
     ranks.say(0, "step", 20)
     answers, asked_of_it, said = threading.Event(), [], []
@@ -239,7 +239,7 @@ def test_a_driver_that_hangs_costs_the_cards_and_no_more(
         answers.wait(60)
         yield "ppdist_gpu_power_watts", "0", 312.5
 
-    cards = exporter.Cards(said.append, read)
+    cards = metrics.Cards(said.append, read)
     whole = Measures(ranks.folder, cards, said.append)
     began = time.monotonic()
     for _ in range(20):
@@ -258,7 +258,7 @@ def test_cards_that_cannot_be_read_are_said_once(ranks: Ranks) -> None:
     def read(labels: list[str]) -> list[tuple[str, str, float]]:
         raise AttributeError("nvmlInit")
 
-    whole = Measures(ranks.folder, exporter.Cards(said.append, read), said.append)
+    whole = Measures(ranks.folder, metrics.Cards(said.append, read), said.append)
     for _ in range(2):
         assert "ppdist_host_ranks" in {name for name, _, _ in whole.samples()}
     assert said == ["some numbers cannot be read: AttributeError('nvmlInit')"]

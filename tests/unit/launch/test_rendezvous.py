@@ -89,7 +89,7 @@ def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> Non
 
 @pytest.mark.slow
 def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.5)
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, B, C)), pause=1.2)
     assert [each.error for each in hosts] == ["", "", ""]
     said = "\n".join(hosts[0].said)
@@ -103,7 +103,7 @@ def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.4)
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.4)
     hosts = met(host(B), host(A), pause=1.0)
     assert [each.error for each in hosts] == ["", ""]
     assert "still waiting for host 127.0.0.2 (127.0.0.2:" in "\n".join(hosts[0].said)
@@ -198,7 +198,7 @@ def test_a_call_during_the_run_is_answered() -> None:
     ],
 )
 def test_another_program_on_the_port_is_told_from_a_fleetrun(speaks: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:
         waiting = Host(host(B), server.getsockname()[1], seconds=1.5)
         waiting.start()

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from ppdist.launch import rendezvous
-from ppdist.launch.rendezvous import ControlChannel, Handshake
-from ppdist.launch.topology import TOKEN_VARIABLE, make_plan, name_of_job
+from ppdist.launch.options import TOKEN_VARIABLE
+from ppdist.launch.rendezvous import ControlChannel, Handshake, name_of_job
+from ppdist.launch.topology import make_plan
 from tests.distributed import run_on_ranks
 from tests.ports import free_port
 from tests.unit.launch import hosts as launched

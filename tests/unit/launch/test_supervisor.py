@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.launch import stopped_once
+from ppdist.launch import paddle_launcher
 from ppdist.launch.worker import started_by
 from tests.unit.launch.hosts import FLEETRUN, ROOT, Host, hosts_of_a_test, wait_for, write
 
@@ -188,9 +188,9 @@ def test_a_signal_for_one_process_stops_all_ranks_cleanly(job, name: str, whom: 
 
 def test_paddles_launcher_hears_the_first_signal_alone(monkeypatch) -> None:
     heard: list[int] = []
-    monkeypatch.setattr(stopped_once, "_heard", [])
+    monkeypatch.setattr(paddle_launcher, "_heard", [])
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [stopped_once._install_once(each, lambda *a: heard.append(a[0])) for each in numbers]
+    before = [paddle_launcher.install_once(each, lambda *a: heard.append(a[0])) for each in numbers]
     try:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)

@@ -203,7 +203,7 @@ def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
     made = plan(f"--ips={A},{B} --selected_gpus 0-7", machine(cards=8, own=own))
     assert given(made, "--host") == own
     assert given(made, "--ips") == f"{A},{B}"
-    assert (made.host, made.hosts, made.meeting_port) == (own, (A, B), 6070)
+    assert (made.host, made.hosts, made.rendezvous_port) == (own, (A, B), 6070)
     assert given(made, "--start_port") == "6071"  # the fleetruns have the one before
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     assert made.environment["NCCL_SOCKET_IFNAME"] == "=eth1"
@@ -247,7 +247,7 @@ def test_an_interface_that_cannot_work_is_refused(variable: str, value: str, say
 
 def test_on_one_host_any_interface_that_exists_will_do() -> None:
     made = plan("", machine(), GLOO_SOCKET_IFNAME="eth1")
-    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1" and made.meeting_port is None
+    assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1" and made.rendezvous_port is None
     with pytest.raises(LaunchError, match="GLOO_SOCKET_IFNAME=eth9 is no interface"):
         plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
 
@@ -302,7 +302,7 @@ def test_a_taken_port_is_refused_on_the_host_that_listens_there(
     command = f"--ips={A},{B} --start_port 7000 --nproc_per_node 2"
     on = machine(own=own, taken=(taken,))
     if not refused:
-        assert plan(command, on).meeting_port == 7000
+        assert plan(command, on).rendezvous_port == 7000
         return
     with pytest.raises(LaunchError, match=f"port {taken} is in use on this machine"):
         plan(command, on)
@@ -335,7 +335,7 @@ def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.Monkey
 
 def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:
     made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
-    assert made.meeting_port == 7000 and given(made, "--start_port") == "7001"
+    assert made.rendezvous_port == 7000 and given(made, "--start_port") == "7001"
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
 
 

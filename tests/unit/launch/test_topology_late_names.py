@@ -195,7 +195,7 @@ def test_hosts_that_disagree_about_a_third_one_look_again() -> None:
 def test_names_that_mean_other_addresses_for_good_end_on_both_hosts_with_both_lists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(topology, "_DISPUTE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "_DISPUTE_SECONDS", 1.0)
     began = time.monotonic()
     movers = meet_all({A: [(A, B, C)], B: [(A, B, OLD)]}, (*NAMES, "pod-2"), seconds=60)
     assert time.monotonic() - began < 30
@@ -205,7 +205,7 @@ def test_names_that_mean_other_addresses_for_good_end_on_both_hosts_with_both_li
 
 
 def test_a_name_that_is_not_known_for_a_moment_is_no_disagreement() -> None:
-    dispute = topology.Dispute()
+    dispute = rendezvous.Dispute()
     dispute.hear("elsewhere")
     dispute._since -= 61
     assert dispute.lasts((A, None)) == "" == dispute.lasts((A, B))
@@ -235,7 +235,7 @@ def test_a_resolver_that_does_not_answer_stops_nothing(monkeypatch: pytest.Monke
             asked.wait(30)
             return name
 
-    lookout = topology.Lookout([A, B], Slow())
+    lookout = rendezvous.Lookout([A, B], Slow())
     began = time.monotonic()
     assert lookout.look() is None and lookout.look() is None
     assert time.monotonic() - began < 10

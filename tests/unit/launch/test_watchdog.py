@@ -20,7 +20,7 @@ import pytest
 from ppdist.common.errors import Failure
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.watchdog import Watch, found_stall, judge
+from ppdist.launch.watchdog import Attempt, Watch, found_stall, judge
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
 
 LIMIT, TIMEOUT = 60.0, 1800.0
@@ -33,9 +33,9 @@ class Ranks:
         self.folder, self.time = folder, 100.0
         self.processes: dict[int, subprocess.Popen] = {}
         self.said: list[str] = []
-        (folder / "job.json").write_text(json.dumps({"log_dir": str(folder / "log")}))
         (folder / "log").mkdir()
-        self.watch = Watch(folder, several_hosts, self.said.append, lambda: self.time)
+        attempt = Attempt(folder, folder / "log")
+        self.watch = Watch(attempt, several_hosts, self.said.append, lambda: self.time)
 
     def start(self, *ranks: int) -> None:
         """Processes that answer the signal for stacks with one line, as faulthandler would."""
@@ -295,7 +295,7 @@ def test_whoever_gave_up_waiting_lets_the_stopped_rank_be_named(host, code: str)
     assert ranks.wait(30) == ""
     fail(ranks, 0, code)
     assert ranks.wait(4).startswith("rank 1 (host ") and ranks.alive() == []
-    outcome = judge(ranks.folder, ranks.folder, {}, 1, None, ranks.folder / "x")
+    outcome = judge(Attempt(ranks.folder, ranks.folder), 1, None)
     assert outcome.code == 1 and outcome.message.startswith("rank 1 (host ")
     assert not outcome.is_consequence
 
@@ -308,7 +308,7 @@ def test_a_rank_that_fails_by_itself_is_not_excused_by_one_that_stands_still(hos
     ranks.wait(30)
     fail(ranks, 0, "crash")
     ranks.wait(4)
-    outcome = judge(ranks.folder, ranks.folder, {}, 1, None, ranks.folder / "x")
+    outcome = judge(Attempt(ranks.folder, ranks.folder), 1, None)
     assert "rank 0 failed first" in outcome.message
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import cli as front
-from ppdist.launch.rendezvous import Connection, ControlChannel
-from ppdist.launch.topology import Machine, name_of_job, proof
+from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
+from ppdist.launch.topology import Machine
 from ppdist.launch.watchdog import Outcome, signals_noted
 from tests.unit.launch.test_topology import machine
 
@@ -77,8 +77,11 @@ def test_a_full_disk_is_said_with_its_folder(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_signal_in_the_pause_ends_the_job_with_75(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(restarts: front.Restarts, most: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(front.Restarts, "pause", property(lambda self: 60.0 * self.attempt))
-    monkeypatch.setattr(front, "_announcement", lambda *a: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(front.Restarts, "announcement", stop)
     assert attempts(FAILED) == (75, 1)
 
 
@@ -93,8 +96,8 @@ def test_a_signal_for_one_host_in_the_pause_ends_it_on_all(stopped: int) -> None
     codes: dict[int, int] = {}
 
     def pause(number: int) -> None:
-        assert not front._sleep(60, lines[number], received[number])
-        outcome = front._stopped_before(received[number])
+        assert not front.wait(60, lines[number], received[number])
+        outcome = front.stopped_before_begin(received[number])
         codes[number] = lines[number].finish(outcome, received[number]).code
 
     threads = [threading.Thread(target=pause, args=(number,), daemon=True) for number in (0, 1)]
@@ -111,7 +114,7 @@ def test_a_failure_of_another_host_in_the_pause_is_no_signal() -> None:
     one, other = (Connection(end) for end in socket.socketpair())
     line = ControlChannel(A, (A, B), {B: one}, None, print)
     other.send({"type": "ended", "host": B, "code": 1, "message": "no room", "age_ms": 0})
-    assert front._sleep(60, line, [])
+    assert front.wait(60, line, [])
 
 
 def test_a_token_of_any_bytes_works() -> None:

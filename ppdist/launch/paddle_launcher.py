@@ -4,7 +4,7 @@ Schedulers send a signal to all processes of a job, so that the launcher gets it
 fleetrun, and the ranks would lose their grace.  Here it listens to the first signal only; fleetrun
 ends it otherwise where that is wanted.
 
-    python stopped_once.py ARGUMENTS   as python -m paddle.distributed.launch ARGUMENTS
+    python paddle_launcher.py ARGUMENTS   as python -m paddle.distributed.launch ARGUMENTS
 """
 
 import runpy
@@ -18,7 +18,7 @@ _install = signal.signal
 _heard: list[int] = []
 
 
-def _install_once(number: int, handler: Any) -> Any:
+def install_once(number: int, handler: Any) -> Any:
     """signal.signal, for handlers that are called for the first of all signals."""
     if not callable(handler):
         return _install(number, handler)
@@ -35,5 +35,5 @@ if __name__ == "__main__":
     # As with -m: modules beside this file must not hide others.
     own = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != own]
-    signal.signal = _install_once  # type: ignore[assignment]
+    signal.signal = install_once  # type: ignore[assignment]
     runpy.run_module("paddle.distributed.launch", run_name="__main__", alter_sys=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch import exporter
+from ppdist.launch import metrics
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import Machine, metrics_endpoint
 from tests.ports import free_port
@@ -63,7 +63,7 @@ def asked(port: int) -> str:
 def endpoint(ranks: Ranks, port: int, capfd: pytest.CaptureFixture) -> Iterator[int]:
     ranks.say(0, "step", 20)
     ranks.say(1, "step", 20)
-    with exporter.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
         asked(port)
         yield port
     assert capfd.readouterr().err == ""
@@ -96,7 +96,7 @@ def test_a_file_beside_the_user_is_not_taken_for_a_module(
     monkeypatch.chdir(tmp_path)
     for name in ("wsgiref", "prometheus_client", "ppdist", "json"):
         Path(f"{name}.py").write_text("open('ran', 'w')\nraise RuntimeError")
-    with exporter.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
         assert "ppdist_host_ranks" in asked(port)
     assert not Path("ran").exists()
 
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_ended_holds_nobody_up(
         assert seconds is not None
         raise subprocess.TimeoutExpired("exporter", seconds)
 
-    with exporter.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
         monkeypatch.setattr(subprocess.Popen, "wait", wait)
     monkeypatch.undo()
     wait_for(lambda: not children_that_export(ranks.folder), 20)
@@ -116,7 +116,7 @@ def test_one_that_cannot_be_ended_holds_nobody_up(
 
 def test_signals_for_the_whole_job_leave_it_answering(ranks: Ranks, port: int) -> None:
     ranks.say(0, "step", 20)
-    with exporter.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
         asked(port)
         (child,) = children_that_export(ranks.folder)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -133,14 +133,14 @@ def children_that_export(folder: Path) -> list[int]:
             command = (place / "cmdline").read_bytes()
         except OSError:
             continue
-        if exporter.__file__.encode() in command and str(folder).encode() in command:
+        if b"ppdist.launch.metrics" in command and str(folder).encode() in command:
             found.append(int(place.name))
     return found
 
 
 def test_it_ends_with_fleetrun_however_that_ends(tmp_path: Path, port: int) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom ppdist.launch.exporter import exporting\n"
+        "import sys, time\nfrom pathlib import Path\nfrom ppdist.launch.metrics import exporting\n"
         "with exporting(Path(sys.argv[1]), ('127.0.0.1', int(sys.argv[2]))): time.sleep(1000)"
     )
     parent = subprocess.Popen(
@@ -163,7 +163,7 @@ def test_an_address_that_cannot_be_opened_is_one_line(
     address: str, says: str, tmp_path: Path, port: int, capfd: pytest.CaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        assert exporter.main([str(tmp_path), address, str(port)]) == 1
+        assert metrics.main([str(tmp_path), address, str(port)]) == 1
     said = capfd.readouterr().err
     assert said.startswith(f"fleetrun: --metrics_port: {address}:{port} cannot be opened (")
     assert says in said and said.endswith("; the run goes on without it\n")
@@ -173,7 +173,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     tmp_path: Path, port: int, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert exporter.main([str(tmp_path), "127.0.0.1", str(port)]) == 1
+    assert metrics.main([str(tmp_path), "127.0.0.1", str(port)]) == 1
     assert capfd.readouterr().err == (
         "fleetrun: --metrics_port: the package prometheus-client is missing: "
         "pip install 'ppdist[monitoring]'; the run goes on without it\n"
