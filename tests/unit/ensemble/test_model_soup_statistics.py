@@ -13,7 +13,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
-from ppdist.ensemble.statistics import LastEpoch, renew_statistics
+from ppdist.ensemble.model_soup import LastEpoch, renew_statistics
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import norms_of, tiny_config
 
@@ -76,7 +76,8 @@ def test_they_are_the_means_over_the_images_of_what_micro_batches_hold(folder: P
 
 def test_two_ranks_make_those_of_one_rank_bit_for_bit(folder: Path) -> None:
     alone = digest(str(folder))
-    assert run_on_ranks(2, "tests.unit.ensemble.test_statistics:digest", str(folder)) == [alone] * 2
+    function = "tests.unit.ensemble.test_model_soup_statistics:digest"
+    assert run_on_ranks(2, function, str(folder)) == [alone] * 2
 
 
 def test_the_model_is_ready_to_evaluate_and_trains_on_as_before(folder: Path) -> None:
