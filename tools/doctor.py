@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common import errors, process
-from ppdist.launch import worker
+from ppdist.common.process import ends_with_this
 from ppdist.launch.doctor import (
     FAIL,
     WARN,
@@ -118,13 +118,12 @@ def check_together(
     launcher = [sys.executable, str(Path(__file__).with_name("launch.py")), *options.typed]
     script = [__file__, *(["-c", arguments.config] if arguments.config else [])]
     script += ["-o", *arguments.override] if arguments.override else []
-    parent = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix="ppdist-doctor-"))
     file, logs = folder / "report.json", folder / "log"
     done = subprocess.run(
         [*launcher, "--log_dir", str(logs), *script],
         env={**os.environ, _REPORT: str(file)},
-        preexec_fn=lambda: worker.end_with_parent(signal.SIGTERM, parent),
+        preexec_fn=ends_with_this(signal.SIGTERM),
         check=False,
     )
     if done.returncode or not file.exists():  # the logs stay: the messages name them

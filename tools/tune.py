@@ -75,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
     from ppdist.launch.watchdog import signals_noted
-    from ppdist.launch.worker import end_with_parent
     from ppdist.tune.job import Launcher
     from ppdist.tune.results import draw, export
     from ppdist.tune.search import Search
@@ -98,7 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         script=str(here.with_name("train.py")),
         cores=cores,
         threads=max(1, cores // (workers * processes)),
-        end_with_parent=end_with_parent,
     )
     with signals_noted() as received:
         budget = arguments.budget

@@ -21,6 +21,7 @@ from pathlib import Path
 import paddle
 
 from ppdist.common.errors import LaunchError
+from ppdist.common.process import is_alive
 from ppdist.distributed import comm, heartbeat
 
 _FOLDER, _OWNER = "PPDIST_INTERLEAVED", "PPDIST_INTERLEAVED_OWNER"
@@ -48,7 +49,7 @@ def wait_for_slice() -> float:
         began = began or time.perf_counter()
         waits.touch()
         while pause.exists():
-            if not Path(f"/proc/{owner}").exists():
+            if not is_alive(int(owner)):
                 raise RuntimeError(f"process {owner}, which measured this one, is gone")
             heartbeat.alive()
             time.sleep(_LOOK_SECONDS)

@@ -15,6 +15,7 @@ from typing import Any
 import cv2
 import numpy as np
 
+from ppdist.common.process import process_stat
 from ppdist.config.data import DataConfig
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler
@@ -244,22 +245,13 @@ def _children() -> set[int]:
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            fields = _stat(int(folder.name))
-            if fields and int(fields[1]) == os.getpid():
+            stat = process_stat(int(folder.name))
+            if stat is not None and stat.parent == os.getpid():
                 found.add(int(folder.name))
     return found
 
 
 def _cpu_seconds(process: int) -> float:
     """CPU time of a process so far; 0 once it has ended."""
-    fields = _stat(process)
-    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
-
-
-def _stat(process: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name, see proc(5); none where there is no such process."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+    stat = process_stat(process)
+    return 0.0 if stat is None else stat.cpu_seconds

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ppdist.common.errors import ConfigError, UserError
@@ -129,18 +129,99 @@ def write_json(path: Path, content: object, indent: int | None = None) -> None:
             replace_file(path.resolve(), data)
 
 
+class FileLock:
+    """A lock between processes on a file of its own; it ends with its process, however that ends.
+
+    The file stays and means nothing by itself, so nobody has to find out whether the holder of a
+    stale one still lives.  The lock is one of POSIX rather than flock's: that would pass to
+    processes that this one forks, such as the loader's workers, which may outlive a killed rank for
+    a moment.  Such a lock ends when its process closes the file anywhere, so it must be opened by
+    this class alone: one process, one thread, one object a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def open(self) -> int:
+        """Makes the file and its folder, or opens it.  Raises: OSError."""
+        if self._handle is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        return self._handle
+
+    def acquire(self) -> bool:
+        """Waits for it.  Returns: True."""
+        while not self.try_acquire():
+            time.sleep(0.02)
+        return True
+
+    def try_acquire(self) -> bool:
+        """Takes it if nobody has it.
+
+        Raises: OSError: the file cannot be made, or its file system has no locks.
+        """
+        return _lock(self.open(), fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        assert self._handle is not None
+        fcntl.lockf(self._handle, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Gives it back, if it was taken."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def read(self) -> bytes:
+        """What the file says, of its holder or of the last one."""
+        return os.pread(self.open(), 4096, 0)
+
+    def write(self, content: bytes) -> None:
+        """What the file is to say, for whoever finds it taken.  Raises: OSError."""
+        os.ftruncate(self.open(), 0)
+        os.pwrite(self.open(), content, 0)
+
+    def is_taken(self) -> bool:
+        """Whether another process has it, as far as its file system tells; not for who has it."""
+        assert self._handle is None
+        try:
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return not _lock(handle, fcntl.LOCK_SH)
+        except OSError:
+            return False
+        finally:
+            os.close(handle)  # and with it the lock, if it was free
+
+    def __enter__(self) -> "FileLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Whether nobody else has it.  Raises: OSError: the file system has no locks."""
+    try:
+        fcntl.lockf(handle, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
 _LOCK_FILE = "run.lock"
 _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
-_held: dict[Path, int] = {}  # folder -> descriptor, open for the life of this process
+_held: dict[Path, FileLock] = {}  # by folder, for the life of this process
 
 
 def hold(output_dir: Path) -> list[str]:
     """Takes `output_dir` for this process until it ends, however it ends; rank 0 alone calls it.
-
-    The lock belongs to the process, not to the file, which stays and means nothing by itself.  It
-    is one of POSIX rather than flock's: that would pass to the loader's workers, which may outlive
-    a killed rank for a moment.  Such a lock ends when its process closes the file anywhere, so it
-    is opened here alone, and once.
 
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
@@ -148,9 +229,9 @@ def hold(output_dir: Path) -> list[str]:
     folder = output_dir.resolve()
     if folder in _held:
         return []
+    lock = FileLock(folder / _LOCK_FILE)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        lock.open()
     except OSError as error:
         raise ConfigError(
             f"cannot write to {output_dir}: {error}",
@@ -158,20 +239,11 @@ def hold(output_dir: Path) -> list[str]:
             where="output_dir",
         ) from error
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-    while True:
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                os.close(handle)
-                return [
-                    f"output_dir: {output_dir} is on a file system without locks "
-                    f"({error.strerror}): nothing keeps a second training from writing there"
-                ]
+    try:
+        while not lock.try_acquire():
             if time.monotonic() > deadline:
-                holder = _described(os.read(handle, 4096))
-                os.close(handle)
+                holder = _described(lock.read())
+                lock.close()
                 raise ConfigError(
                     f"{output_dir}: another training writes there ({holder})",
                     code="output_dir_in_use",
@@ -180,34 +252,26 @@ def hold(output_dir: Path) -> list[str]:
                         "wait for it or stop it, or give this one a folder of its own: -o "
                         "output_dir=..."
                     ),
-                ) from error
-        time.sleep(0.1)
-    _held[folder] = handle
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        lock.close()
+        return [
+            f"output_dir: {output_dir} is on a file system without locks "
+            f"({error.strerror}): nothing keeps a second training from writing there"
+        ]
+    _held[folder] = lock
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    try:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(about).encode(), 0)
-    except OSError:  # a full disk: the lock holds all the same
-        pass
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        lock.write(json.dumps(about).encode())
     return []
 
 
 def is_held(output_dir: Path) -> bool:
     """Whether a training writes into the folder now, as far as its file system tells."""
-    if output_dir.resolve() in _held:  # by this process, which would lose it by looking
-        return True
-    try:
-        handle = os.open(output_dir / _LOCK_FILE, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    finally:
-        os.close(handle)  # and with it the lock, if it was free
-    return False
+    # One of this process would be lost by looking.
+    return output_dir.resolve() in _held or FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
 def _described(content: bytes) -> str:

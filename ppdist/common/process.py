@@ -1,20 +1,22 @@
-"""How a process begins and ends: exit codes, signals, variables.
+"""Processes: how ours begin and end, and whether others live.
 
 Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
 (traceback); 75 stopped by a signal after a clean checkpoint.
 """
 
+import ctypes
 import io
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -29,6 +31,7 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # of a training
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
     "No ccache found",
@@ -55,6 +58,73 @@ def printable(text: str) -> str:
 def hold_signals() -> None:
     """Signals that ask to stop wait from here on, until engine/trainer.py is ready for them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def end_with_parent(number: int, parent: int) -> None:
+    """The kernel sends this process a signal when its parent ends, which may have happened already.
+
+    Args: parent: its id, found out before it could end.
+    """
+    _ending_with(number, parent)()
+
+
+def ends_with_this(number: int) -> Callable[[], None]:
+    """The same for a child: what it calls first after its fork, as a `preexec_fn`.
+
+    Made before the fork, because the linker's lock may be another thread's at that moment.  It does
+    nothing in threads other than the main one: the kernel takes the end of the thread that forks
+    for the end of its process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    return _ending_with(number, os.getpid())
+
+
+def _ending_with(number: int, parent: int) -> Callable[[], None]:
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):  # not Linux: each has to look for its parent by itself
+        return lambda: None
+    words = [ctypes.c_ulong(word) for word in (number, 0, 0, 0)]
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, *words)
+        if os.getppid() != parent:  # it ended before we asked
+            os.kill(os.getpid(), number)
+
+    return ask
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """A process as /proc/PID/stat shows it, see proc(5)."""
+
+    state: str  # such as R: it runs, T: stopped, Z: a zombie
+    parent: int  # process id
+    began: int  # in ticks since the machine did: ids are used again
+    cpu_seconds: float  # so far
+
+    @property
+    def is_alive(self) -> bool:
+        """False for a zombie: it has ended, and its parent has not asked how."""
+        return self.state not in ("Z", "X")
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None: there is no such process, or no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # its name may hold anything
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    found = process_stat(pid)
+    return found is not None and found.is_alive
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

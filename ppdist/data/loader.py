@@ -15,7 +15,6 @@ The memory of the slots is anonymous and inherited: /dev/shm, which is small in 
 used.  A worker ends with its rank, however that one ends.
 """
 
-import ctypes
 import gc
 import itertools
 import logging
@@ -27,7 +26,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -44,6 +42,7 @@ import paddle
 
 from ppdist.common.errors import DataError
 from ppdist.common.machine import available_cores
+from ppdist.common.process import ends_with_this
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
@@ -74,7 +73,6 @@ _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for 
 _LENGTH = struct.Struct("<I")
 # Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
 _PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Of one batch: deaths at one record until it is blocked, and in a row until the run fails.
 _CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
 
@@ -186,24 +184,6 @@ class _Inbox:
 def _packed(message: Any) -> bytes:
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(content)) + content
-
-
-def tie() -> Callable[[], object]:
-    """What a worker calls first after its fork, so that the kernel kills it when its rank ends.
-
-    By itself it looks for its rank between batches only, and may never come back from a decoder.
-    Asked for before the fork, because the linker's lock may be another thread's at that moment.
-    Does nothing where there is no prctl, and in threads other than the main one: the kernel takes
-    the end of the thread that forks for the end of its process.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return lambda: None
-    words = [ctypes.c_ulong(word) for word in (signal.SIGKILL, 0, 0, 0)]
-    return lambda: prctl(_PR_SET_PDEATHSIG, *words)
 
 
 def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
@@ -409,13 +389,15 @@ class WorkerPool:
         worker = Worker(ours, slots, _shared(1, np.int64), _shared(1, np.float64))
         worker.reading[0] = NOTHING
         ours.settimeout(self._timeout)
-        rank, tied = os.getpid(), tie()
+        rank = os.getpid()
+        # By itself it looks for its rank between batches only, and may hang in a decoder.
+        end_with_rank = ends_with_this(signal.SIGKILL)
         worker.process = os.fork()
         if worker.process:
             theirs.close()
             return worker
         try:
-            tied()
+            end_with_rank()
             ours.close()
             work(self._samples, worker, theirs, rank)
             code = 0

@@ -20,6 +20,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppdist.common.files import replace_file
 from ppdist.common.process import EXIT_DIR_VARIABLE
 
 PHASES = ("start", "step", "evaluate", "save", "end")
@@ -157,10 +158,8 @@ def tell_run(output_dir: Path) -> None:
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
     place = run_of(Path(folder), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
-    draft = place.with_suffix(".tmp")
     with contextlib.suppress(OSError):
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(place)
+        replace_file(place, text.encode())
 
 
 def alive() -> None:

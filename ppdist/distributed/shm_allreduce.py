@@ -28,13 +28,12 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ppdist.common.errors import RankError
+from ppdist.common.process import is_alive
 from ppdist.distributed import heartbeat
 
 _LOGGER = logging.getLogger("ppdist.distributed.comm")
@@ -292,7 +291,7 @@ class SharedMemoryAllReduce:
         """Raises, unless it makes sense to go on waiting for that rank."""
         late = f"rank {self._ranks[other]} (process {process} of this host)"
         # It may have come and ended since the counter was read.
-        if not _lives(process) and self._counters[other * _CELL] < self._arrivals:
+        if not is_alive(process) and self._counters[other * _CELL] < self._arrivals:
             raise RankError(f"{late} ended while rank {self._rank} waited for it", code="lost_rank")
         if waited > timeout:
             limit = "distributed.timeout_seconds"
@@ -318,14 +317,6 @@ def _add(parts_LF: Sequence[np.ndarray], sums_F: np.ndarray) -> None:
 def _floats(address: int, count: int) -> np.ndarray:
     """The values at an address themselves."""
     return np.frombuffer(memoryview((ctypes.c_float * count).from_address(address)), np.float32)
-
-
-def _lives(process: int) -> bool:
-    """False for a zombie too: one that has ended, and whose parent has not asked how."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
 
 
 def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:

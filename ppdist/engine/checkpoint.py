@@ -43,6 +43,7 @@ from safetensors import SafetensorError
 from ppdist.common.errors import CheckpointError
 from ppdist.common.files import is_disk_full
 from ppdist.common.machine import free_disk
+from ppdist.common.process import is_alive
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -208,7 +209,7 @@ def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
         return False
     if host != socket.gethostname():
         return True
-    return pid != os.getpid() and Path(f"/proc/{pid}").exists()
+    return pid != os.getpid() and is_alive(pid)
 
 
 def set_aside(folder: Path, step: int) -> Path | None:

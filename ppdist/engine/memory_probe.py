@@ -10,9 +10,7 @@ user's goes to FOLDER/mistake.
 Exit codes: 0 done, 2 an error of the user's, 3 no memory, 1 anything else (traceback).
 """
 
-import ctypes
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import UserError, failure_of, is_out_of_memory
+from ppdist.common.process import end_with_parent
 from ppdist.config import ExperimentConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
@@ -33,8 +32,6 @@ from ppdist.engine.state import TrainState, capture_state
 from ppdist.engine.train_step import Clock
 from ppdist.models.layers import take_gloo_batch_norm
 from ppdist.optim.lr_scheduler import LearningRates
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,7 @@ def _measure(job: Job, file_of_results: Path) -> None:
 
 def _end_with(parent: int) -> None:
     """The kernel ends this process with its parent, and before others when memory runs out."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        sys.exit(1)
+    end_with_parent(signal.SIGKILL, parent)
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 

@@ -24,6 +24,7 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from ppdist.common.errors import LaunchError, UserError
+from ppdist.common.machine import available_memory
 from ppdist.launch.cli import whose_fleetrun
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import (
@@ -193,10 +194,9 @@ def check_resources(cores: int, cards: int) -> list[Finding]:
     """Cores, memory, with several cards shared memory, and disk."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
     memory = available_memory()
-    if memory is not None:
-        remedy = "" if memory >= 2 * _GIB else "close other programs; use fewer processes"
-        level = WARN if remedy else OK
-        findings.append(Finding(level, "memory", f"{memory / _GIB:.1f} GiB available", remedy))
+    remedy = "" if memory >= 2 * _GIB else "close other programs; use fewer processes"
+    level = WARN if remedy else OK
+    findings.append(Finding(level, "memory", f"{memory / _GIB:.1f} GiB available", remedy))
     if cards > 1:  # NCCL's; our own workers and sums need none of it
         shared = Path("/dev/shm")
         free = shutil.disk_usage(shared).free if shared.is_dir() else 0
@@ -244,23 +244,6 @@ def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str
     inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
     inside.reverse()  # of several mounts on one path the last one is seen
     return max(inside, key=lambda row: len(row[1]))[2] if inside else "unknown file system"
-
-
-def available_memory() -> int | None:
-    """Bytes this process can still get: of the machine, or of its container if that is less."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-    if kib is None:
-        return None
-    available = kib * 1024
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    try:
-        return min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # not in a container, or without a limit ("max")
-        return available
 
 
 def check_fleetrun(search_path: str | None = None) -> Finding:

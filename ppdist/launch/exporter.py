@@ -25,8 +25,7 @@ if __name__ == "__main__":  # by its path: nothing in the folder where the user 
     if _root not in sys.path:  # a checkout that was never installed
         sys.path.insert(0, _root)
 
-from ppdist.common.process import STOP_SIGNALS
-from ppdist.launch import worker
+from ppdist.common.process import STOP_SIGNALS, ends_with_this
 from ppdist.launch.metrics import METRICS, CardsReader, Measures, Sample
 from ppdist.launch.watchdog import say
 
@@ -47,7 +46,6 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     if endpoint is None:
         yield
         return
-    parent = os.getpid()
     command = [sys.executable, __file__, str(folder), *map(str, endpoint)]
     process = None
     try:
@@ -56,7 +54,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the ranks
-            preexec_fn=lambda: worker.end_with_parent(signal.SIGKILL, parent),
+            preexec_fn=ends_with_this(signal.SIGKILL),
         )
     except OSError as error:
         _give_up(f"no process could be started ({error})")

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ppdist.common.process import is_alive
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.supervisor import is_alive
 
 # Name -> what it says.  Those that end with _total only grow, as long as the ranks live; with
 # ppdist_run_ begins what holds for the whole run: rank 0's host alone says that.

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import EXIT_DIR_VARIABLE
+from ppdist.common.process import EXIT_DIR_VARIABLE, ends_with_this, is_alive
 from ppdist.launch import stopped_once, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel
@@ -89,17 +89,6 @@ def end_all(folder: Path) -> list[int]:
             return left
         time.sleep(_POLL_SECONDS_ranks)
     return []
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended and waits to be asked how does not."""
-    try:
-        os.kill(pid, 0)
-        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-    except PermissionError:
-        return True
-    except OSError:
-        return False
 
 
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
@@ -188,14 +177,14 @@ class _Job:
         command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
         launcher_log = self._folder / "launcher.log"
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        parent = os.getpid()
+        end_with_fleetrun = ends_with_this(signal.SIGTERM)
 
         def prepare() -> None:
             # Schedulers send them to all processes of a job.  Ranks hear of them from fleetrun, or
             # once they listen; who asks one for its stacks too early gets none.
             for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)
-            worker.end_with_parent(signal.SIGTERM, parent)
+            end_with_fleetrun()
 
         with terminal, launcher_log.open("wb") as output:
             terminal.bind(str(self._folder / "terminal"))

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ppdist.common import errors, process
+from ppdist.common.files import replace_file
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
@@ -69,7 +70,7 @@ class Seen:
 
     rank: int
     reading: Reading
-    born: str  # of the process, so that its number is not taken for that of a later one
+    born: int  # of the process, so that its number is not taken for that of a later one
     changed: float  # when it last gave a sign of life
     state: str = "R"  # of the process, as in /proc/PID/stat
     traced: bool = False  # by a debugger
@@ -170,18 +171,18 @@ class Watch:
 
     def _see(self) -> None:
         for rank, reading in self._readings().items():
-            state, born = _process(reading.pid)
+            stat = process.process_stat(reading.pid)
             seen = self._ranks.get(rank)
-            if state in ("", "Z", "X") or (seen is not None and seen.born != born):
+            if stat is None or not stat.is_alive or (seen and seen.born != stat.began):
                 self._ranks.pop(rank, None)  # it has ended; how is for others to say
                 continue
             if seen is None:
-                seen = self._ranks[rank] = Seen(rank, reading, born, self._now)
+                seen = self._ranks[rank] = Seen(rank, reading, stat.began, self._now)
             elif reading.seconds != seen.reading.seconds:
                 self._note(seen, reading)
             seen.reading = reading
-            seen.state, seen.traced = state, _is_traced(reading.pid)
-            if state != "T":
+            seen.state, seen.traced = stat.state, _is_traced(reading.pid)
+            if stat.state != "T":
                 seen.stopped_at = None
             elif seen.stopped_at is None:
                 seen.stopped_at = self._now
@@ -221,9 +222,7 @@ class Watch:
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
         ranks = [seen.rank for seen in culprits]
         stall = Stall(f"{how}{where}", since, ranks, step, certain)
-        draft = self._folder / f"{_FOUND}.tmp"
-        draft.write_text(json.dumps(asdict(stall)), encoding="utf-8")
-        draft.replace(self._folder / _FOUND)
+        replace_file(self._folder / _FOUND, json.dumps(asdict(stall)).encode())
         for seen in self._ranks.values() if certain else culprits:
             _send(seen, signal.SIGKILL)
 
@@ -358,16 +357,6 @@ def _grown(folder: Path) -> dict[int, Path]:
     return {int(path.name.partition("-")[2]): path for path in paths if path.stat().st_size}
 
 
-def _process(pid: int) -> tuple[str, str]:
-    """The state of a process and when it began; "" for one that is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return "", ""
-    fields = stat.rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
 def _is_traced(pid: int) -> bool:
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
@@ -376,7 +365,8 @@ def _is_traced(pid: int) -> bool:
 
 
 def _send(seen: Seen, number: int) -> None:
-    if _process(seen.reading.pid)[1] == seen.born:
+    stat = process.process_stat(seen.reading.pid)
+    if stat is not None and stat.began == seen.born:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(seen.reading.pid, number)
 

@@ -5,12 +5,9 @@ It runs the training script as a child, because Paddle's launcher, as it is,
     progress bar never sees a terminal: here the first rank of a host gets fleetrun's own;
   * forgets which rank failed first and how: here each leaves that in the folder of the run;
   * leaves its workers running when it is killed: here they end with it.
-
-A script, run by its path: only the standard library, nothing of ppdist.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,20 +19,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-FOLDER_VARIABLE = "PPDIST_EXIT_DIR"
+if __name__ == "__main__":  # by its path: modules beside this file must not hide others
+    _own, _root = Path(__file__).resolve().parent, str(Path(__file__).resolve().parents[2])
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != _own]
+    if _root not in sys.path:  # a checkout that was never installed
+        sys.path.insert(0, _root)
+
+from ppdist.common.files import replace_file
+from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_this
+
 # For a clean checkpoint.  Paddle's launcher kills this process after 30, and then nobody would be
 # left who could end what the script has started.
 GRACE_SECONDS = 28
 _RECORD_BYTES = 200  # of a report: more than numbers and a time can take
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    folder = Path(os.environ[FOLDER_VARIABLE])
+    folder = Path(os.environ[EXIT_DIR_VARIABLE])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     rank, local = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_LOCAL_RANK"])
     child: subprocess.Popen | None = None
-    me, parent = os.getpid(), os.getppid()
+    parent = os.getppid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if child is None:
@@ -64,7 +68,7 @@ def main() -> int:
         stdout=output,
         stderr=errors,
         env=environment(job["log_dir"]),
-        preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
+        preexec_fn=ends_with_this(signal.SIGKILL),
     )
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
@@ -73,14 +77,6 @@ def main() -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(left, signal.SIGKILL)
     return code if code >= 0 else 128 - code
-
-
-def end_with_parent(number: int, parent: int) -> None:
-    """Asks Linux to send this process a signal when its parent dies; elsewhere nothing happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
-        if os.getppid() != parent:  # it died before we asked
-            os.kill(os.getpid(), number)
 
 
 def forget_environment(folder: Path) -> None:
@@ -98,7 +94,7 @@ def started_by(folder: Path, rank: int | None = None) -> list[int]:
 
     Zombies have none, nor has anything where there is no /proc.
     """
-    marks = {f"{FOLDER_VARIABLE}={folder}".encode()}
+    marks = {f"{EXIT_DIR_VARIABLE}={folder}".encode()}
     if rank is not None:
         marks.add(f"PADDLE_TRAINER_ID={rank}".encode())
     found = []
@@ -118,11 +114,9 @@ def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
 
     Args: child: the process of the script, 0 before there is one.
     """
-    report = folder / f"exit-{rank}.json"
-    draft = report.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # the folder is gone with fleetrun
-        draft.write_bytes(_record(rank, local, child, None) + b" " * _RECORD_BYTES)
-        draft.replace(report)
+        content = _record(rank, local, child, None) + b" " * _RECORD_BYTES
+        replace_file(folder / f"exit-{rank}.json", content)
 
 
 def end_report(folder: Path, rank: int, local: int, code: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ppdist.common.files import write_json
+from ppdist.common.process import ends_with_this, process_stat
 from ppdist.config.study import item_of
 
 _TAIL_BYTES = 4000
@@ -26,15 +27,12 @@ class Launcher:
         script: of training.
         cores: that there are for all trials at a time.
         threads: of each process on a CPU, where OMP_NUM_THREADS does not say.
-        end_with_parent: told a signal and the parent's id; what makes this process get that signal
-            when the parent is gone.
     """
 
     command: Sequence[str]
     script: str
     cores: int
     threads: int
-    end_with_parent: Callable[[int, int], None]
 
     def start(
         self, folder: Path, placing: Sequence[str], config: str, overrides: Sequence[str]
@@ -56,20 +54,22 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for us, who pass on what is meant
-                preexec_fn=self._tie(os.getpid()),
+                preexec_fn=_end_with_study(),
             )
         return Job(process, folder)
 
-    def _tie(self, parent: int) -> Callable[[], None]:
-        """What the child calls first: it is asked to save and end when this process is gone."""
 
-        def tie() -> None:
-            # Until it is another program, our own handlers would swallow the signal.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.end_with_parent(signal.SIGTERM, parent)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+def _end_with_study() -> Callable[[], None]:
+    """What the child calls first: it is asked to save and end when this process is gone."""
+    end = ends_with_this(signal.SIGTERM)
 
-        return tie
+    def prepare() -> None:
+        # Until it is another program, our own handlers would swallow the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+    return prepare
 
 
 @dataclass
@@ -146,8 +146,5 @@ def write_past(job: Job, crashes: int, minutes: float) -> None:
 def _started(pid: int) -> str:
     """When a process began, in ticks since the machine did: ids are used again.  "": it is gone,
     or there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+    stat = process_stat(pid)
+    return str(stat.began) if stat is not None and stat.is_alive else ""

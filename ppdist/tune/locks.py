@@ -1,73 +1,32 @@
-"""Locks between processes that share the folder of a study.
+"""Locks between processes that share the folder of a study."""
 
-They belong to a process and end with it, however it ends: nobody has to find out whether the holder
-of a stale lock file still lives.
-"""
-
-import errno
-import fcntl
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import FileLock
 
 
-class FileLock:
-    """A POSIX lock on a file of its own.  It must be opened by this class alone: such a lock ends
-    when its process closes the file anywhere.  One process, one thread, one object a file.
-
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handle: int | None = None
-
-    def acquire(self) -> bool:
-        """Waits for it."""
-        while not self.try_acquire():
-            time.sleep(0.02)
-        return True
+class StudyLock(FileLock):
+    """A `FileLock`, without which the processes of a study cannot agree."""
 
     def try_acquire(self) -> bool:
         """Takes it if nobody has it.  Raises: ConfigError: the file system has no locks."""
-        if self._handle is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.open()
         try:
-            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return super().try_acquire()
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
             raise ConfigError(
-                f"{self._path.parent} is on a file system without locks ({error.strerror}), with "
+                f"{self.path.parent} is on a file system without locks ({error.strerror}), with "
                 "which the processes of a study agree",
                 code="file_system_without_locks",
                 where="--out",
                 fix="take another",
             ) from error
-        return True
-
-    def release(self) -> None:
-        assert self._handle is not None
-        fcntl.lockf(self._handle, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Gives it back, if it was taken."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-    def __enter__(self) -> "FileLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
-class JournalLock(FileLock):
+class JournalLock(StudyLock):
     """What Optuna takes before it adds lines to its journal; its own lock files outlive a killed
     process.
 

@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from ppdist.common.files import make_folder, writing
+from ppdist.common.files import make_folder, replace_file, writing
 from ppdist.common.writers import VisualDLWriter
 from ppdist.tune.cells import Cell, baseline
 from ppdist.tune.store import Store
@@ -51,9 +51,7 @@ def export(store: Store) -> None:
         found = rows(store)
         file = store.folder / "trials.jsonl"
         with writing(file):
-            draft = file.with_suffix(".tmp")
-            draft.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-            draft.replace(file)
+            replace_file(file, "".join(json.dumps(row) + "\n" for row in found).encode())
         for row in found:
             if not (store.folder / "vdl" / f"{row['trial']:03d}").exists():
                 _write_curves(store.folder / "vdl", row)

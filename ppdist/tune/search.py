@@ -26,7 +26,7 @@ from ppdist.tune.calibrate import (
 from ppdist.tune.cells import Cell, grid, timed_by
 from ppdist.tune.curve import Curve
 from ppdist.tune.job import Job, Launcher, Past, write_past
-from ppdist.tune.locks import FileLock
+from ppdist.tune.locks import StudyLock
 from ppdist.tune.results import export
 from ppdist.tune.store import Claim, Store, Waiting
 
@@ -248,7 +248,7 @@ class Search:
             return {}
         places = [list(each) for each in self.places]
         conditions = {"workers": len(places), "places": places, "cores": self.launcher.cores}
-        lock = FileLock(self.store.folder / "calibration.lock")
+        lock = StudyLock(self.store.folder / "calibration.lock")
         try:
             while not lock.try_acquire():
                 if self.asked_to_stop():

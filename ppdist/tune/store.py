@@ -35,7 +35,7 @@ from ppdist.config import load_config
 from ppdist.config.study import Dimension, PrunerConfig, StudyConfig
 from ppdist.tune.cells import Cell, grid
 from ppdist.tune.job import Past
-from ppdist.tune.locks import FileLock, JournalLock
+from ppdist.tune.locks import JournalLock, StudyLock
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
 _MAY_CHANGE = {
@@ -79,8 +79,8 @@ class Store:
         """
         make_folder(folder)
         self.folder, self.config = folder, study
-        self.lock = FileLock(folder / "study.lock")
-        self._mine: dict[int, FileLock] = {}  # number of a trial -> its lock
+        self.lock = StudyLock(folder / "study.lock")
+        self._mine: dict[int, StudyLock] = {}  # number of a trial -> its lock
         with warnings.catch_warnings(), self.lock:
             # The journal and multivariate TPE are marked experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -164,7 +164,7 @@ class Store:
             return claim or (Waiting() if waiting else None)
 
     def _adopt(self, trial: FrozenTrial) -> Claim | Waiting | None:
-        lock = FileLock(self.trial_folder(trial.number) / "tune.lock")
+        lock = StudyLock(self.trial_folder(trial.number) / "tune.lock")
         cell = self.cell_of(trial)
         if (cell is not None and not self._wants(cell)) or not lock.try_acquire():
             lock.close()
@@ -219,7 +219,7 @@ class Store:
             cell = Cell(params=params)
         assert trial.number == number, "somebody asked without the lock"
         trial.set_user_attr("cell", cell.record())
-        lock = FileLock(self.trial_folder(number) / "tune.lock")
+        lock = StudyLock(self.trial_folder(number) / "tune.lock")
         lock.acquire()
         self._mine[number] = lock
         return Claim(number, cell, again=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.launch.worker import end_with_parent
+from ppdist.common.process import ends_with_this
 from tests.distributed import _free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -154,13 +154,12 @@ def _started(
     command: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> subprocess.Popen:
     with (folder / f"{command[0]}.out").open("w") as output:
-        parent = os.getpid()
         return subprocess.Popen(
             list(command),
             env=dict(environment),
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM, parent),  # a killed test, too
+            preexec_fn=ends_with_this(signal.SIGTERM),  # a killed test, too
         )
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from ppdist.common.errors import Failure
 from ppdist.launch.options import STALE_VARIABLES
-from tests.distributed import _free_ports
+from tests.ports import free_port
 from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
 
 TIMEOUT = 90.0  # seconds; a hang is a failed test
@@ -84,7 +84,7 @@ def test_two_gloo_processes_sum_and_only_rank_0_is_seen() -> None:
 
 @pytest.mark.slow
 def test_two_hosts_on_loopback_sum() -> None:
-    ips, port = "--ips=127.0.0.2,127.0.0.3", str(_free_ports(1)[0])
+    ips, port = "--ips=127.0.0.2,127.0.0.3", str(free_port())
     script = write(ALL_REDUCE)
     common = (ips, "--start_port", port, "--nproc_per_node", "1")
     other = ("--host", "127.0.0.3", *common, "--log_dir", "log_b", script)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import _free_ports
+from tests.ports import free_port
 from tests.unit.launch.hosts import SAVES_AT_SIGTERM, Host, hosts_of_a_test, wait_for, write
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -32,7 +32,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def port() -> str:
-    return str(_free_ports(1)[0])
+    return str(free_port())
 
 
 def both(start: Callable[..., Host], port: str, script: str, *words: str) -> list[Host]:

@@ -18,7 +18,7 @@ from ppdist.common.errors import LaunchError
 from ppdist.launch import exporter
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import Machine, metrics_endpoint
-from tests.distributed import _free_ports
+from tests.ports import free_port
 from tests.unit.launch.hosts import ROOT, hosts_of_a_test, wait_for, write
 from tests.unit.launch.measured import Ranks
 
@@ -35,7 +35,7 @@ def ranks(tmp_path: Path) -> Ranks:
 
 @pytest.fixture
 def port() -> int:
-    return _free_ports(1)[0]
+    return free_port()
 
 
 def ask(port: int, method: str = "GET") -> str:

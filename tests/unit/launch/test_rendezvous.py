@@ -13,7 +13,7 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.launch import rendezvous
 from ppdist.launch.rendezvous import ControlChannel, Handshake, differences, read_handshake, remarks
-from tests.distributed import _free_ports
+from tests.ports import free_port
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 TRAIN = Handshake(
@@ -68,7 +68,7 @@ def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
 
 def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
     """All of them, started one after another."""
-    port = _free_ports(1)[0]
+    port = free_port()
     hosts = [Host(greeting, port, seconds) for greeting in greetings]
     for each in hosts:
         each.start()
@@ -118,7 +118,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
-    port, all_hosts = _free_ports(1)[0], (A, B, C, "127.0.0.5")  # which does not come
+    port, all_hosts = free_port(), (A, B, C, "127.0.0.5")  # which does not come
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
     for each in hosts:
         each.start()
@@ -130,7 +130,7 @@ def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped:
 
 
 def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     hosts = [Host(host(own), port) for own in (A, B, B)]
     hosts[1].received.append(signal.SIGINT)
     for each in hosts:
@@ -170,7 +170,7 @@ def test_a_second_fleetrun_for_one_host_is_refused_and_the_run_goes_on() -> None
 
 
 def test_a_call_during_the_run_is_answered() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     hosts = [Host(host(own), port) for own in (A, B)]
     late = Host(host(B), port)
     for each in hosts:
@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:
 
 
 def test_noise_on_the_port_of_the_first_host_does_no_harm() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     first, second = Host(host(A), port), Host(host(B), port)
     first.start()
     callers = []

@@ -18,7 +18,8 @@ import pytest
 from ppdist.launch import rendezvous
 from ppdist.launch.rendezvous import ControlChannel, Handshake
 from ppdist.launch.topology import TOKEN_VARIABLE, make_plan, name_of_job
-from tests.distributed import _free_ports, run_on_ranks
+from tests.distributed import run_on_ranks
+from tests.ports import free_port
 from tests.unit.launch import hosts as launched
 from tests.unit.launch.test_rendezvous import TRAIN, A, B, Host, host
 
@@ -50,7 +51,7 @@ def finished(*members: Member) -> None:
 
 
 def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     members = [Member(host(own), port, TOKEN) for own in (A, B)]
     for each in members:
         each.start()
@@ -66,7 +67,7 @@ def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
 
 @pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(others: str) -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)
     first.start()
     stranger.start()
@@ -83,7 +84,7 @@ def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(other
 
 @pytest.mark.slow
 def test_a_first_host_without_the_token_of_the_others_is_told_so() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     members = Member(host(A), port, "", seconds=4), Member(host(B), port, TOKEN, seconds=4)
     for each in members:
         each.start()
@@ -104,7 +105,7 @@ def test_a_greeting_that_was_changed_on_the_way_is_not_signed() -> None:
 
 
 def test_a_stranger_who_speaks_as_fleetrun_does_cannot_end_a_job_with_a_token() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     first = Member(host(A), port, TOKEN)
     first.start()
     launched.wait_for(lambda: answers(port), 10)
@@ -162,14 +163,14 @@ def meeting_seconds(port: int) -> float:
     "content", [b"x" * 65536, b"[" * 65536, b"\n" * 1000, b'{"type": "hello"}\n' * 100]
 )
 def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     with sending(A, port, content):
         assert meeting_seconds(port) < 15
 
 
 @pytest.mark.slow
 def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> None:
-    port, over = _free_ports(1)[0], threading.Event()
+    port, over = free_port(), threading.Event()
 
     def crowd() -> None:
         open_ones: list[socket.socket] = []

@@ -16,7 +16,7 @@ from ppdist.launch.cli import fleetrun
 from ppdist.launch.rendezvous import ControlChannel, Handshake
 from ppdist.launch.topology import Machine, Network, once_known, own_address, resolve_hosts
 from ppdist.launch.watchdog import Outcome, Stopped
-from tests.distributed import _free_ports
+from tests.ports import free_port
 from tests.unit.launch import test_rendezvous_namespaces as netns
 from tests.unit.launch.hosts import ALL_REDUCE, hosts_of_a_test, wait_for, write
 from tests.unit.launch.test_cli_hosts import WAITS_FOR_A_RESTART, WAITS_FOR_ALL
@@ -160,7 +160,7 @@ def meet_all(
     port: int | None = None,
 ) -> list[Mover]:
     """Hosts by their own address, with what they think where all are."""
-    port = port or _free_ports(1)[0]
+    port = port or free_port()
     movers = []
     for own, each in views.items():
         greeting: Handshake = host(own, each[-1], names=typed)
@@ -217,7 +217,7 @@ def test_a_name_that_is_not_known_for_a_moment_is_no_disagreement() -> None:
 
 @pytest.mark.slow
 def test_an_old_address_that_a_host_of_another_run_has_by_now_does_not_end_the_waiting() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     other = Host(host(OLD, (OLD, "127.0.0.10"), names=("other-0", "other-1")), port, 6)
     other.start()
     movers = meet_all({A: [(A, OLD), (A, B)], B: [(A, B)]}, NAMES, port=port)
@@ -247,7 +247,7 @@ def test_a_resolver_that_does_not_answer_stops_nothing(monkeypatch: pytest.Monke
 
 
 def test_other_hosts_are_still_an_error_at_once() -> None:
-    port = _free_ports(1)[0]
+    port = free_port()
     first = Host(host(A, (A, B), names=NAMES), port)
     second = Host(host(B, (A, B, C), names=(*NAMES, "pod-2")), port)
     for each in (second, first):

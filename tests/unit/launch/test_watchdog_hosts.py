@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import _free_ports
+from tests.ports import free_port
 from tests.unit.launch.hosts import Host, hosts_of_a_test, wait_for, write
 from tests.unit.launch.test_rendezvous_namespaces import A, B, Cable, cable, ended, ip, start
 
@@ -44,7 +44,7 @@ def test_a_stopped_rank_is_named_on_all_hosts_though_gloo_fails_first_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int, record_property
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    script, port = write(TRAINING), str(_free_ports(1)[0])
+    script, port = write(TRAINING), str(free_port())
     with hosts_of_a_test() as begin:
 
         def host(own: str) -> Host:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppdist.config.study import StudyConfig, load_study
-from ppdist.launch.worker import end_with_parent
 from ppdist.tune.job import Launcher
 from ppdist.tune.search import Search
 from ppdist.tune.store import Store
@@ -32,7 +31,7 @@ space:
   model.size: {choices: [s, m]}
 """
 FAKE = str(Path(__file__).with_name("fake_train.py"))
-LAUNCHER = Launcher([sys.executable, FAKE], "train.py", 2, 1, end_with_parent)
+LAUNCHER = Launcher([sys.executable, FAKE], "train.py", 2, 1)
 
 
 def write_study(folder: Path, text: str) -> Path:

@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 
 from ppdist.common.errors import ConfigError
 from ppdist.tune.cells import grid
-from ppdist.tune.locks import FileLock
+from ppdist.tune.locks import StudyLock
 from ppdist.tune.store import Claim, Store, Waiting
 from tests.unit.tune.studies import EXPERIMENT, GRID, SEARCH, study_of, write_study
 
@@ -219,15 +219,17 @@ def test_halving_ends_what_is_worse_than_the_best_third(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_held_for_no_longer_than_its_process_lives(tmp_path: Path) -> None:
-    hold = "import sys; from pathlib import Path; from ppdist.tune.locks import FileLock; "
-    hold += "FileLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"
+    hold = "import sys; from pathlib import Path; from ppdist.tune.locks import StudyLock; "
+    hold += (
+        "StudyLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path / "x.lock")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         cwd=Path(__file__).resolve().parents[3],
     )  # fmt: skip
     assert other.stdout is not None and other.stdout.readline() == "held\n"
-    lock = FileLock(tmp_path / "x.lock")
+    lock = StudyLock(tmp_path / "x.lock")
     assert not lock.try_acquire()
     other.kill()
     other.wait()
