@@ -40,6 +40,7 @@ from ppdist.viz.draw import (
     Colour,
     caption,
     grid,
+    installed,
     outline,
     readable,
 )
@@ -70,10 +71,12 @@ def save(figure: Figure | None, path: Path) -> bool:
 
 @cache
 def fonts() -> list[str]:
-    """Families to take letters from, in this order: those of `CJK_FONTS` that are installed."""
-    installed = set(font_manager.get_font_names())
-    families = dict.fromkeys(CJK_FONTS.values())
-    return ["DejaVu Sans", *(name for name in families if name in installed)]
+    """Families to take letters from, in this order; the first comes with matplotlib."""
+    families = ["DejaVu Sans"]
+    for file in installed(CJK_FONTS):
+        font_manager.fontManager.addfont(file)
+        families.append(font_manager.FontProperties(fname=file).get_name())
+    return families
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
