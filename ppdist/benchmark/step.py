@@ -234,7 +234,7 @@ def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
 def measure_evaluation(
     config: "ExperimentConfig", dataset: DetectionSet, model: Detector, repeats: int
 ) -> Report:
-    """An evaluation as training makes it, validation loss included; every rank calls it.
+    """An evaluation as training makes it, validation loss included.  Collective.
 
     Workers are started and kernels chosen in one before the first that counts.
 

@@ -152,8 +152,9 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
     """
     position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
     label_R = _places(saved.category_R, dataset.category_ids)
-    checks = (("image", position_R, saved.image_R), ("category", label_R, saved.category_R))
-    for what, place_R, id_R in checks:
+    for what, place_R, id_R in (
+        ("image", position_R, saved.image_R), ("category", label_R, saved.category_R),
+    ):  # fmt: skip
         unknown = np.flatnonzero(place_R < 0)
         if len(unknown):
             first = int(unknown[0])
@@ -170,12 +171,8 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
 
 def _places(id_R: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """Position of each id in `ids`, int64; -1 where it is not there."""
-    ids_N = np.array(ids, np.int64)
-    order_N = np.argsort(ids_N)
-    at_R = np.searchsorted(ids_N[order_N], id_R)
-    found_R = order_N[np.minimum(at_R, len(ids_N) - 1)] if len(ids_N) else at_R
-    same_R = ids_N[found_R] == id_R if len(ids_N) else np.zeros(len(id_R), bool)
-    return np.where(same_R, found_R, -1)
+    place = {each: position for position, each in enumerate(ids)}
+    return np.array([place.get(each, -1) for each in id_R.tolist()], np.int64)
 
 
 # The set that all members are of.
@@ -254,7 +251,7 @@ class Member:
 def member_of(
     name: str, rows_R7: np.ndarray, weight: float, truth: DetectionSet | None = None
 ) -> Member:
-    """Scores a member and keeps the rows of this rank's images; every rank calls it.
+    """Scores a member and keeps the rows of this rank's images.  Collective.
 
     Args:
         rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
@@ -283,7 +280,7 @@ def members_of_model(
     flip: bool,
     suppression_iou: float | None,
 ) -> Iterator[Member]:
-    """A member for each view of a model; every rank iterates it to its end.
+    """A member for each view of a model.  Collective: to be iterated to its end.
 
     Args:
         dataset: has true boxes.
@@ -296,14 +293,14 @@ def members_of_model(
 
 
 def member_of_file(saved: Saved, weight: float, dataset: DetectionSet, truth: bool) -> Member:
-    """Saved detections as a member; every rank calls it.  truth: the set has true boxes."""
+    """Saved detections as a member.  Collective.  truth: the set has true boxes."""
     rows_R7 = comm.run_on_all_ranks(lambda: rows_of(saved, dataset))
     return member_of(str(saved.path), rows_R7, weight, dataset if truth else None)
 
 
 def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.ndarray:
-    """One set of detections; every rank calls it with its rows of the same members, and all get
-    the same: images are fused one by one, so it does not depend on the number of ranks.
+    """One set of detections, the same on every rank.  Collective: each has its rows of the same
+    members; images are fused one by one, so the number of ranks plays no part.
 
     Args: keep: how many boxes of an image stay at most, the surest.
     Returns: as `Member.rows_R7`, of all images, ordered by image, best first.

@@ -45,7 +45,7 @@ def average(
     images: int,
     choose: bool,
 ) -> dict[str, Any]:
-    """Gives the model the average of weights; every rank calls it, and all get the same.
+    """Gives the model the average of weights, the same on every rank.  Collective.
 
     Args:
         val_set: the average is scored on it; None: it is not.
@@ -155,7 +155,7 @@ def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> Mo
 def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
     """All entries of a weight file or checkpoint; the model has them, too, afterwards.
 
-    Every rank calls it.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
+    Collective.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
     """
     comm.run_on_all_ranks(lambda: load_all_weights(model, path))
     return arrays_of(model)
@@ -168,7 +168,7 @@ def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def uniform(model: ImageModel, paths: Sequence[Path]) -> ModelSoup:
-    """All of them; every rank calls it."""
+    """All of them.  Collective."""
     soup = begin(model, paths[0], read(model, paths[0]))
     for path in paths[1:]:
         soup = soup.plus(path, read(model, path))
@@ -195,7 +195,7 @@ def greedy(
 ) -> tuple[ModelSoup, list[Tried]]:
     """The greedy soup: the best checkpoint, then by falling score each that does not make it worse.
 
-    Every rank calls it.
+    Collective.
 
     Args:
         score: of the model as it stands, larger is better; the same on every rank.
@@ -235,7 +235,7 @@ class LastEpoch:
     """
 
     def __init__(self, config: ExperimentConfig, train_set: DetectionSet, images: int) -> None:
-        """Every rank builds one at the same time: they share a cache.
+        """Collective: ranks share a cache.
 
         Args:
             config: of the training; a run whose length follows its number of ranks
@@ -279,32 +279,19 @@ class LastEpoch:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's, in the order of `share`; as often as it is called."""
-        self._loader.plan = self._plan()
+        self._loader.plan = self.plan()
         return iter(self._loader)
 
-    def _plan(self) -> "_Steps":
-        return _Steps(self._sampler, [self._first + place for place in self.share()])
-
-
-class _Steps:
-    """The first micro-batches of some steps of a sampler."""
-
-    def __init__(self, sampler: TrainSampler, steps: Sequence[int]) -> None:
-        self._sampler, self._steps = sampler, steps
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        for step in self._steps:
-            yield self._sampler.micro_batches(step)[0]
+    def plan(self) -> list[list[SampleKey]]:
+        """Their samples."""
+        steps = [self._first + place for place in self.share()]
+        return [self._sampler.micro_batches(step)[0] for step in steps]
 
 
 def renew_statistics(
     model: ImageModel, epoch: LastEpoch, same: frozenset[str] = frozenset()
 ) -> None:
-    """Makes running statistics anew; every rank calls it, and all get the same, bit for bit the
-    same on any number of ranks.
+    """Makes running statistics anew, bit for bit the same on any number of ranks.  Collective.
 
         mean     = sum over micro-batches(images * mean of the batch) / images
         variance = likewise, of the variances within the batches, as training averages them

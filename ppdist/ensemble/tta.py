@@ -70,7 +70,7 @@ def look(
     flip: bool,
     view_iou: float | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What the model finds in each view of the whole set; every rank iterates it to its end.
+    """What the model finds in each view of the whole set.  Collective: to be iterated to its end.
 
     Args:
         scales: of the input, beside `model.image_size`.

@@ -108,7 +108,7 @@ def alone_overrides(config: "ExperimentConfig", world: int) -> list[str]:
 
 
 def verify_ranks(config: "ExperimentConfig", steps: int, command: Sequence[str]) -> Report:
-    """Trains on all ranks, then on rank 0 alone, and compares.  Every rank calls it.
+    """Trains on all ranks, then on rank 0 alone, and compares.  Collective.
 
     Args:
         command: runs `judge` in a process of its own, when the overrides for one rank and then
@@ -250,7 +250,7 @@ class Average:
 
 
 def train_steps(config: "ExperimentConfig", steps: int, rounding: Rounding | None = None) -> Trace:
-    """Trains and returns what it left; every rank calls it.
+    """Trains and returns what it left.  Collective.
 
     Args:
         steps: it takes fewer if the run is shorter.

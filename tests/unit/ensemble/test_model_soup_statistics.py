@@ -111,7 +111,7 @@ def test_statistics_that_all_members_share_stay_as_they_are(folder: Path) -> Non
 
 def test_images_are_those_of_the_last_epoch_which_is_augmented_less(folder: Path) -> None:
     _, epoch = prepared(folder)
-    keys = [key for keys in epoch._plan() for key in keys]
+    keys = [key for keys in epoch.plan() for key in keys]
     assert {key.epoch for key in keys} == {2}
     assert sorted(key.index for key in keys) == list(range(IMAGES))
     first, second = ([batch.images_B3HW.numpy() for batch in epoch.batches()] for _ in range(2))
@@ -128,7 +128,7 @@ def test_the_last_epoch_is_that_of_a_run_that_its_batch_has_lengthened(folder: P
     )
     _, epoch = prepared(folder, overrides=lengthened)
     # (1 + 8 / 6) / (1 + 2 / 6) = 1.75 times 3 epochs, up to whole ones.
-    assert {key.epoch for keys in epoch._plan() for key in keys} == {5}
+    assert {key.epoch for keys in epoch.plan() for key in keys} == {5}
 
 
 def test_the_batch_of_the_training_must_be_known(folder: Path) -> None:
