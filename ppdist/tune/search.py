@@ -176,6 +176,10 @@ def for_calibration(study: StudyConfig, overrides: Sequence[str], epochs: int) -
 # The loop.
 
 
+class _AskedToStop(Exception):
+    """A signal came, or the time is over, before the first trial."""
+
+
 @dataclass
 class _Running:
     """A trial that this process makes, and the place where."""
@@ -227,8 +231,9 @@ class Search:
             undo.callback(self._abandon)
             for trial in self.store.unwanted():
                 self.say(f"trial {trial.number:03d} is left alone: the study has no such one now")
-            lengths = self._calibrate()
-            if lengths is None:
+            try:
+                lengths = self._calibrate()
+            except _AskedToStop:
                 return CLEAN_STOP
             begun = 0
             while True:
@@ -376,11 +381,8 @@ class Search:
             running.job.process.wait()
         self._running.clear()
 
-    def _calibrate(self) -> dict[str, Calibration] | None:
-        """The length of each setting; by whichever process comes first, while others wait.
-
-        Returns: None: it was asked to stop.
-        """
+    def _calibrate(self) -> dict[str, Calibration]:
+        """The length of each setting; by whichever process comes first, while others wait."""
         study, file = self.store.config, self.store.folder / "calibration.json"
         if study.minutes_per_trial is None:
             return {}
@@ -389,8 +391,7 @@ class Search:
         lock = StudyLock(self.store.folder / "calibration.lock")
         try:
             while not lock.try_acquire():
-                if self.asked_to_stop():
-                    return None
+                self._require_time()
                 time.sleep(self.look_seconds)
             known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             if known.get("conditions", conditions) != conditions:
@@ -407,19 +408,19 @@ class Search:
                     first.setdefault(cell.setting, cell)
             for cell in first.values():
                 if cell.setting not in lengths:
-                    found = self._measure(cell)
-                    if found is None:
-                        return None
-                    lengths[cell.setting] = found.record()
+                    lengths[cell.setting] = self._measure(cell).record()
                     known = {"conditions": conditions, "host": socket.gethostname()}
                     write_json(file, known | {"lengths": lengths}, indent=1)
             return {name: Calibration.of(found) for name, found in lengths.items()}
         finally:
             lock.close()
 
-    def _measure(self, cell: Cell) -> Calibration | None:
-        """Runs a setting in miniature, as many copies as there are places; None: it was asked to
-        stop."""
+    def _require_time(self) -> None:
+        if self.asked_to_stop():
+            raise _AskedToStop
+
+    def _measure(self, cell: Cell) -> Calibration:
+        """Runs a setting in miniature, as many copies as there are places."""
         study, minutes = self.store.config, self.store.config.minutes_per_trial
         assert minutes is not None
         overrides = cell.overrides(study)
@@ -427,8 +428,6 @@ class Search:
         while True:
             self.say(f"calibrating {cell.setting}: {epochs} epochs")
             runs = self._run_copies(cell, for_calibration(study, overrides, epochs))
-            if runs is None:
-                return None
             longer = epochs_for_calibration(runs[0].folder)
             if longer <= epochs:
                 break
@@ -441,8 +440,8 @@ class Search:
         )
         return found
 
-    def _run_copies(self, cell: Cell, items: Sequence[str]) -> list[Timed] | None:
-        """Runs the same in every place at once, and takes the time; None: it was asked to stop."""
+    def _run_copies(self, cell: Cell, items: Sequence[str]) -> list[Timed]:
+        """Runs the same in every place at once, and takes the time."""
         study = self.store.config
         base = self.store.folder / "calibration" / _folder_name(cell.setting)
         jobs: list[Job] = []
@@ -458,8 +457,7 @@ class Search:
                         took[index] = job.minutes() * 60
                 if any(job.poll() for job in jobs):  # one has failed: the others need not go on
                     break
-                if self.asked_to_stop():
-                    return None
+                self._require_time()
                 time.sleep(0.05)
         finally:
             for job in jobs:
