@@ -186,7 +186,8 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.evaluation import compare_counts, measure_evaluation
+    from ppdist.benchmark.scaling import compare_counts
+    from ppdist.benchmark.step import measure_evaluation
     from ppdist.data.datasets.build import read_split
 
     if arguments.processes:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 from ppdist.common import errors, process
 from ppdist.config.distributed import DistributedConfig
-from ppdist.ensemble.defaults import IMAGES, IOU, METHODS, SIGMA, VIEW_MARGIN
+from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
     from ppdist.data.types import DetectionSet
-    from ppdist.ensemble.members import Member
+    from ppdist.ensemble.fuse import Member
     from ppdist.models.base import ImageModel
+
+IMAGES = 2048
 
 
 def parse() -> argparse.Namespace:
@@ -134,10 +136,10 @@ def fuse(arguments: argparse.Namespace) -> None:
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
-    from ppdist.ensemble.members import fuse_members
+    from ppdist.ensemble.wbf import fuse_class
 
     out = arguments.out
-    fuses = fusing.fuse_class(arguments.method, arguments.iou, arguments.sigma)
+    fuses = fuse_class(arguments.method, arguments.iou, arguments.sigma)
     files = [config for config, _ in models] or [arguments.config] * bool(arguments.config)
     configs = [load_config(file, arguments.override) for file in files]
     if configs:
@@ -159,7 +161,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     for config, (_, weights), factor in zip(configs, models, factors):
         members += members_of_model(config, weights, factor, dataset, arguments)
     members += from_files
-    fused_R7 = fuse_members(members, fuses, arguments.keep)
+    fused_R7 = fusing.fuse_members(members, fuses, arguments.keep)
 
     def write() -> None:
         scores = fusing.write_fused(out, dataset, members, fused_R7)
@@ -180,12 +182,13 @@ def members_of_model(
     """A member for each view of a model; every rank calls it."""
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
+    from ppdist.ensemble.wbf import view_iou
     from ppdist.export.predictor import load_all_weights
 
     model = ready_model(config)
     comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
     written, asked = config.nms.iou_threshold, arguments.view_iou
-    suppression_iou = fusing.view_iou(arguments.method, arguments.iou, asked, written)
+    suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
     members = []
     for member in fusing.members_of_model(
         config, model, str(weights), factor, dataset,
@@ -228,12 +231,11 @@ def average(arguments: argparse.Namespace) -> None:
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.engine.data import read_sets
-    from ppdist.ensemble import average as averaging
-    from ppdist.ensemble.soup import require_different
+    from ppdist.ensemble import model_soup
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
 
     config = load_config(arguments.config, arguments.override)
-    require_different(arguments.weights)
+    model_soup.require_different(arguments.weights)
     comm.init(config.device, config.distributed)
 
     def look_ahead() -> None:
@@ -247,7 +249,7 @@ def average(arguments: argparse.Namespace) -> None:
     sets = read_sets(config.data, config.model.num_classes, scored)
     for line in limits(sets.train, sets.val):
         tell(line)
-    report = averaging.average(
+    report = model_soup.average(
         config, model, arguments.weights,
         train_set=sets.train, val_set=sets.val, images=arguments.images, choose=arguments.greedy,
     )  # fmt: skip

@@ -16,11 +16,11 @@ from typing import Any
 
 from ppdist.common import process
 from ppdist.common.files import make_parent, write_json
-from ppdist.planner import text
-from ppdist.planner.backtest import backtest
-from ppdist.planner.measured import read_benchmarks
+from ppdist.planner import tables
+from ppdist.planner.fit import read_benchmarks
 from ppdist.planner.options import add_cluster, add_job, add_rows, fit_rows, question
-from ppdist.planner.run import PARTS, Prediction, clusters_up_to, predict, what_ifs
+from ppdist.planner.validation import backtest
+from ppdist.planner.what_if import PARTS, Prediction, clusters_up_to, predict, what_ifs
 
 
 def parse() -> argparse.Namespace:
@@ -55,20 +55,18 @@ def run_predict(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     asked = question(arguments)
     predictions = [predict(asked.job, cluster) for cluster in clusters_up_to(asked.cluster)]
     answer = predictions[-1]
-    print(text.growth(predictions))
+    print(tables.growth(predictions))
     on = f"{answer.cluster} cards"
     if answer.hours:
-        print(f"\n{on}: {text.hours(answer.hours)}, {answer.gpu_hours:.1f} GPU-hours. Of these:")
-        print(text.spent(answer))
+        print(f"\n{on}: {tables.hours(answer.hours)}, {answer.gpu_hours:.1f} GPU-hours. Of these:")
+        print(tables.spent(answer))
     print(f"\nLimit on {on}: {PARTS[answer.limit]}. What would help:")
-    print(text.helps(asked.job, answer))
+    print(tables.helps(asked.job, answer))
     for title, lines in (("Assumed", asked.assumed), ("Not in these numbers", asked.missing)):
         if lines:
             print(f"\n{title}:", *lines, sep="\n  - ")
     if arguments.plot:
-        from ppdist.planner.picture import plot_predictions
-
-        plot_predictions(predictions, arguments.plot)
+        tables.plot_predictions(predictions, arguments.plot)
     return {
         "job": asdict(asked.job),
         "predictions": [plain(prediction) for prediction in predictions],
@@ -93,18 +91,18 @@ def plain(prediction: Prediction) -> dict[str, Any]:
 
 def run_fit(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     found = fit_rows(read_benchmarks(arguments.benchmark), arguments.rows)
-    print(text.fitted(found))
+    print(tables.fitted(found))
     return {**asdict(found), "errors": [found.error(row) for row in found.rows]}, 0
 
 
 def run_backtest(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    tables = backtest()
-    for table in tables:
-        print(text.tested(table), end="\n\n")
-    failed = [table.name for table in tables if not table.holds]
+    tested = backtest()
+    for table in tested:
+        print(tables.tested(table), end="\n\n")
+    failed = [table.name for table in tested if not table.holds]
     print(f"The model does not hold: {'; '.join(failed)}" if failed else "The model holds.")
     report = [
-        {**asdict(table), "largest_error": table.worst, "holds": table.holds} for table in tables
+        {**asdict(table), "largest_error": table.worst, "holds": table.holds} for table in tested
     ]
     return {"tables": report}, 1 if failed else 0
 

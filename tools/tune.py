@@ -58,7 +58,7 @@ def main() -> int:
         return run(arguments)
     if arguments.command == "show":
         return show(arguments)
-    from ppdist.tune.table import ablations, read_rows, write_into
+    from ppdist.tune.results import ablations, read_rows, write_into
 
     rows = [row for source in arguments.sources for row in read_rows(source)]
     text = ablations(rows)
@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
     from ppdist.launch.watchdog import signals_noted
-    from ppdist.tune.job import Launcher
     from ppdist.tune.results import draw, export
     from ppdist.tune.search import Search
     from ppdist.tune.store import Store
+    from ppdist.tune.trial import Launcher
 
     began = time.monotonic()
     study = load_study(arguments.config, tuple(arguments.override))
@@ -130,7 +130,7 @@ def dealt_cards(workers: int, processes: int) -> list[list[str]]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from ppdist.tune.table import ranking, read_rows
+    from ppdist.tune.results import ranking, read_rows
 
     print(ranking(read_rows(arguments.folder)))
     return 0

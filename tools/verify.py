@@ -92,7 +92,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.verify import dp_equivalence
-    from ppdist.verify.report import lines, verdict
+    from ppdist.verify.dp_equivalence import lines, verdict
 
     steps = [f"train.max_steps={arguments.steps}", "log.visualdl=false"]
     config = load_config(arguments.config, [*arguments.override, *steps])

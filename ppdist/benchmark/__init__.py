@@ -1,10 +1,9 @@
 """Measured speed on the user's own configuration, data and machines.
 
-    step         training steps and their parts; variants interleaved in one process
+    step         training steps and evaluations, by part; variants interleaved in one process
     loader       the training loader, beside a straightforward pipeline
-    evaluation   one evaluation of the validation split
     latency      one prediction, eager and in every exported form
-    scaling      training on several numbers of processes
+    scaling      training and evaluation on several numbers of processes
     interleaved  groups of processes in time slices, so that all meet the same machine
 
 Every function returns plain data for JSON; tools/benchmark.py prints it.

@@ -1,7 +1,7 @@
-"""Scaling: training speed on several numbers of processes, and what is lost.
+"""Scaling: training and evaluation on several numbers of processes.
 
-Losses go to the machine, to communication and to waiting.  Every measurement is a run of
-tools/benchmark.py.
+What training loses goes to the machine, to communication and to waiting.  Every measurement is a
+run of tools/benchmark.py.
 """
 
 import json
@@ -144,6 +144,50 @@ def _communication(found: Sequence[Round], first: int, count: int) -> Report:
         "hidden_share": max(0.0, 1.0 - exposed / median(alone)),
         "sent_bytes_per_step": found[-1][0][count]["sent_bytes_per_step"],
     }
+
+
+def compare_counts(
+    launcher: Sequence[str], script: Sequence[str], *, counts: Sequence[int], rounds: int
+) -> Report:
+    """The same evaluation on several numbers of processes, interleaved, `rounds` times each.
+
+    On CPU every process has one thread, unless OMP_NUM_THREADS says otherwise.
+
+    Args:
+        launcher: command of fleetrun without its options.
+        script: `tools/benchmark.py eval ...` without --json.
+    Returns: for each count the seconds of every round and their median, `of_first`: the median over
+        rounds of its seconds as a part of the first count's, the last round's `parts`; and whether
+        all `metrics` (but for losses, which are sums in another order) were the same to the last
+        digit.
+    Raises: LaunchError: a run failed; its stderr went to ours.
+    """
+    found: dict[int, list[Report]] = {count: [] for count in counts}
+    for _ in range(rounds):
+        for count in counts:
+            report = launch(launcher, script, count, environment=_environment())
+            found[count].append(report["result"])
+    first = [each["seconds"] for each in found[counts[0]]]
+    all_metrics = [_comparable(each["metrics"]) for runs in found.values() for each in runs]
+    by_count: Report = {}
+    for count, runs in found.items():
+        seconds = [each["seconds"] for each in runs]
+        by_count[str(count)] = {
+            "seconds": median(seconds),
+            "of_rounds": seconds,
+            "of_first": median(ours / base for ours, base in zip(seconds, first)),
+            "parts": runs[-1]["parts"],
+            "metrics": runs[-1]["metrics"],
+        }
+    return {
+        "images": found[counts[0]][0]["images"],
+        "processes": by_count,
+        "metrics_identical": all(each == all_metrics[0] for each in all_metrics),
+    }
+
+
+def _comparable(metrics: Report) -> Report:
+    return {name: value for name, value in metrics.items() if not name.startswith("val_loss")}
 
 
 def _environment() -> dict[str, str]:

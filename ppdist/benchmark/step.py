@@ -1,8 +1,9 @@
-"""Measured speed of training steps, and of their parts.
+"""Measured speed of training steps and evaluations, by part.
 
-Measured on the trainer's own step and batches, built as `tools/train.py` builds them.  Two variants
-are compared in one process with their steps interleaved (A B, B A, ...), because on a shared
-machine two separate runs differ by more than most changes do; the ratio of neighbours does not.
+Steps are those of the trainer, on its own batches, built as `tools/train.py` builds them.  Two
+variants are compared in one process with their steps interleaved (A B, B A, ...), because on a
+shared machine two separate runs differ by more than most changes do; the ratio of neighbours does
+not.
 """
 
 import math
@@ -23,11 +24,19 @@ import paddle
 
 from ppdist.benchmark.interleaved import wait_for_slice
 from ppdist.common.errors import ConfigError
-from ppdist.data.types import Batch
+from ppdist.data.types import Batch, DetectionSet
 from ppdist.distributed import comm, store
-from ppdist.engine.build import build_training
+from ppdist.engine.build import (
+    LOSSES,
+    build_evaluator,
+    build_schedule_setup,
+    build_training,
+    speed_up_cpu,
+)
+from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
+from ppdist.models.base import Detector
 from ppdist.optim.grad_sync import AllReduceSync
 
 if TYPE_CHECKING:
@@ -220,6 +229,47 @@ def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
         float(gradients[-1].sum())  # waits for a GPU
         seconds.append((time.perf_counter() - began) / averaging.every)
     return median(seconds[1:])
+
+
+def measure_evaluation(
+    config: "ExperimentConfig", dataset: DetectionSet, model: Detector, repeats: int
+) -> Report:
+    """An evaluation as training makes it, validation loss included.  Collective.
+
+    Workers are started and kernels chosen in one before the first that counts.
+
+    Returns: medians; `parts` are the seconds of each rank, see `Evaluator.clock`; `boxes` of all
+        images; `metrics` of the last evaluation.
+    Raises: ConfigError: the model is a classifier.
+    """
+    require_detector(config, "evaluation")
+    derived = build_schedule_setup(config, len(dataset.records))
+    loss = LOSSES[config.model.name].build(
+        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
+    )
+    speed_up_cpu(config, [model])
+    evaluator = build_evaluator(config, dataset, model, loss=loss)
+    assert isinstance(evaluator, Evaluator)
+    boxes = len(evaluator.predict(model))
+    whole, parts = [], []
+    for _ in range(repeats):
+        comm.barrier()
+        began = time.perf_counter()
+        metrics = evaluator.evaluate(model)
+        whole.append(time.perf_counter() - began)
+        parts.append(comm.all_gather_large_object(evaluator.clock.seconds))
+    seconds = median(whole)
+    return {
+        "images": len(dataset.records),
+        "images_per_second": len(dataset.records) / seconds,
+        "seconds": seconds,
+        "parts": [
+            {name: median(each[rank][name] for each in parts) for name in parts[0][rank]}
+            for rank in range(comm.world_size())
+        ],
+        "boxes": boxes,
+        "metrics": {name: value for name, value in metrics.items() if name != "eval_seconds"},
+    }
 
 
 def require_detector(config: "ExperimentConfig", what: str) -> None:

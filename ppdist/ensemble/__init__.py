@@ -1,5 +1,5 @@
 """Ensembles: several models' boxes fused, or their weights averaged.
 
-fuse       of fusion (wbf), members, views (tta), saved detections
-average    of soup (model_soup), statistics
+fuse         boxes of members, by wbf (and its relatives), of several views of a model (tta)
+model_soup   weights, with new statistics of batch norm
 """

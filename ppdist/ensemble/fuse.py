@@ -1,73 +1,181 @@
-"""Fuses boxes of several models, views and files."""
+"""Boxes of several models, views and files fused into one set.
 
-import functools
+read_all -> members_of_model, member_of_file -> fuse_members -> write_fused
+"""
+
+import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import write_json
 from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm
-from ppdist.ensemble import fusion
-from ppdist.ensemble.defaults import IOU, SIGMA, VIEW_MARGIN
-from ppdist.ensemble.members import FuseClass, Member, member_of
-from ppdist.ensemble.saved import Saved, read_saved, rows_of, set_of
-from ppdist.ensemble.views import look, require_same_images
+from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import evaluate_on_all_ranks
+from ppdist.ensemble.tta import look
+from ppdist.ensemble.wbf import FuseClass
 from ppdist.metrics.coco import evaluate_boxes, write_detections
 from ppdist.models.base import Detector, ImageModel
 
+_EXPECTED = (
+    'expected {"image_id": 1, "category_id": 1, "bbox": [x, y, width, height], "score": 0.5}'
+)
 
-def fuse_class(method: str, iou: float | None, sigma: float | None) -> FuseClass:
-    """What fuses the boxes of a class.
 
-    Args: method: of METHODS.  iou, sigma: its setting; None: the default.
-    Raises: ConfigError: a setting of another method, or one that makes no sense.
+# Saved detections: COCO result lists, sets of tools/infer.py.
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file says.
+
+    image_R, category_R: int64 ids.  box_R4: float32 xyxy pixels.  score_R: float32.
+    names: image id -> file name, where the file says so.
     """
-    if method == "soft-nms-gaussian":
-        if iou is not None:
-            raise ConfigError(
-                "soft-nms-gaussian has none",
-                code="options_conflict",
-                where="--iou",
-                fix="give --sigma",
-            )
-        sigma = SIGMA if sigma is None else sigma
-        if not 0 < sigma < float("inf"):
-            raise ConfigError(
-                "expected a number above 0", code="option_invalid", where=f"--sigma {sigma:g}"
-            )
-        keeps = functools.partial(fusion.gaussian, sigma=sigma)
-        return functools.partial(fusion.soft_suppression, keeps=keeps)
-    if sigma is not None:
-        raise ConfigError(
-            "--sigma is for soft-nms-gaussian", code="options_conflict", fix=f"{method} takes --iou"
+
+    path: Path
+    image_R: np.ndarray
+    category_R: np.ndarray
+    box_R4: np.ndarray
+    score_R: np.ndarray
+    names: dict[int, str]
+
+
+def read_saved(path: Path) -> Saved:
+    """Reads a COCO result list, or a data set whose `annotations` have scores.
+
+    Raises: DataError: it is none; the message names the entry.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"cannot be read as JSON: {error}", code="not_json", where=str(path)
+        ) from error
+    entries, names = content, {}
+    if isinstance(content, dict):
+        entries = content.get("annotations")
+        names = {
+            image["id"]: str(image.get("file_name"))
+            for image in content.get("images") or ()
+            if isinstance(image, dict) and isinstance(image.get("id"), int)
+        }
+    if not isinstance(entries, list):
+        raise DataError(
+            "expected a list of detections as tools/eval.py --save-detections and "
+            "tools/infer.py write it",
+            code="not_detections",
+            where=str(path),
         )
-    iou = IOU[method] if iou is None else iou
-    if method == "soft-nms-linear":
-        keeps = functools.partial(fusion.linear, iou=iou)
-        return functools.partial(fusion.soft_suppression, keeps=keeps)
-    kind = fusion.weighted_fusion if method == "wbf" else fusion.hard_suppression
-    return functools.partial(kind, iou=iou)
+    for place, entry in enumerate(entries):
+        _require_detection(path, place, entry)
+    box_R4 = np.array([entry["bbox"] for entry in entries], np.float64).reshape(-1, 4)
+    box_R4[:, 2:] += box_R4[:, :2]
+    return Saved(
+        path,
+        np.array([entry["image_id"] for entry in entries], np.int64),
+        np.array([entry["category_id"] for entry in entries], np.int64),
+        box_R4.astype(np.float32),
+        np.array([entry["score"] for entry in entries], np.float32),
+        names,
+    )
 
 
-def view_iou(
-    method: str, iou: float | None, asked: float | None, written: float | None
-) -> float | None:
-    """IoU of the suppression within a view; None: as the configuration says.
+def _require_detection(path: Path, place: int, entry: Any) -> None:
+    numbers = None
+    if isinstance(entry, dict):
+        ids = entry.get("image_id"), entry.get("category_id")
+        box, score = entry.get("bbox"), entry.get("score")
+        if all(isinstance(each, int) for each in ids) and isinstance(box, list) and len(box) == 4:
+            numbers = [*box, score]
+    good = numbers is not None and all(
+        isinstance(each, int | float) and math.isfinite(each) for each in numbers
+    )
+    if not good or not 0 <= entry["score"] <= 1:
+        raise DataError(
+            f"found {str(entry)[:150]}; {_EXPECTED}",
+            code="not_detections",
+            where=f"{path}: detection {place}",
+        )
 
-    Args:
-        iou: of the fusion; None: the default.
-        asked: for by the user, who is obeyed.
-        written: in the configuration of the model; None: it has no suppression.
+
+def set_of(files: Sequence[Saved]) -> DetectionSet:
+    """The images and classes that occur in files, as a set without objects, ordered by id.
+
+    Raises: DataError: an id stands for different images in two files.
     """
-    if asked is not None or method != "wbf" or written is None:
-        return asked
-    return min(written, max(0.0, round((IOU[method] if iou is None else iou) - VIEW_MARGIN, 6)))
+    names: dict[int, str] = {}
+    for each in files:
+        for image, name in each.names.items():
+            if names.setdefault(image, name) != name:
+                raise DataError(
+                    f"image {image} is {name!r} here and {names[image]!r} in another file",
+                    code="detections_of_other_images",
+                    where=str(each.path),
+                    fix="give detections of the same images",
+                )
+    images = np.unique(np.concatenate([each.image_R for each in files]))
+    categories = np.unique(np.concatenate([each.category_R for each in files]))
+    nothing = np.zeros(0, np.float32)
+    records = [
+        ImageRecord(
+            path=names.get(image, ""),
+            image_id=image,
+            width=0,
+            height=0,
+            boxes_M4=nothing.reshape(0, 4),
+            labels_M=nothing.astype(np.int64),
+            crowd_M=nothing.astype(bool),
+            area_M=nothing,
+        )
+        for image in images.tolist()
+    ]
+    return DetectionSet(
+        records=records,
+        class_names=tuple(str(category) for category in categories.tolist()),
+        category_ids=tuple(categories.tolist()),
+        source=", ".join(str(each.path) for each in files),
+    )
+
+
+def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
+    """Its detections as `Evaluator.predict` gives those of a model, ordered by image.
+
+    Raises: DataError: it knows images or classes that the set does not.
+    """
+    position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
+    label_R = _places(saved.category_R, dataset.category_ids)
+    for what, place_R, id_R in (
+        ("image", position_R, saved.image_R), ("category", label_R, saved.category_R),
+    ):  # fmt: skip
+        unknown = np.flatnonzero(place_R < 0)
+        if len(unknown):
+            first = int(unknown[0])
+            raise DataError(
+                f"{what} {id_R[first]} is not in {dataset.source}",
+                code="detections_of_other_images",
+                where=f"{saved.path}: detection {first}",
+                fix=f"give detections of this set ({len(unknown)} are not)",
+            )
+    columns = [position_R, label_R, saved.score_R]
+    rows_R7 = np.concatenate([np.stack(columns, axis=1), saved.box_R4], axis=1).astype(np.float32)
+    return rows_R7[np.argsort(position_R, kind="stable")]
+
+
+def _places(id_R: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """Position of each id in `ids`, int64; -1 where it is not there."""
+    place = {each: position for position, each in enumerate(ids)}
+    return np.array([place.get(each, -1) for each in id_R.tolist()], np.int64)
+
+
+# The set that all members are of.
 
 
 def read_all(
@@ -95,6 +203,72 @@ def read_all(
     return (sets[0] if sets else set_of(saved)), saved
 
 
+def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
+    """Raises: DataError: the validation sets of two configuration files (first, second) are not of
+    the same images in the same order, with the same classes."""
+    if one.class_names != other.class_names:
+        raise DataError(
+            f"cannot be fused: the classes are {', '.join(one.class_names)} and "
+            f"{', '.join(other.class_names)}",
+            code="models_of_other_classes",
+            where=f"{first} and {second}",
+            fix="give models of the same classes in the same order",
+        )
+    names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
+    if names[0] != names[1]:
+        counts = " and ".join(f"{len(each)} images" for each in names)
+        raise DataError(
+            f"the validation sets differ ({one.source} and {other.source}, {counts})",
+            code="validation_sets_differ",
+            where=f"{first} and {second}",
+            fix="give both the same with -o data.root=... data.val.annotations=...",
+        )
+
+
+def _mark(record: ImageRecord) -> tuple[str, int, int]:
+    return Path(record.path).name, record.width, record.height
+
+
+# Members, and their fusion.
+
+
+@dataclass(frozen=True)
+class Member:
+    """One view of one model, or one file of detections; `member_of` makes one.
+
+    rows_R7: float32 (position of the image, class, score, x1, y1, x2, y2), pixels of the original
+    image, of this rank's images.  weight: of this member beside the others, above 0.  boxes: that
+    it found in all images.  scores: its own, where truth is known.
+    """
+
+    name: str
+    rows_R7: np.ndarray
+    weight: float
+    boxes: int
+    scores: dict[str, float] | None
+
+
+def member_of(
+    name: str, rows_R7: np.ndarray, weight: float, truth: DetectionSet | None = None
+) -> Member:
+    """Scores a member and keeps the rows of this rank's images.  Collective.
+
+    Args:
+        rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
+        truth: the set, if it has true boxes to score the member by.
+    """
+
+    def score() -> dict[str, float]:
+        assert truth is not None
+        found = evaluate_boxes(truth, rows_R7)
+        return {name: found[name] for name in ("mAP", "mAP50")}
+
+    scores = None if truth is None else comm.run_on_main(score)
+    mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
+    mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged
+    return Member(name, rows_R7[mine_R], weight, len(rows_R7), scores)
+
+
 def members_of_model(
     config: ExperimentConfig,
     model: ImageModel,
@@ -106,12 +280,12 @@ def members_of_model(
     flip: bool,
     suppression_iou: float | None,
 ) -> Iterator[Member]:
-    """A member for each view of a model; every rank iterates it to its end.
+    """A member for each view of a model.  Collective: to be iterated to its end.
 
     Args:
         dataset: has true boxes.
         weight: of each view.
-        scales, flip: see `ppdist.ensemble.views.look`; suppression_iou: its `view_iou`.
+        scales, flip: see `ppdist.ensemble.tta.look`; suppression_iou: its `view_iou`.
     """
     assert isinstance(model, Detector)  # `read_all` refuses classifiers
     for view, rows_R7 in look(config, model, dataset, scales, flip, suppression_iou):
@@ -119,9 +293,57 @@ def members_of_model(
 
 
 def member_of_file(saved: Saved, weight: float, dataset: DetectionSet, truth: bool) -> Member:
-    """Saved detections as a member; every rank calls it.  truth: the set has true boxes."""
+    """Saved detections as a member.  Collective.  truth: the set has true boxes."""
     rows_R7 = comm.run_on_all_ranks(lambda: rows_of(saved, dataset))
     return member_of(str(saved.path), rows_R7, weight, dataset if truth else None)
+
+
+def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.ndarray:
+    """One set of detections, the same on every rank.  Collective: each has its rows of the same
+    members; images are fused one by one, so the number of ranks plays no part.
+
+    Args: keep: how many boxes of an image stay at most, the surest.
+    Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
+    Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
+    """
+    share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, fuse, keep)).value
+    all_R7 = comm.all_gather_rows(share_R7)
+    return all_R7[np.argsort(all_R7[:, 0], kind="stable")]
+
+
+def _fuse_share(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.ndarray:
+    """Of this rank's images."""
+    largest = max(member.weight for member in members)
+    weights_M = np.array([member.weight / largest for member in members])
+    rows_R7 = np.concatenate([member.rows_R7 for member in members])
+    weight_R = np.repeat(weights_M, [len(member.rows_R7) for member in members])
+    order_R = np.argsort(rows_R7[:, 0], kind="stable")
+    rows_R7, weight_R = rows_R7[order_R], weight_R[order_R]
+    first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
+    fused = [np.zeros((0, 7), np.float32)]
+    for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
+        heartbeat.alive()
+        part = slice(begin, end)
+        fused.append(fuse_image(rows_R7[part], weight_R[part], float(weights_M.sum()), fuse)[:keep])
+    return np.concatenate(fused)
+
+
+def fuse_image(
+    rows_R7: np.ndarray, weight_R: np.ndarray, total: float, fuse: FuseClass
+) -> np.ndarray:
+    """Fuses class by class the rows of one image; best first, of equals the lower class first.
+
+    Args: weight_R: of the member of each row, at most 1; total: sum of those of all members.
+    """
+    found = []
+    for label in np.unique(rows_R7[:, 1]):
+        of_class = rows_R7[:, 1] == label
+        rows_S7 = rows_R7[of_class].astype(np.float64)
+        boxes_K4, scores_K = fuse(rows_S7[:, 3:], rows_S7[:, 2], weight_R[of_class], total)
+        same_K2 = np.broadcast_to([rows_R7[0, 0], label], (len(scores_K), 2))
+        found.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
+    rows_K7 = np.concatenate(found).astype(np.float32)
+    return rows_K7[np.argsort(-rows_K7[:, 2], kind="stable")]
 
 
 def write_fused(

@@ -1,12 +1,10 @@
 """Planner: how long a training takes on N cards, by a model.
 
-    network   seconds of an all-reduce: ring, tree, in two levels
-    step      seconds of one optimizer step on N cards
-    run       epochs, evaluations, hours; what limits them; what would help
-    fit       the numbers of a step from measured rows
-    measured  rows and rates from the JSON of tools/benchmark.py and tools/doctor.py
-    backtest  the model against published tables (published)
-    picture   the prediction drawn
+    what_if         the model: network, step, training; what limits it; what would help
+    fit             the numbers of a step from measured rows, typed in or read from JSON
+    options         a question from the command line: measured, given or assumed
+    validation      the model against published tables (reference_runs)
+    tables          predictions, fits and validations for people, and as a plot
 
 Nothing here needs Paddle.  Accuracy is not predicted.  See docs/planning.md.
 """

@@ -8,10 +8,18 @@ from pathlib import Path
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.arguments import at_least
-from ppdist.planner.fit import Fit, Row, fit, fit_at_most, fit_in_model, identifiable
-from ppdist.planner.measured import Measured, read_benchmarks, read_links
-from ppdist.planner.network import Cluster, Link
-from ppdist.planner.step import Job
+from ppdist.planner.fit import (
+    Fit,
+    Measured,
+    Row,
+    fit,
+    fit_at_most,
+    fit_in_model,
+    identifiable,
+    read_benchmarks,
+    read_links,
+)
+from ppdist.planner.what_if import Cluster, Job, Link
 
 # What is assumed of cards where nothing says it; each use is listed with its source.
 _JITTER, _PARALLEL_MS = 0.096, 12.2  # `tools/plan.py backtest` fits these to YOLOv5l

@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 38  # room for the numbers of the axes
 _MOST_POINTS = 400  # of a curve: more than it has pixels
 _MOST_MARKED = 120  # so few in a picture are shown as points, too
-_COLOURS = 8  # of style.css
+COLOURS = 8  # of style.css
 _TINY = 1e-300  # below it numbers lose their digits
 _SPIKE = 4  # times the range of nearly all values: what lies beyond is cut off
 
@@ -122,7 +122,7 @@ def chart(
 
 
 def _line(series: Series, at: Any, marked: bool) -> Line:
-    style = f"c{series.colour % _COLOURS}" + " dashed" * series.dashed
+    style = f"c{series.colour % COLOURS}" + " dashed" * series.dashed
     path, marks, begun = [], [], False
     for x, y in series.points:
         if y is None:

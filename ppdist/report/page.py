@@ -23,9 +23,8 @@ from ppdist.common.files import make_parent, writing
 from ppdist.common.logging import duration
 from ppdist.common.process import printable
 from ppdist.report import charts
-from ppdist.report.one_run import show
+from ppdist.report.content import compare, show
 from ppdist.report.run import Run, read_run, settings_of, written
-from ppdist.report.several_runs import compare
 
 _HERE = Path(__file__).parent
 _MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is

@@ -11,16 +11,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import MetricRecords, read_metrics
 from ppdist.config.yaml import Reader
-from ppdist.report.evaluation import Evaluation, read_evaluation
 
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
 
@@ -31,6 +30,161 @@ _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITIC
 _SLACK_SECONDS = 120  # lines of train.log so long before the first record belong to its run
 _LOWER_IS_BETTER = ("val_loss",)
 _TELLING = ("mAP", "top1")  # which number of an evaluation is its headline, unless configured
+Share = float | None  # null: nothing to measure
+_MOST_CLASSES = 100_000
+
+
+# evaluation.json: parts that cannot be read, of another version or by a stranger, are left out by
+# themselves.  Letters: C classes, T confidences, R recalls.
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class ClassRow(_Part):
+    """One class; of classifiers `images`, `precision` and the last two."""
+
+    name: str
+    objects: int | None = None
+    images: int | None = None
+    AP: Share = None
+    AP50: Share = None
+    AP75: Share = None
+    AP_small: Share = None
+    AP_medium: Share = None
+    AP_large: Share = None
+    AR100: Share = None
+    VOC_11_point: Share = None
+    VOC_area: Share = None
+    precision: Share = None
+    recall: Share = None
+    f1: Share = None
+    top1: Share = None
+    top5: Share = None
+
+
+class Curves(_Part):
+    """At IoU 0.5.  Rows are the classes `curve_classes`; means are over all classes."""
+
+    curve_classes: list[int]
+    confidence_T: list[float]
+    precision_CT: list[list[Share]]
+    recall_CT: list[list[Share]]
+    f1_CT: list[list[Share]]
+    mean_precision_T: list[Share]
+    mean_recall_T: list[Share]
+    mean_f1_T: list[Share]
+    recall_R: list[float]
+    precision_CR: list[list[Share]]
+    mean_precision_R: list[Share]
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> "Curves":
+        for x, rows_C, mean in (
+            (self.confidence_T, self.precision_CT, self.mean_precision_T),
+            (self.confidence_T, self.recall_CT, self.mean_recall_T),
+            (self.confidence_T, self.f1_CT, self.mean_f1_T),
+            (self.recall_R, self.precision_CR, self.mean_precision_R),
+        ):
+            if len(rows_C) != len(self.curve_classes):
+                raise ValueError("it has not one curve for each of its classes")
+            if any(len(row) != len(x) for row in (*rows_C, mean)):
+                raise ValueError("its curves are not of one length")
+        return self
+
+
+class Confusion(_Part):
+    """Rows are true classes, columns predicted ones; of detectors the last is background.
+
+    Of very many classes there are only the largest `cells` (row, column, count), and sums of rows.
+    """
+
+    counts: list[list[int]] = []
+    cells: list[tuple[int, int, int]] = []
+    true_counts: list[int] = []
+    iou: float | None = None
+    confidence: float | None = None
+
+    @model_validator(mode="after")
+    def _is_square(self) -> "Confusion":
+        if any(len(row) != len(self.counts) for row in self.counts):
+            raise ValueError("it is not square")
+        if any(not 0 <= at < len(self.true_counts) for cell in self.cells for at in cell[:2]):
+            raise ValueError("a cell lies outside")
+        return self
+
+
+class Calibration(_Part):
+    """Of detections in bins of confidence: how sure they were, and how many were right."""
+
+    edges: list[float]
+    confidence: list[Share]
+    precision: list[Share]
+    count: list[int]
+    expected_error: Share = None
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> "Calibration":
+        if len({len(self.confidence), len(self.precision), len(self.count)}) != 1:
+            raise ValueError("its lists are not of one length")
+        return self
+
+
+class Errors(_Part):
+    """How many detections went wrong how, and what AP50 would gain without."""
+
+    counts: dict[str, int]
+    AP50_gain: dict[str, Share] = {}
+
+
+class Picture(_Part):
+    """One image, and how the model did on it."""
+
+    file: str
+    objects: int | None = None
+    found: int | None = None
+    missed: int | None = None
+    wrong: int | None = None
+
+
+@dataclass
+class Evaluation:
+    """What evaluation.json holds; None or empty where a part is missing."""
+
+    step: int | None = None
+    images: int | None = None
+    class_names: list[str] = field(default_factory=list)
+    metrics: dict[str, Share] = field(default_factory=dict)
+    per_class: list[ClassRow] = field(default_factory=list)
+    curves: Curves | None = None
+    confusion: Confusion | None = None
+    calibration: Calibration | None = None
+    errors: Errors | None = None
+    worst: list[Picture] = field(default_factory=list)
+    best: list[Picture] = field(default_factory=list)
+
+
+def read_evaluation(content: Mapping[str, Any]) -> tuple[Evaluation, list[str]]:
+    """Returns: what could be understood; and for each part that could not, why."""
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, kind in get_type_hints(Evaluation).items():
+        value = content.get(name)
+        if value is None:
+            continue
+        try:
+            part = TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(each) for each in (name, *first["loc"]))
+            problems.append(f"{where}: {first['msg']}")
+            continue
+        found[name] = part[:_MOST_CLASSES] if isinstance(part, list) else part
+    return Evaluation(**found), problems
+
+
+# The folder.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Hyper-parameter search and ablations: many trainings as one study (docs/tuning.md).
 
-Read in this order: study (the YAML file), cells (what a trial is), store (the folder that several
-processes share), job (one training), curve (what it has measured so far), calibrate (equal time for
-unequal variants), search (the loop), results (what is left), table (for docs/dev/recipes.md).
+trial     a cell (a setting and a seed), its training, its curve
+store     the folder that several processes share
+search    the loop; equal time for unequal variants
+results   trials.jsonl, plots, and tables for docs/dev/recipes.md
 """

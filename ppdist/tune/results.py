@@ -1,29 +1,51 @@
-"""Results of a study: trials.jsonl, plots, VisualDL's pages."""
+"""Results of a study: trials.jsonl, plots, VisualDL's pages, tables."""
 
 import json
+import math
 import shutil
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
 
-import optuna
-from optuna.trial import FrozenTrial, TrialState
-
+from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_folder, replace_file, writing
 from ppdist.common.writers import VisualDLWriter
-from ppdist.tune.cells import Cell, baseline
-from ppdist.tune.store import Store
+from ppdist.tune.trial import Cell, baseline
 
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from ppdist.tune.store import Store
+
+BEGIN, END = "<!-- ablations -->", "<!-- end of the ablations -->"
+Row = Mapping[str, Any]
+_FEWEST_PAIRS = 3  # of a verdict
+# Two-sided 95 % of Student's t, by degrees of freedom; of more see _quantile.
+_T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+_NORMAL95 = 1.95996
+# Rows that differ in one of these were not measured alike: they stand in tables of their own.
+_CONDITIONS = (
+    "study", "config", "overrides", "metric", "minutes_per_trial", "workers", "processes",
+)  # fmt: skip
+_NEEDED = (
+    *_CONDITIONS, "lower_is_better", "trial", "state", "setting", "base", "seed",
+    "variant_overrides", "params", "minutes", "epochs", "best", "curve",
+)  # fmt: skip
 _FEWEST_FOR_IMPORTANCE = 20  # PED-ANOVA looks at the best tenth, and needs two there
 
 
-def rows(store: Store) -> list[dict[str, Any]]:
+# From the store of a study into its folder.
+
+
+def rows(store: "Store") -> list[dict[str, Any]]:
     """A row for each trial that has ended: what it was and what came out, with what of the study
     makes rows of several sessions comparable."""
     return [row for trial in store.trials() if (row := _row(store, trial))]
 
 
-def _row(store: Store, trial: FrozenTrial) -> dict[str, Any] | None:
+def _row(store: "Store", trial: "FrozenTrial") -> dict[str, Any] | None:
     cell, study = store.cell_of(trial), store.config
     result = trial.user_attrs.get("result")
     if cell is None or result is None or not trial.state.is_finished():
@@ -44,7 +66,7 @@ def _row(store: Store, trial: FrozenTrial) -> dict[str, Any] | None:
     }
 
 
-def export(store: Store) -> None:
+def export(store: "Store") -> None:
     """Writes trials.jsonl anew, and the curves for VisualDL that are not there; any process does,
     after any trial."""
     with store.lock:  # what another has just written must not be replaced by less
@@ -82,13 +104,15 @@ def _write_curves(folder: Path, row: dict[str, Any]) -> None:
         draft.replace(folder / name)
 
 
-def importances(store: Store) -> dict[str, float]:
+def importances(store: "Store") -> dict[str, float]:
     """How much each key of the space decides about the value, their sum 1; empty where there are
     too few complete trials to say.
 
     Source: PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255; fANOVA would need scikit-learn.
     """
-    complete = [each for each in store.trials() if each.state == TrialState.COMPLETE]
+    import optuna  # here alone: tables need none
+
+    complete = [each for each in store.trials() if each.state.name == "COMPLETE"]
     if len(store.config.space) < 2 or len(complete) < _FEWEST_FOR_IMPORTANCE:
         return {}
     with warnings.catch_warnings():
@@ -101,10 +125,9 @@ def importances(store: Store) -> dict[str, float]:
     return dict(found)
 
 
-def draw(store: Store) -> list[Path]:
+def draw(store: "Store") -> list[Path]:
     """Writes plots/curves.png and, of a search, plots/importance.png; returns what was drawn."""
-    from ppdist.viz import plots
-    from ppdist.viz.plots import save
+    from ppdist.viz import plots  # slow, and not for a table
 
     folder = store.folder / "plots"
     make_folder(folder)
@@ -113,4 +136,207 @@ def draw(store: Store) -> list[Path]:
         "curves.png": plots.curves(found),
         "importance.png": plots.importance(importances(store)),
     }
-    return [folder / name for name, figure in figures.items() if save(figure, folder / name)]
+    return [folder / name for name, figure in figures.items() if plots.save(figure, folder / name)]
+
+
+# From folders and files to tables; without Optuna.
+
+
+def read_rows(source: Path) -> list[dict[str, Any]]:
+    """The rows of a study's folder or of an exported file.
+
+    Raises: ConfigError: there is none, or it is not one.
+    """
+    file = source / "trials.jsonl" if source.is_dir() else source
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.strerror}; expected the folder of a study in which a trial has ended, or "
+            "its trials.jsonl",
+            code="study_not_found",
+            where=str(file),
+        ) from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row = {**row, "final": dict(row["final"]), "study": str(row["study"])}
+            if absent := [key for key in _NEEDED if key not in row]:
+                raise ValueError(f"{', '.join(absent)} is not in it")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"not a row of tools/tune.py: {error}",
+                code="not_a_study_row",
+                where=f"{file}:{number}",
+            ) from error
+        found.append(row)
+    return found
+
+
+def ablations(rows: Sequence[Row]) -> str:
+    """Markdown: of each study a table of its settings, each compared with the base it names.
+
+    Trials of one study that come from several sessions stand together where all was alike; of two
+    with the same seed the later counts.  What failed or was pruned is not counted.
+    """
+    studies: dict[str, list[Row]] = {}
+    for row in rows:
+        alike = json.dumps([row[key] for key in _CONDITIONS])
+        studies.setdefault(alike, []).append(row)
+    return "\n\n".join(_study(found) for found in studies.values())
+
+
+def _study(rows: Sequence[Row]) -> str:
+    first, metric = rows[0], rows[0]["metric"]
+    settings: dict[str, dict[Any, Row]] = {}
+    for row in rows:
+        if row["state"] == "complete" and metric in row["final"]:
+            settings.setdefault(row["setting"], {})[row["seed"]] = row
+    about = f"**{first['study']}**: `{first['config']}`"
+    if first["overrides"]:
+        about += " with `" + " ".join(first["overrides"]) + "`"
+    if first["minutes_per_trial"]:
+        about += f", {first['minutes_per_trial']:g} minutes a trial"
+    about += f", {first['processes']} process(es) a trial, {first['workers']} trial(s) at a time."
+    lines = [
+        about,
+        "",
+        f"| variant | changed | seeds | epochs | minutes | {metric}, last | best | "
+        f"difference | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(name, settings, metric) for name in settings]
+    failed = [row for row in rows if row["state"] == "fail" and row["setting"] not in settings]
+    for name in dict.fromkeys(row["setting"] for row in failed):
+        lines.append(f"| {name} | | 0 | | | failed | | | |")
+    return "\n".join(lines)
+
+
+def _line(name: str, settings: Mapping[str, Mapping[Any, Row]], metric: str) -> str:
+    found = settings[name]
+    rows = list(found.values())
+    last = [row["final"][metric] for row in rows]
+    best = [row["best"][metric] for row in rows]
+    changed = " ".join(f"`{item}`" for item in rows[0]["variant_overrides"])
+    against, verdict = "", ""
+    base_name = rows[-1]["base"]
+    if base_name not in ("", name):
+        base = settings.get(base_name, {})
+        sign = -1 if rows[0]["lower_is_better"] else 1
+        both = [seed for seed in found if seed in base]
+        differences = [found[seed]["final"][metric] - base[seed]["final"][metric] for seed in both]
+        against, verdict = _compared(differences, sign)
+        against += f" against {base_name}"
+    epochs = _span([row["epochs"] for row in rows], "g")
+    minutes = f"{mean(row['minutes'] for row in rows):.1f}"
+    return (
+        f"| {name} | {changed} | {len(rows)} | {epochs} | {minutes} | {_spread(last)} | "
+        f"{mean(best):.4f} | {against} | {verdict} |"
+    )
+
+
+def _compared(differences: Sequence[float], sign: int) -> tuple[str, str]:
+    """The mean difference of the same seeds with half its 95 % interval, and what it shows."""
+    if not differences:
+        return "no seed in common", ""
+    middle = mean(differences)
+    if len(differences) < 2:
+        return f"{middle:+.4f}", "one seed shows nothing"
+    degrees = len(differences) - 1
+    half = _quantile(degrees) * stdev(differences) / math.sqrt(len(differences))
+    text = f"{middle:+.4f} ± {half:.4f}"
+    if len(differences) < _FEWEST_PAIRS:
+        return text, "too few seeds"
+    alike = all(sign * each > 0 for each in differences) or all(
+        sign * each < 0 for each in differences
+    )
+    if abs(middle) > half:
+        return text, "better" if sign * middle > 0 else "worse"
+    if alike:
+        way = "better" if sign * middle > 0 else "worse"
+        return text, f"{way} with every seed, but not surely"
+    return text, "no difference shown"
+
+
+def _quantile(degrees: int) -> float:
+    """Of Student's t; beyond the table by the first terms of its expansion about the normal one
+    (Fisher and Cornish 1960), which are right to 0.001 there."""
+    if degrees < len(_T95):
+        return _T95[degrees]
+    z = _NORMAL95
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def _spread(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.4f}"
+    return f"{mean(values):.4f} ± {stdev(values):.4f}"
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    low, high = min(values), max(values)
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+
+
+def ranking(rows: Sequence[Row]) -> str:
+    """Text for a terminal: every trial, the best first, and the settings of the best."""
+    if not rows:
+        return "no trial has ended yet"
+    metric, lower = rows[0]["metric"], rows[0]["lower_is_better"]
+    states = [row["state"] for row in rows]
+    counts = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
+    ordered = sorted(rows, key=lambda row: _order(row, metric, lower))
+    return "\n".join([f"{rows[0]['study']}: {counts}", "", *_ranking_lines(ordered, metric)])
+
+
+def _ranking_lines(ordered: Sequence[Row], metric: str) -> Iterator[str]:
+    yield f"trial  state     {metric:>10}       best  epochs  minutes  setting"
+    for row in ordered:
+        last, best = (_number(row[name].get(metric)) for name in ("final", "best"))
+        seed = "" if row["seed"] is None else f", seed {row['seed']}"
+        why = f"  ({row['why']})" if row.get("why") else ""
+        yield (
+            f"{row['trial']:>5}  {row['state']:<8}  {last:>10} {best:>10}  {row['epochs']:>6g}  "
+            f"{row['minutes']:>7.1f}  {row['setting']}{seed}{why}"
+        )
+    first = ordered[0]
+    if first["state"] == "complete":
+        items = [f"{key}={json.dumps(value)}" for key, value in first["params"].items()]
+        chosen = " ".join([*first["variant_overrides"], *items])
+        yield ""
+        yield f"best: trial {first['trial']:03d}" + (f": -o {chosen}" if chosen else "")
+
+
+def _order(row: Row, metric: str, lower: bool) -> tuple[bool, float]:
+    value = row["final"].get(metric)
+    if value is None:
+        return True, math.inf
+    return row["state"] != "complete", value if lower else -value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def write_into(document: Path, text: str) -> None:
+    """Puts text between the markers of a document, in the place of what stands there.
+
+    Raises: ConfigError: it has no markers.
+    """
+    try:
+        before = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            str(error.strerror), code="file_unreadable", where=f"--document {document}"
+        ) from error
+    head, begin, rest = before.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(
+            f"expected the lines {BEGIN} and {END} in it",
+            code="document_marks_missing",
+            where=f"--document {document}",
+        )
+    with writing(document):
+        document.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")

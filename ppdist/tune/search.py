@@ -1,34 +1,40 @@
-"""Search: the loop of a study."""
+"""Search: the loop of a study.
+
+Variants that are compared in equal time are calibrated first.  Each setting runs
+`calibration_epochs`, as many copies at once as trials will run, so that it is measured under the
+conditions of the trials:
+
+    seconds(E) = overhead + E * steps an epoch * seconds a step + evaluations * seconds of one
+
+The seconds of a step are means after the first epoch, in which kernels are prepared and caches
+filled, those of an evaluation are the last one's; overhead is all of a run's wall time that is
+neither: imports, reading the set, what the first epoch took longer, saving, plots.  A set so small
+that there would be few steps runs longer.  `train.phases_for_epochs` scales what a configuration
+counts in epochs with the length, in the calibration as in the trial: a calibration is the run in
+miniature, and a trial has about as many evaluations and saves as the experiment that it comes from
+(with ten images an epoch is two steps: an evaluation every five epochs would be all that it does).
+"""
 
 import json
+import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optuna.trial import TrialState
 
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import write_json
-from ppdist.tune.calibrate import (
-    Calibration,
-    Timed,
-    calibrated,
-    epochs_for_calibration,
-    evaluations_of,
-    expected,
-    for_calibration,
-    lengthened,
-)
-from ppdist.tune.cells import Cell, grid, timed_by
-from ppdist.tune.curve import Curve
-from ppdist.tune.job import Job, Launcher, Past, write_past
-from ppdist.tune.locks import StudyLock
+from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.config import load_config
+from ppdist.config.study import StudyConfig, item_of
 from ppdist.tune.results import export
-from ppdist.tune.store import Claim, Store, Waiting
+from ppdist.tune.store import Claim, Store, StudyLock, Waiting
+from ppdist.tune.trial import Cell, Curve, Job, Launcher, Past, grid, timed_by, write_past
 
 CLEAN_STOP = 75
 _WRONG_INPUT = 2
@@ -36,6 +42,142 @@ _READ_EVERY = 6  # looks: metrics.jsonl is read less often than processes are lo
 _NOTE_SECONDS = 10.0  # between two notes of how long a trial took so far
 _MOST_CRASHES = 3  # of a training; it continues from its newest checkpoint
 _MOST_FAILURES = 3  # in a row, before anything went well: the next would fail, too
+_LEAST_STEPS = 25  # of a calibration, after its first epoch
+_TENTHS_BELOW = 20  # shorter runs are given to a tenth of an epoch, longer ones to whole ones
+
+
+# Calibration: how many epochs of each variant take equal time.
+
+
+class Timed(NamedTuple):
+    """A calibration that ran: its folder, and how long it took from its start to its end."""
+
+    folder: Path
+    wall_seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a setting costs here, and how long it may be for that.
+
+    Attributes: epochs: of a trial; evaluations: of a trial; the rest in seconds, of this machine
+    with so many trials at once.
+    """
+
+    epochs: float
+    evaluations: int
+    steps_per_epoch: int
+    step_seconds: float
+    evaluation_seconds: float
+    overhead_seconds: float
+
+    @property
+    def minutes(self) -> float:
+        """What a trial is expected to take."""
+        steps = self.epochs * self.steps_per_epoch * self.step_seconds
+        return (self.overhead_seconds + steps + self.evaluations * self.evaluation_seconds) / 60
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self) | {"minutes": self.minutes}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Calibration":
+        """The one of such a record."""
+        return cls(**{key: value for key, value in record.items() if key != "minutes"})
+
+
+def calibrated(runs: Sequence[Timed], minutes: float, wanted: int) -> Calibration:
+    """The greatest length at which a setting takes no more than so many minutes, from runs that
+    were copies of it.
+
+    Args: wanted: how many evaluations a trial should have.
+    Raises: ConfigError: not even its overhead fits into the minutes.
+    """
+    measured = [_measured(*run) for run in runs]
+    step, evaluation, overhead = (sum(column) / len(measured) for column in zip(*measured))
+    per_epoch = _steps_per_epoch(runs[0].folder)
+    # Evaluations come in jumps, so lengths are tried from where there would be none.
+    tenths = max(0, math.floor((minutes * 60 - overhead) / (per_epoch * step) * 10))
+    while tenths > 0:
+        if tenths > _TENTHS_BELOW * 10:
+            tenths -= tenths % 10
+        count = evaluations_in(tenths / 10, per_epoch, every_epochs(tenths / 10, wanted))
+        found = Calibration(tenths / 10, count, per_epoch, step, evaluation, overhead)
+        if found.minutes <= minutes and round(tenths / 10 * per_epoch) >= 1:
+            return found
+        tenths -= 1
+    raise ConfigError(
+        f"{minutes:g}: start and end of a run take {overhead:.0f} s and an evaluation "
+        f"{evaluation:.1f} s, which leaves less than a tenth of an epoch",
+        code="minutes_too_few",
+        where="minutes_per_trial",
+        fix="give it more",
+    )
+
+
+def _measured(folder: Path, wall_seconds: float) -> tuple[float, float, float]:
+    """Seconds of a step, of an evaluation, and of everything else in a run."""
+    found = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
+    first = _steps_per_epoch(folder)
+    steady = [each["step_seconds"] for each in found.steps if each["step"] > first]
+    evaluations = [each["eval_seconds"] for each in found.evaluations]
+    step, evaluation = sum(steady) / len(steady), evaluations[-1]
+    return step, evaluation, max(0.0, wall_seconds - len(found.steps) * step - sum(evaluations))
+
+
+def _steps_per_epoch(folder: Path) -> int:
+    found = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
+    return int(found.starts[-1]["derived"]["steps_per_epoch"]["value"])
+
+
+def epochs_for_calibration(folder: Path) -> int:
+    """How long a calibration has to be at least, from one that may have been too short."""
+    return 1 + math.ceil(_LEAST_STEPS / _steps_per_epoch(folder))
+
+
+def evaluations_of(study: StudyConfig, overrides: Sequence[str]) -> int:
+    """How many evaluations the experiment has as it is written."""
+    config = load_config(study.config, overrides)
+    return math.ceil(config.train.epochs / config.evaluate.every_epochs)
+
+
+def every_epochs(epochs: float, wanted: int) -> int:
+    """Whole epochs between evaluations, of which there are to be about so many."""
+    return max(1, round(epochs / wanted))
+
+
+def evaluations_in(epochs: float, steps_per_epoch: int, every: int) -> int:
+    """How many a training makes: one after each so many epochs, and one at its end."""
+    return math.ceil(round(epochs * steps_per_epoch) / (every * steps_per_epoch))
+
+
+def lengthened(study: StudyConfig, overrides: Sequence[str], epochs: float) -> list[str]:
+    """Overrides that make the experiment so long, with everything in it where it was."""
+    config = load_config(study.config, overrides)
+    written = config.train.phases_for_epochs or config.train.epochs
+    every = every_epochs(epochs, evaluations_of(study, overrides))
+    saved = config.checkpoint.every_epochs * epochs / config.train.epochs
+    return [
+        item_of("train.epochs", epochs),
+        item_of("train.phases_for_epochs", written),
+        item_of("evaluate.every_epochs", every),
+        item_of("checkpoint.every_epochs", float(f"{saved:.4g}")),
+    ]
+
+
+def for_calibration(study: StudyConfig, overrides: Sequence[str], epochs: int) -> list[str]:
+    """Overrides of the run in miniature: two evaluations, as the first is slow; each step in the
+    log."""
+    items = lengthened(study, overrides, epochs)
+    every = item_of("evaluate.every_epochs", max(1, epochs // 2))
+    return [*items, every, "log.every_steps=1"]
+
+
+# The loop.
+
+
+class _AskedToStop(Exception):
+    """A signal came, or the time is over, before the first trial."""
 
 
 @dataclass
@@ -89,8 +231,9 @@ class Search:
             undo.callback(self._abandon)
             for trial in self.store.unwanted():
                 self.say(f"trial {trial.number:03d} is left alone: the study has no such one now")
-            lengths = self._calibrate()
-            if lengths is None:
+            try:
+                lengths = self._calibrate()
+            except _AskedToStop:
                 return CLEAN_STOP
             begun = 0
             while True:
@@ -238,11 +381,8 @@ class Search:
             running.job.process.wait()
         self._running.clear()
 
-    def _calibrate(self) -> dict[str, Calibration] | None:
-        """The length of each setting; by whichever process comes first, while others wait.
-
-        Returns: None: it was asked to stop.
-        """
+    def _calibrate(self) -> dict[str, Calibration]:
+        """The length of each setting; by whichever process comes first, while others wait."""
         study, file = self.store.config, self.store.folder / "calibration.json"
         if study.minutes_per_trial is None:
             return {}
@@ -251,8 +391,7 @@ class Search:
         lock = StudyLock(self.store.folder / "calibration.lock")
         try:
             while not lock.try_acquire():
-                if self.asked_to_stop():
-                    return None
+                self._require_time()
                 time.sleep(self.look_seconds)
             known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             if known.get("conditions", conditions) != conditions:
@@ -269,19 +408,19 @@ class Search:
                     first.setdefault(cell.setting, cell)
             for cell in first.values():
                 if cell.setting not in lengths:
-                    found = self._measure(cell)
-                    if found is None:
-                        return None
-                    lengths[cell.setting] = found.record()
+                    lengths[cell.setting] = self._measure(cell).record()
                     known = {"conditions": conditions, "host": socket.gethostname()}
                     write_json(file, known | {"lengths": lengths}, indent=1)
-            return {name: length for name in lengths if (length := expected(lengths, name))}
+            return {name: Calibration.of(found) for name, found in lengths.items()}
         finally:
             lock.close()
 
-    def _measure(self, cell: Cell) -> Calibration | None:
-        """Runs a setting in miniature, as many copies as there are places; None: it was asked to
-        stop."""
+    def _require_time(self) -> None:
+        if self.asked_to_stop():
+            raise _AskedToStop
+
+    def _measure(self, cell: Cell) -> Calibration:
+        """Runs a setting in miniature, as many copies as there are places."""
         study, minutes = self.store.config, self.store.config.minutes_per_trial
         assert minutes is not None
         overrides = cell.overrides(study)
@@ -289,8 +428,6 @@ class Search:
         while True:
             self.say(f"calibrating {cell.setting}: {epochs} epochs")
             runs = self._run_copies(cell, for_calibration(study, overrides, epochs))
-            if runs is None:
-                return None
             longer = epochs_for_calibration(runs[0].folder)
             if longer <= epochs:
                 break
@@ -303,8 +440,8 @@ class Search:
         )
         return found
 
-    def _run_copies(self, cell: Cell, items: Sequence[str]) -> list[Timed] | None:
-        """Runs the same in every place at once, and takes the time; None: it was asked to stop."""
+    def _run_copies(self, cell: Cell, items: Sequence[str]) -> list[Timed]:
+        """Runs the same in every place at once, and takes the time."""
         study = self.store.config
         base = self.store.folder / "calibration" / _folder_name(cell.setting)
         jobs: list[Job] = []
@@ -320,8 +457,7 @@ class Search:
                         took[index] = job.minutes() * 60
                 if any(job.poll() for job in jobs):  # one has failed: the others need not go on
                     break
-                if self.asked_to_stop():
-                    return None
+                self._require_time()
                 time.sleep(0.05)
         finally:
             for job in jobs:

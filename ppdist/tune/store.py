@@ -3,7 +3,7 @@
     journal.log    Optuna's storage: every trial, its values as they come, how it ended
     study.json     what was asked for when the study began
     trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to who runs it
-    *.lock         see locks.py
+    *.lock         locks of whoever must be alone; a process that ends in any way has none
 
 A trial that is running in the journal, and whose lock nobody has, was left by a process that is
 gone: whoever asks for work next goes on with it.
@@ -11,8 +11,10 @@ gone: whoever asks for work next goes on with it.
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import make_folder, write_json
+from ppdist.common.files import FileLock, make_folder, write_json
 from ppdist.config import load_config
 from ppdist.config.study import Dimension, PrunerConfig, StudyConfig
-from ppdist.tune.cells import Cell, grid
-from ppdist.tune.job import Past
-from ppdist.tune.locks import JournalLock, StudyLock
+from ppdist.tune.trial import Cell, Past, grid
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
 _MAY_CHANGE = {
@@ -44,6 +44,47 @@ _MAY_CHANGE = {
 }  # fmt: skip
 _SEEDS_APART = 1_000_003  # of the sampler, between two trials
 _NAME = "ppdist"  # of the one study in the journal
+
+
+class StudyLock(FileLock):
+    """A `FileLock`, without which the processes of a study cannot agree."""
+
+    def try_acquire(self) -> bool:
+        """Takes it if nobody has it.  Raises: ConfigError: the file system has no locks."""
+        self.open()
+        try:
+            return super().try_acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path.parent} is on a file system without locks ({error.strerror}), with "
+                "which the processes of a study agree",
+                code="file_system_without_locks",
+                where="--out",
+                fix="take another",
+            ) from error
+
+
+class JournalLock(StudyLock):
+    """What Optuna takes before it adds lines to its journal; its own lock files outlive a killed
+    process.
+
+    Whoever has it first cuts off a line that a crash or a full disk left without its end: Optuna
+    would append the next to it, and read neither.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(journal.with_suffix(".lock"))
+        self._journal = journal
+
+    def acquire(self) -> bool:
+        super().acquire()
+        with suppress(FileNotFoundError), self._journal.open("rb+") as file:
+            if file.seek(0, os.SEEK_END) > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+        return True
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbo
 
 
 def check_ranks(config: "ExperimentConfig | None", output_dir: "Path | None") -> list[str]:
-    """Joins the other ranks and compares them, in the end also their data; every rank calls it.
+    """Joins the other ranks and compares them, in the end also their data.  Collective.
 
     Args:
         config, output_dir: of the experiment, or None for what any run needs.
@@ -73,7 +73,7 @@ def check_ranks(config: "ExperimentConfig | None", output_dir: "Path | None") ->
 
 
 def measure_cluster() -> Report:
-    """Everything, as plain data; every rank calls it after `check_ranks` and gets the same.
+    """Everything, as plain data, the same on every rank.  Collective, after `check_ranks`.
 
     Returns: `ranks`, `sizes`, `links` as the functions below say, and what a model of the ring
         needs so that t = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth gives what was measured
@@ -95,7 +95,7 @@ def measure_cluster() -> Report:
 
 
 def compare_hosts(facts: dict[str, str]) -> Report:
-    """How the hosts differ in what is not software; every rank calls it and gets the same.
+    """How the hosts differ in what is not software, the same on every rank.  Collective.
 
     Args: facts: what this host has, by name (ppdist/launch/doctor.py).
     Returns: `differences`, a line for each fact that is not the same everywhere, and `clocks`, how

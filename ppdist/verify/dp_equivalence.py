@@ -19,16 +19,19 @@ With synchronised statistics the second run computes batch norm by the program o
 that is what differs (not on GPUs); and the run alone needs the images of all ranks on one card.
 """
 
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -37,11 +40,37 @@ from ppdist.benchmark.scaling import launch
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.distributed import comm
-from ppdist.verify.report import Report, compare, tolerance_of
-from ppdist.verify.trace import Rounding, Trace, train_steps
+from ppdist.engine.build import build_training
+from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.models.layers import take_gloo_batch_norm
+from ppdist.optim.ema import Decay
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
+
+Report = dict[str, Any]
+# What training leaves, float64; S steps:
+#   losses/NAME, norm/gradient                  [S]
+#   sketch/weights, sketch/statistics           [S + 1, parts]  before the first step, after each
+#   average/off, average/decay                  [S]             see Average; none without EMA
+#   digest                                      of all that it ends with, bit for bit
+Trace = dict[str, np.ndarray]
+
+# By the lowest precision that numbers of a step pass through; relative.  Those below float32 are
+# a few of its roundings: not run on a GPU.
+TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+_ROUNDINGS_ALLOWED = 10.0  # times what the second run is off by: it is but one example
+_SOME_ROUNDINGS = 1e-6  # of float32, relative: how close two arrays can be at all
+_NOT_FINITE = 1e9  # a difference that is no number, as JSON can hold it
+# A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
+_BLIND, _BLIND_OF_MOVED = 0.05, 0.1
+ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_OF_SYNC_BN = 8  # on GPUs synchronised statistics are another program, which rounds in every layer
+_PARTS = 64  # of an array in a sketch
+
+
+# The ranks, then one alone.
 
 
 def require_comparable(config: "ExperimentConfig") -> None:
@@ -79,7 +108,7 @@ def alone_overrides(config: "ExperimentConfig", world: int) -> list[str]:
 
 
 def verify_ranks(config: "ExperimentConfig", steps: int, command: Sequence[str]) -> Report:
-    """Trains on all ranks, then on rank 0 alone, and compares.  Every rank calls it.
+    """Trains on all ranks, then on rank 0 alone, and compares.  Collective.
 
     Args:
         command: runs `judge` in a process of its own, when the overrides for one rank and then
@@ -164,3 +193,366 @@ def verify_on(launcher: Sequence[str], script: Sequence[str], count: int) -> Rep
     Raises: LaunchError: the run ended without a report.
     """
     return launch(launcher, script, count, environment=os.environ, verdicts=(0, 1))[0]
+
+
+# What a run leaves: its trace.
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far every weight is moved in every step, up or down: relative to itself, and to what the
+    step before made of it (gradients of lower precision make it that inexact)."""
+
+    of_weight: float
+    of_update: float
+
+    @classmethod
+    def of(cls, config: "ExperimentConfig") -> "Rounding":
+        amp = config.train.amp
+        of_weight = ROUNDINGS[amp.dtype if amp.enabled else "float32"]
+        of_update = ROUNDINGS[config.distributed.gradient_dtype]
+        another_program = config.train.sync_bn and comm.on_gpu()
+        return cls(of_weight * (_OF_SYNC_BN if another_program else 1), of_update)
+
+    def move(self, weights: dict[str, paddle.Tensor], before: dict[str, np.ndarray], step: int):
+        """Args: before: the weights when the last step began."""
+        rng = np.random.default_rng(step)
+        for key, weight in weights.items():
+            value = _array(weight)
+            size = self.of_weight * value + self.of_update * (value - before[key])
+            moved = value + size * rng.choice(np.array([-1, 1], np.float32), value.shape)
+            weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
+
+
+class Average:
+    """What the EMA should hold, made again from the weights of the very run: no chaos comes between
+    the two, so a wrong average stands out however far training amplifies a rounding."""
+
+    def __init__(self, weights: dict[str, np.ndarray], decay: Decay) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.expected = weights
+
+    def update(self, weights: dict[str, np.ndarray]) -> None:
+        self.updates += 1
+        keep = self.decay(self.updates)
+        self.expected = {
+            key: value + np.float32(1 - keep) * (weights[key] - value)
+            for key, value in self.expected.items()
+        }
+
+    def off(self, found: dict[str, paddle.Tensor]) -> float:
+        """|found - expected| / |expected|."""
+        pairs = [(_array(found[key]), value) for key, value in self.expected.items()]
+        off = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
+        size = sum(float(np.square(b.astype(np.float64)).sum()) for _, b in pairs)
+        return (off / max(size, 1e-24)) ** 0.5
+
+
+def train_steps(config: "ExperimentConfig", steps: int, rounding: Rounding | None = None) -> Trace:
+    """Trains and returns what it left.  Collective.
+
+    Args:
+        steps: it takes fewer if the run is shorter.
+        rounding: is done to the weights before every step.  With synchronised statistics one rank
+            then computes batch norm as gloo ranks do, not as it would.
+    Raises: ConfigError: one rank can have the batch of no step.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = build_training(
+            config, output_dir=Path(folder), evaluate=False, resume=None, command=["verify"]
+        )
+        experiment.log.close()
+    trainer, derived = experiment.trainer, experiment.trainer.derived
+    step = trainer.train_step
+    if rounding is not None and config.train.sync_bn and not comm.on_gpu():
+        # Of the two programs that compute batch norm the other one: what they round differently in
+        # every layer becomes more than what a few roundings of the weights become.
+        take_gloo_batch_norm(step.model)
+    count = min(steps, comparable_steps(derived, config.train.sync_bn))
+    parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
+    weights = before = _weights(step)
+    average = Average(weights, derived.ema_decay)
+    sketches, averages = [_sketches(step, weights)], []
+    batches, results = trainer.feed.batches(0, None), []
+    for number in range(count):
+        if rounding is not None:
+            rounding.move(parameters, before, number)
+            before = {key: _array(value) for key, value in parameters.items()}
+        rates = derived.schedule.rates(number)
+        results.append(step(batches, derived.accumulate_steps, number, rates, False, Clock()))
+        weights = _weights(step)
+        sketches.append(_sketches(step, weights))
+        if results[-1].applied:
+            average.update(weights)
+        if step.ema is not None:
+            decay = average.decay(number + 1)
+            averages.append({"off": average.off(step.ema.average), "decay": decay})
+    trace = _columns("losses", [result.losses for result in results]) | _columns("sketch", sketches)
+    trace |= _columns("average", averages)
+    trace["norm/gradient"] = np.array([result.gradient_norm for result in results])
+    trace["digest"] = _digest(step)
+    return trace
+
+
+def comparable_steps(derived: ScheduleSetup, sync_bn: bool) -> int:
+    """How many steps of a run there are whose batches one rank can have just so: with synchronised
+    statistics not the last, smaller step of an epoch, if a micro-step of it has other images on one
+    rank, or a rank has none.
+
+    Raises: ConfigError: none.
+    """
+    left = derived.dataset_size % derived.total_batch
+    if not (sync_bn and left and (derived.accumulate_steps > 1 or left < derived.world)):
+        return derived.total_steps
+    if derived.steps_per_epoch == 1:
+        raise ConfigError(
+            "with train.sync_bn: true one rank cannot have the batch of this run: an epoch of "
+            f"{derived.dataset_size} images is one step of less than the total batch of "
+            f"{derived.total_batch} ({derived.world} ranks x {derived.batch_size_per_card} "
+            f"images x {derived.accumulate_steps} micro-steps)",
+            code="epoch_shorter_than_step",
+            fix=(
+                "lower train.batch_size_per_card or train.accumulate_steps until an epoch has "
+                "a whole step"
+            ),
+        )
+    return min(derived.total_steps, derived.steps_per_epoch - 1)
+
+
+def _columns(group: str, rows: list[dict]) -> Trace:
+    names = rows[0] if rows else []
+    return {f"{group}/{name}": np.array([row[name] for row in rows]) for name in names}
+
+
+def _array(tensor: paddle.Tensor) -> np.ndarray:
+    return tensor.astype("float32").numpy()
+
+
+def _weights(step: TrainStep) -> dict[str, np.ndarray]:
+    """What is trained: of parameters in a lower precision their float32 masters."""
+    masters = step._masters()
+    named = step.model.named_parameters()
+    return {key: _array(masters.get(key, p)) for key, p in named if not p.stop_gradient}
+
+
+def _sketches(step: TrainStep, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    # Paddle keeps running statistics of batch norm as parameters that take no gradient.
+    others = {k: _array(v) for k, v in step.model.state_dict().items() if k not in weights}
+    return {"weights": sketch(weights), "statistics": sketch(others)}
+
+
+def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Each array as 64 sums of its values with random signs, the same for the same names.
+
+    The L2 norm of a sketch, and of the difference of two, is about that of the arrays: its square
+    has the same mean.  So one keeps every step of a large model.
+    Source: Alon, Matias, Szegedy 1996, "The space complexity of approximating the frequency
+    moments", section 2.2.
+    """
+    rows = [np.zeros(0)]
+    for key, value in arrays.items():
+        rng = np.random.default_rng(zlib.crc32(key.encode()))
+        signs = rng.integers(0, 2, value.size, np.int8) * np.int8(2) - np.int8(1)
+        padded = np.zeros(-(-value.size // _PARTS) * _PARTS)
+        padded[: value.size] = value.ravel() * signs
+        rows.append(padded.reshape(-1, _PARTS).sum(0))
+    return np.concatenate(rows)
+
+
+def _digest(step: TrainStep) -> np.ndarray:
+    digest = hashlib.blake2b(digest_size=16)
+    averages = {} if step.ema is None else step.ema.average
+    for tensor in [*step.model.state_dict().values(), *averages.values()]:
+        digest.update(np.ascontiguousarray(_array(tensor)).tobytes())
+    return np.frombuffer(digest.digest(), np.uint8)
+
+
+# How far two traces are apart.
+
+
+def tolerance_of(config: "ExperimentConfig") -> float:
+    """How far ranks may be off, of the lowest precision that is configured."""
+    names = [config.distributed.gradient_dtype]
+    names += [config.train.amp.dtype] if config.train.amp.enabled else []
+    return max(TOLERANCES[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The ranks against one rank, at the step where they are furthest off for what is allowed.
+
+    Attributes:
+        difference: relative.
+        step: counted from 1.
+        rounding: how far rounding has carried the run of one rank by then, or by the step after.
+        allowed: of `difference`.
+        telling_steps: where so little is allowed that a wrong step would be found out.
+    """
+
+    name: str
+    difference: float
+    step: int
+    rounding: float
+    allowed: float
+    telling_steps: int
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def compare(
+    ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float, statistics: bool
+) -> Report:
+    """What is measured of the ranks, and how much of it proves anything.
+
+    Args:
+        moved: one rank as in `alone`, moved by a rounding.
+        statistics: compare running statistics of batch norm too.
+    """
+    found = measure(ranks, alone, moved, tolerance=tolerance, statistics=statistics)
+    # A step tells right from wrong if one of the two does.
+    rounding_S = np.minimum(losses_off(moved, alone), norm_off(moved, alone))
+    tells_S = _ROUNDINGS_ALLOWED * _envelope(rounding_S) <= _BLIND
+    return {
+        "tolerance": tolerance,
+        "measured": [{**asdict(each), "passed": each.passed} for each in found],
+        "steps_that_tell": int(tells_S.sum()),
+        "weights_moved": float(_moved(alone, "weights")[-1]),
+    }
+
+
+def measure(
+    ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float, statistics: bool
+) -> list[Measurement]:
+    """The rows of `compare`."""
+    found = []
+    for name, off_by_step in (("losses", losses_off), ("gradient norm", norm_off)):
+        rounding_S = _envelope(off_by_step(moved, alone))
+        allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
+        off_S = off_by_step(ranks, alone)
+        found.append(_worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND)))
+    for group in ("weights", *["statistics"] * statistics):
+        moved_S = _moved(alone, group)
+        if moved_S.any():  # a model without statistics has none that move
+            rounding_S = _envelope(sketches_off(moved, alone, group))
+            allowed_S = np.maximum(tolerance * moved_S, _ROUNDINGS_ALLOWED * rounding_S)
+            allowed_S = np.maximum(allowed_S, _SOME_ROUNDINGS)
+            off_S = sketches_off(ranks, alone, group)
+            limit_S = _BLIND_OF_MOVED * moved_S
+            found.append(_worst(group, off_S, rounding_S, allowed_S, limit_S))
+    if "average/off" in alone:
+        found.append(_averages(ranks, alone))
+    return found
+
+
+def _averages(ranks: Trace, alone: Trace) -> Measurement:
+    """Against what they should be of the weights beside them: those are compared already, and what
+    rounding made of weights excuses nothing here."""
+    expected_S = alone["average/decay"]
+    # A wrong decay is wrong weights of the average, by about as much.
+    off_S = ranks["average/off"] + np.abs(ranks["average/decay"] - expected_S)
+    off_S = _finite(off_S)
+    allowed_S = np.full(len(off_S), _SOME_ROUNDINGS)
+    limit_S = _BLIND_OF_MOVED * _moved(alone, "weights")
+    return _worst("averaged weights", off_S, alone["average/off"], allowed_S, limit_S)
+
+
+def _worst(
+    name: str, off_S: np.ndarray, rounding_S: np.ndarray, allowed_S: np.ndarray, limit_S: np.ndarray
+) -> Measurement:
+    """Args: limit_S: a step where more is allowed proves nothing."""
+    at = int(np.argmax(off_S / allowed_S))
+    row = float(off_S[at]), at + 1, float(rounding_S[at]), float(allowed_S[at])
+    return Measurement(name, *row, int((allowed_S <= limit_S).sum()))
+
+
+def _finite(off_S: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(off_S, nan=_NOT_FINITE, posinf=_NOT_FINITE)
+
+
+def _envelope(off_S: np.ndarray) -> np.ndarray:
+    """The largest up to the step after each: of two runs that part, now one and now the other is
+    near to where they began.  Not so in the first step, which both begin with equal weights."""
+    later_S = np.append(off_S[1:], off_S[-1:])
+    later_S[0] = off_S[0]
+    return np.maximum.accumulate(np.maximum(off_S, later_S))
+
+
+def losses_off(one: Trace, other: Trace) -> np.ndarray:
+    """[S]: the largest difference of a term of the loss, as part of the other's whole loss."""
+    whole_S = np.maximum(np.abs(other["losses/loss"]), 1e-12)
+    keys = [key for key in other if key.startswith("losses/")]
+    terms = [np.abs(one[key] - other[key]) / whole_S for key in keys]
+    return _finite(np.max(terms, axis=0))
+
+
+def norm_off(one: Trace, other: Trace) -> np.ndarray:
+    """[S]: relative difference of the gradient's norm before clipping."""
+    expected_S = other["norm/gradient"]
+    off_S = np.abs(one["norm/gradient"] - expected_S) / np.maximum(np.abs(expected_S), 1e-12)
+    return _finite(off_S)
+
+
+def sketches_off(one: Trace, other: Trace, group: str) -> np.ndarray:
+    """[S]: |one - other| / |other| after each step, L2 norms of all arrays of a group."""
+    return _relative(one[f"sketch/{group}"] - other[f"sketch/{group}"], other, group)[1:]
+
+
+def _moved(trace: Trace, group: str) -> np.ndarray:
+    """[S]: |now - at first| / |now| after each step, L2 norms of all arrays of a group."""
+    rows = trace[f"sketch/{group}"]
+    return _relative(rows - rows[0], trace, group)[1:]
+
+
+def _relative(difference: np.ndarray, of: Trace, group: str) -> np.ndarray:
+    size = np.maximum(np.linalg.norm(of[f"sketch/{group}"], axis=1), 1e-12)
+    off = np.linalg.norm(difference, axis=1) / size
+    return _finite(off)
+
+
+def verdict(report: Report) -> str:
+    """PASS, FAIL, or INCONCLUSIVE: of something that was measured, no step could have told the
+    ranks from wrong ones."""
+    if report["ranks_with_other_weights"] or not all(m["passed"] for m in report["measured"]):
+        return "FAIL"
+    tells = report["steps_that_tell"] >= min(2, report["steps"])
+    blind = any(m["telling_steps"] == 0 for m in report["measured"])
+    return "PASS" if tells and not blind else "INCONCLUSIVE"
+
+
+def lines(report: Report) -> list[str]:
+    """The table of one number of ranks, what has to be known about it, and the verdict."""
+    one, steps, odd = report["one_rank"], report["steps"], report["ranks_with_other_weights"]
+    dealt = f"{one['batch_size_per_card']} images x {one['accumulate_steps']} micro-step(s)"
+    result = [
+        f"{report['ranks']} rank(s) against 1 rank of {dealt}, {steps} steps",
+        f"  {'':<18}{'off by':>9}{'step':>6}{'by rounding':>13}{'allowed':>9}",
+    ]
+    for m in report["measured"]:
+        row = f"  {m['name']:<18}{m['difference']:>9.1e}{m['step']:>6}{m['rounding']:>13.1e}"
+        mark = "" if m["telling_steps"] else "  proves nothing"
+        result.append(f"{row}{m['allowed']:>9.1e}{mark if m['passed'] else '  TOO FAR OFF'}")
+    result.append(f"  training moved the weights by {report['weights_moved']:.1e}")
+    if odd:
+        result.append(f"  other weights than rank 0: rank {', '.join(map(str, odd))}")
+    if not report["sync_bn"] and report["ranks"] > 1:
+        result.append(
+            "  not compared: running statistics of batch norm (one rank meets the micro-batches "
+            "one after the other; those of ranks are averaged)"
+        )
+    if steps < report["steps_asked_for"]:
+        result.append("  the run (with train.sync_bn: its first epoch) has no more to compare")
+    if report["steps_that_tell"] < steps:
+        result.append(
+            f"  rounding alone may explain {_BLIND:.0%} after step {report['steps_that_tell']}: "
+            f"later ones prove nothing; a lower optimizer.lr lets more of them tell"
+        )
+    if any(m["telling_steps"] == 0 for m in report["measured"]):
+        result.append(
+            f"  proves nothing: in every step rounding may explain {_BLIND:.0%} of it, of weights "
+            f"{_BLIND_OF_MOVED:.0%} of what training moved; set schedule.warmup_epochs=0 if they "
+            f"hardly move, train larger batches, or in float32"
+        )
+    return [*result, f"  {verdict(report)}"]

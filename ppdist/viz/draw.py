@@ -4,7 +4,8 @@ Also holds what images and plots share: the palette and the fonts with Chinese l
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -22,19 +23,19 @@ ORANGE, SKY_BLUE, GREEN, YELLOW = (230, 159, 0), (86, 180, 233), (0, 158, 115), 
 BLUE, VERMILION, PURPLE, GREY = (0, 114, 178), (213, 94, 0), (204, 121, 167), (153, 153, 153)
 # Of classes; with more classes than colours the label tells them apart.
 PALETTE = (ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE, GREY)
-# Fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows: file -> family.
-CJK_FONTS = {
-    "NotoSansCJK-Regular.ttc": "Noto Sans CJK SC",
-    "NotoSansCJKsc-Regular.otf": "Noto Sans CJK SC",
-    "NotoSansSC-Regular.otf": "Noto Sans SC",
-    "wqy-microhei.ttc": "WenQuanYi Micro Hei",
-    "wqy-zenhei.ttc": "WenQuanYi Zen Hei",
-    "SourceHanSansSC-Regular.otf": "Source Han Sans SC",
-    "PingFang.ttc": "PingFang SC",
-    "Hiragino Sans GB.ttc": "Hiragino Sans GB",
-    "msyh.ttc": "Microsoft YaHei",
-    "simhei.ttf": "SimHei",
-}
+# Files of fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows.
+CJK_FONTS = (
+    "NotoSansCJK-Regular.ttc",
+    "NotoSansCJKsc-Regular.otf",
+    "NotoSansSC-Regular.otf",
+    "wqy-microhei.ttc",
+    "wqy-zenhei.ttc",
+    "SourceHanSansSC-Regular.otf",
+    "PingFang.ttc",
+    "Hiragino Sans GB.ttc",
+    "msyh.ttc",
+    "simhei.ttf",
+)
 _PADDING = 2
 _GAP = 6  # pixels between the pictures of a grid
 _WHITE = 255
@@ -219,16 +220,7 @@ def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, colour: 
 _PLAIN = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
 _PIXELS = 30  # height of another font at scale 1, which looks as large as OpenCV's
 _NO_LETTER = "\uffff"  # a place that Unicode leaves empty: fonts show their sign for that
-_FONT_FOLDERS = (
-    "/usr/share/fonts",
-    "/usr/local/share/fonts",
-    "~/.local/share/fonts",
-    "~/.fonts",
-    "/System/Library/Fonts",
-    "/Library/Fonts",
-    "C:/Windows/Fonts",
-)
-_FONT_FILES = ("DejaVuSans.ttf", "arial.ttf", *CJK_FONTS)  # the first two: letters of Europe
+_EUROPEAN_FONTS = ("DejaVuSans.ttf", "arial.ttf")
 
 
 def readable(name: str, label: int) -> str:
@@ -286,30 +278,20 @@ def _opened(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
 @cache
 def _font_of(text: str) -> Path | None:
     """The first font that has all letters of a text."""
-    return next((file for file in _fonts() if _has(file, text)), None)
+    return next((file for file in installed(_EUROPEAN_FONTS + CJK_FONTS) if _has(file, text)), None)
 
 
 def _has(file: Path, text: str) -> bool:
-    try:
-        font = _opened(file, 16)
-        nothing = bytes(font.getmask(_NO_LETTER))
-        return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
-    except OSError:  # no font after all
-        return False
+    font = _opened(file, 16)
+    nothing = bytes(font.getmask(_NO_LETTER))
+    return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
 
 
 @cache
-def _fonts() -> tuple[Path, ...]:
-    """Those of `_FONT_FILES` that are installed, in that order."""
-    found: dict[str, Path] = {}
-    for file in _installed():
-        found.setdefault(file.name, file)
-    return tuple(found[name] for name in _FONT_FILES if name in found)
-
-
-def _installed() -> Iterator[Path]:
-    for folder in _FONT_FOLDERS:
-        try:
-            yield from sorted(Path(folder).expanduser().rglob("*.[to]t[fc]"))
-        except (OSError, RuntimeError):  # not ours to read; a user without a home
-            continue
+def installed(names: tuple[str, ...]) -> tuple[Path, ...]:
+    """The fonts of these file names that Pillow finds where the system keeps fonts."""
+    found = []
+    for name in names:
+        with suppress(OSError):
+            found.append(Path(str(ImageFont.truetype(name).path)))
+    return tuple(found)

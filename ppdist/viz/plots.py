@@ -40,6 +40,7 @@ from ppdist.viz.draw import (
     Colour,
     caption,
     grid,
+    installed,
     outline,
     readable,
 )
@@ -70,10 +71,12 @@ def save(figure: Figure | None, path: Path) -> bool:
 
 @cache
 def fonts() -> list[str]:
-    """Families to take letters from, in this order: those of `CJK_FONTS` that are installed."""
-    installed = set(font_manager.get_font_names())
-    families = dict.fromkeys(CJK_FONTS.values())
-    return ["DejaVu Sans", *(name for name in families if name in installed)]
+    """Families to take letters from, in this order; the first comes with matplotlib."""
+    families = ["DejaVu Sans"]
+    for file in installed(CJK_FONTS):
+        font_manager.fontManager.addfont(file)
+        families.append(font_manager.FontProperties(fname=file).get_name())
+    return families
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
@@ -107,39 +110,29 @@ def empty(axes: Axes, why: str) -> None:
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
 
 
+# Curves of classes.
+
 _MOST_NAMED_CURVES = 16  # classes with a line and a name of their own
 _CURVE_NAME_LETTERS = 24  # letters
 
 
-def precision_over_recall(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _class_curves(evaluation, ("recall_R", "precision_CR", "mean_precision_R"), "AP50")
+# Name of a plot -> of `curves`: what lies across, the curves of classes, their mean; and the score
+# of `per_class` beside their names.
+CLASS_CURVES = {
+    "pr_curve": ("recall_R", "precision_CR", "mean_precision_R", "AP50"),
+    "p_curve": ("confidence_T", "precision_CT", "mean_precision_T", "precision"),
+    "r_curve": ("confidence_T", "recall_CT", "mean_recall_T", "recall"),
+    "f1_curve": ("confidence_T", "f1_CT", "mean_f1_T", "f1"),
+}
 
 
-def precision_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _class_curves(
-        evaluation, ("confidence_T", "precision_CT", "mean_precision_T"), "precision"
-    )
-
-
-def recall_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _class_curves(evaluation, ("confidence_T", "recall_CT", "mean_recall_T"), "recall")
-
-
-def f1_over_confidence(evaluation: Mapping[str, Any]) -> Figure | None:
-    return _class_curves(evaluation, ("confidence_T", "f1_CT", "mean_f1_T"), "f1")
-
-
-def _class_curves(
-    evaluation: Mapping[str, Any], keys: tuple[str, str, str], score: str
-) -> Figure | None:
+def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
     """A line for each class, and a thick one for their mean; None: there are no such curves.
 
-    Args:
-        keys: of `curves`: what lies across, the curves of classes, their mean.
-        score: of `per_class`, to stand beside the names.
+    Args: plot: of `CLASS_CURVES`.
     """
     curves = evaluation.get("curves") or {}
-    across, each, mean = keys
+    across, each, mean, score = CLASS_CURVES[plot]
     if not curves.get(each):
         return None
     at_X, value_CX = _numbers(curves[across]), _numbers(curves[each])
@@ -165,9 +158,7 @@ def _class_lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequ
     for position, index in enumerate(np.flatnonzero(known_C).tolist()):
         colour = COLOURS[position % len(COLOURS)]
         dashes = DASHES[position // len(COLOURS)]
-        axes.plot(
-            at_X, value_CX[index], dashes, color=colour, linewidth=1.4, label=names[index]
-        )  # fmt: skip
+        axes.plot(at_X, value_CX[index], dashes, color=colour, linewidth=1.4, label=names[index])
 
 
 def _mean_line(
@@ -196,6 +187,8 @@ def _numbers(values: Any) -> np.ndarray:
     """float64, NaN for null."""
     return np.array(values, np.float64)
 
+
+# The best and the worst images.
 
 _MOST_EXAMPLES = 12  # images
 _ACROSS = 4
@@ -237,13 +230,9 @@ def _tile(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
     _verdicts(image_HW3, entry, class_names, scale)
-    beside = (
-        0,
-        0,
-        0,
-        max(0, _TILE_WIDTH - size[0]),
-    )  # of a narrow one, so that there is room to write
-    image_HW3 = cv2.copyMakeBorder(image_HW3, *beside, cv2.BORDER_CONSTANT, value=(255, 255, 255))
+    room = max(0, _TILE_WIDTH - size[0])  # beside a narrow one, to write below
+    white = (255, 255, 255)
+    image_HW3 = cv2.copyMakeBorder(image_HW3, 0, 0, 0, room, cv2.BORDER_CONSTANT, value=white)
     counts = (f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
     named = caption(image_HW3, ", ".join(counts))
     return caption(named, readable(Path(str(entry["file"])).name, 0))
@@ -278,6 +267,8 @@ def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
             continue
     return None
 
+
+# The course of a run.
 
 # Panels of scores that are read together; those that the run has are drawn.
 _SCORES = {
@@ -575,6 +566,8 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
 
 
+# Confusion of classes.
+
 _BESIDE = 20  # classes; of more, the two matrices stand one below the other
 _MOST_NAMED_ROWS = 100  # classes; of more, neither names nor numbers could be read
 _MOST_DRAWN = 2000  # classes; about as many as the picture has pixels
@@ -657,6 +650,8 @@ def _short(value: float) -> str:
         return f"{max(1.0, value):.0f}"
     return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
 
+
+# Scores, calibration, error types.
 
 _MOST_SCORE_BARS = 100
 # What is drawn of a class: a bar, and where there is one a point.
@@ -769,6 +764,8 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
+# What objects the sets hold.
+
 _MOST_COUNT_BARS = 80
 _UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
 _MOST_TICKS = 8
@@ -817,11 +814,10 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
         (_count_bars if shown else _count_points)(axes, series)
         axes.set_title(title)
     if shown:
-        with_number = [drawable(class_names[label], label) for label in order_C]
-        panels[0].set_yticks(range(len(order_C)), with_number, parse_math=False)
+        names = [drawable(class_names[label], label) for label in order_C]
+        panels[0].set_yticks(range(len(order_C)), names)
         panels[0].set_ylim(len(order_C) - 0.5, -0.5)
-        for text in panels[0].get_yticklabels():
-            text.set_fontfamily(fonts())
+        as_written(*panels[0].get_yticklabels())
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
@@ -980,6 +976,8 @@ def _images(splits: Mapping[str, Objects]) -> Figure:
         handle.set_sizes([40])
     return figure
 
+
+# Studies.
 
 _MOST_NAMED_SETTINGS = 12  # settings; of more, as in a search, each is a thin line without a name
 _STUDY_POINTS = 50

@@ -22,6 +22,8 @@ from ppdist.data.statistics import objects_of
 from ppdist.viz.draw import write_jpeg
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ppdist.config.data import DataConfig
     from ppdist.data.types import DetectionSet
 
@@ -108,11 +110,8 @@ def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path],
     run = plots.History.of(found, str(_section(config, "evaluate").get("metric")))
     ended = _ENDS.get(found.finished, found.finished)
     title = file.parent.resolve().name + (f" ({ended})" if ended else "")
-    return {
-        "results.png": lambda path: plots.save(plots.results(run, title), path),
-        "lr.png": lambda path: plots.save(plots.rate(run, title), path),
-        "speed.png": lambda path: plots.save(plots.speed(run, title), path),
-    }
+    figures = {"results": plots.results, "lr": plots.rate, "speed": plots.speed}
+    return {f"{name}.png": _drawn(draw, run, title) for name, draw in figures.items()}
 
 
 def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[Path], bool]]:
@@ -129,18 +128,22 @@ def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[P
             write_jpeg(path, picture)
         return picture is not None
 
-    return {
-        "confusion.png": lambda path: plots.save(plots.confusion(found), path),
-        "pr_curve.png": lambda path: plots.save(plots.precision_over_recall(found), path),
-        "p_curve.png": lambda path: plots.save(plots.precision_over_confidence(found), path),
-        "r_curve.png": lambda path: plots.save(plots.recall_over_confidence(found), path),
-        "f1_curve.png": lambda path: plots.save(plots.f1_over_confidence(found), path),
-        "per_class.png": lambda path: plots.save(plots.per_class_scores(found), path),
-        "calibration.png": lambda path: plots.save(plots.calibration(found), path),
-        "errors.png": lambda path: plots.save(plots.errors(found), path),
-        "worst.jpg": write_examples,
-        "best.jpg": write_examples,
+    figures = {
+        "confusion": _drawn(plots.confusion, found),
+        **{name: _drawn(plots.class_curves, found, name) for name in plots.CLASS_CURVES},
+        "per_class": _drawn(plots.per_class_scores, found),
+        "calibration": _drawn(plots.calibration, found),
+        "errors": _drawn(plots.errors, found),
     }
+    pictures = {f"{name}.png": draw for name, draw in figures.items()}
+    return {**pictures, "worst.jpg": write_examples, "best.jpg": write_examples}
+
+
+def _drawn(figure: Callable[..., "Figure | None"], *of: Any) -> Callable[[Path], bool]:
+    """What draws a figure into a file and says whether there was anything."""
+    from ppdist.viz import plots
+
+    return lambda path: plots.save(figure(*of), path)
 
 
 def folders_of_images(config: Mapping[str, Any]) -> list[Path]:

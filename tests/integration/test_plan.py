@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ppdist.planner import published
+from ppdist.planner import reference_runs
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "plan.py"
 WHOLE = ["--cards", "4x8", "--link-gbits", "25", "--rows", "1x8=250", "--parameters", "52.2",
@@ -78,8 +78,8 @@ def test_fit_says_how_far_each_row_is_off_with_and_without_it(monkeypatch, capsy
 
 def test_a_backtest_that_fails_exits_1_and_names_the_table(monkeypatch, capsys):
     rows = tuple(row._replace(images_per_second=300 - 40 * (row.cards == 16))
-                 for row in published.RETINANET)  # fmt: skip
-    monkeypatch.setattr(published, "RETINANET", rows)
+                 for row in reference_runs.RETINANET)  # fmt: skip
+    monkeypatch.setattr(reference_runs, "RETINANET", rows)
     code, out, _ = run(monkeypatch, capsys, "backtest")
     assert code == 1
     assert "DOES NOT HOLD" in out
@@ -88,7 +88,7 @@ def test_a_backtest_that_fails_exits_1_and_names_the_table(monkeypatch, capsys):
 
 def test_the_assumed_jitter_and_cost_are_those_that_the_backtest_fits():
     from ppdist.planner import options
-    from ppdist.planner.backtest import backtest
+    from ppdist.planner.validation import backtest
 
     free = backtest()[0].free
     assert f"jitter {100 * options._JITTER:.1f} %" in free

@@ -6,7 +6,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.study import Dimension, load_study
-from ppdist.tune.cells import Cell, baseline, grid
+from ppdist.tune.trial import Cell, baseline, grid
 from tests.unit.tune.studies import GRID, SEARCH, study_of, write_study
 
 

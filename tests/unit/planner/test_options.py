@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.planner import text
-from ppdist.planner.network import Cluster, Link
+from ppdist.planner import tables
 from ppdist.planner.options import add_cluster, add_job, add_rows, question
-from ppdist.planner.run import epochs_needed, predict, what_ifs
-from ppdist.planner.step import Job, network_seconds, step_time
+from ppdist.planner.what_if import (
+    Cluster,
+    Job,
+    Link,
+    epochs_needed,
+    network_seconds,
+    predict,
+    step_time,
+    what_ifs,
+)
 
 SLOW = ["--parameters", "50", "--sync-bn", "150", "--inside-gbytes", "2"]
 
@@ -147,7 +154,7 @@ CLUSTER = Cluster(1, 8, Link(0.0, 5e9), Link(0.0, 5e9))
 def test_gradients_of_two_bytes_are_sent_after_backward_and_are_no_gain_behind_it():
     assert network_seconds(replace(JOB, gradient_bytes=2), CLUSTER) == pytest.approx(0.035)
     assert network_seconds(JOB, CLUSTER) < 0.001
-    said = text.helps(JOB, predict(JOB, CLUSTER))
+    said = tables.helps(JOB, predict(JOB, CLUSTER))
     assert "bfloat16 gradients (+" in said.split("Worse: ")[1]
 
 
@@ -160,8 +167,10 @@ def test_epochs_are_those_of_the_trainer_and_at_least_a_whole_one_where_they_are
 def test_accumulation_is_among_what_could_help_and_what_harms_is_kept_apart():
     job = replace(JOB, images=100_000, critical_batch=None, parallel_seconds=0.1)
     assert "twice the accumulation" in dict(what_ifs(job, CLUSTER))
-    helping, _, rest = text.helps(job, predict(job, CLUSTER)).partition("Worse: ")
+    helping, _, rest = tables.helps(job, predict(job, CLUSTER)).partition("Worse: ")
     assert "twice the accumulation" in helping and "half the batch per card" not in helping
     assert "half the batch per card (+" in rest
     best = replace(job, parallel_seconds=0.0, parameters=0.0, batch=1, images=1001)
-    assert text.helps(best, predict(best, CLUSTER)).startswith("None of the changes that were tri")
+    assert tables.helps(best, predict(best, CLUSTER)).startswith(
+        "None of the changes that were tri"
+    )

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppdist.report.evaluation import scores_of
-from ppdist.report.one_run import show, status_of
+from ppdist.report.content import scores_of, show, status_of
 from ppdist.report.run import read_run
 from tests.unit.report.folders import make_run
 

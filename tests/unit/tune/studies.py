@@ -1,13 +1,14 @@
-"""A small experiment, studies of it, and searches whose trainings are fake_train.py's."""
+"""A small experiment, studies of it, searches whose trainings are fake_train.py's, and rows."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ppdist.config.study import StudyConfig, load_study
-from ppdist.tune.job import Launcher
 from ppdist.tune.search import Search
 from ppdist.tune.store import Store
+from ppdist.tune.trial import Launcher
 
 EXPERIMENT = """
 data:
@@ -53,3 +54,20 @@ def search_in(
     said: list[str] = []
     places = [["--nproc_per_node", "1"]] * workers
     return Search(store, LAUNCHER, places, stop, said.append, look_seconds=0.1), said
+
+
+def row(variant: str, seed: int, value: float, **more: Any) -> dict[str, Any]:
+    """A row of trials.jsonl."""
+    return {
+        "study": "cells", "config": "configs/x.yml", "overrides": ["train.epochs=4"],
+        "metric": "mAP", "lower_is_better": False, "minutes_per_trial": 4, "workers": 2,
+        "processes": 1, "trial": seed, "state": "complete", "setting": variant, "variant": variant,
+        "base": "plain", "params": {}, "seed": seed,
+        "variant_overrides": [] if variant == "plain" else ["a.b=1"],
+        "minutes": 4.0, "epochs": 9.5, "final": {"mAP": value}, "best": {"mAP": value + 0.01},
+        "curve": [[9.5, value]], "why": "", **more,
+    }  # fmt: skip
+
+
+def seeds_of(variant: str, *values: float) -> list[dict[str, Any]]:
+    return [row(variant, seed, value) for seed, value in enumerate(values)]

@@ -16,10 +16,10 @@ from ppdist.common.errors import LaunchError
 from ppdist.common.files import write_json
 from ppdist.common.logging import read_metrics
 from ppdist.tune import results
-from ppdist.tune.calibrate import Calibration
-from ppdist.tune.job import write_past
+from ppdist.tune.results import read_rows
+from ppdist.tune.search import Calibration
 from ppdist.tune.store import Claim, Store, Waiting
-from ppdist.tune.table import read_rows
+from ppdist.tune.trial import write_past
 from tests.unit.tune.studies import GRID, LAUNCHER, SEARCH, search_in, study_of, write_study
 
 pytest.importorskip("optuna")

@@ -8,9 +8,8 @@ import pytest
 from optuna.trial import TrialState
 
 from ppdist.common.errors import ConfigError
-from ppdist.tune.cells import grid
-from ppdist.tune.locks import StudyLock
-from ppdist.tune.store import Claim, Store, Waiting
+from ppdist.tune.store import Claim, Store, StudyLock, Waiting
+from ppdist.tune.trial import grid
 from tests.unit.tune.studies import EXPERIMENT, GRID, SEARCH, study_of, write_study
 
 pytest.importorskip("optuna")
@@ -219,7 +218,7 @@ def test_halving_ends_what_is_worse_than_the_best_third(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_held_for_no_longer_than_its_process_lives(tmp_path: Path) -> None:
-    hold = "import sys; from pathlib import Path; from ppdist.tune.locks import StudyLock; "
+    hold = "import sys; from pathlib import Path; from ppdist.tune.store import StudyLock; "
     hold += (
         "StudyLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"
     )

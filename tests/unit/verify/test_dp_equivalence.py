@@ -17,8 +17,18 @@ from ppdist.engine.schedule_setup import set_up_schedule
 from ppdist.engine.train_step import TrainStep
 from ppdist.optim.ema import EMA
 from ppdist.verify import dp_equivalence
-from ppdist.verify.report import compare, lines, measure, tolerance_of, verdict
-from ppdist.verify.trace import Rounding, Trace, comparable_steps, sketch, train_steps
+from ppdist.verify.dp_equivalence import (
+    Rounding,
+    Trace,
+    comparable_steps,
+    compare,
+    lines,
+    measure,
+    sketch,
+    tolerance_of,
+    train_steps,
+    verdict,
+)
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_tool, succeeded
 

@@ -1,23 +1,37 @@
+"""Text on images: with a font of the system where ASCII is not enough."""
+
+import shutil
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+from matplotlib import get_data_path
 
-from ppdist.viz import draw
+from ppdist.viz import draw, plots
 from ppdist.viz.draw import readable, text_size, write_text
 
 GREEK = "Γάτα"
+SERIF = Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSerif.ttf"
 
 
 @pytest.fixture
-def no_fonts(monkeypatch):
-    monkeypatch.setattr(draw, "_installed", lambda: iter(()))
-    draw._fonts.cache_clear()
-    draw._font_of.cache_clear()
-    yield
-    draw._fonts.cache_clear()
-    draw._font_of.cache_clear()
+def fonts(monkeypatch, tmp_path):
+    """The folder that is searched for fonts, empty."""
+    if sys.platform != "linux":
+        pytest.skip("the folders of fonts are fixed elsewhere")
+    caches = (draw.installed, draw._font_of, draw._opened, plots.fonts)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
+    (tmp_path / "fonts").mkdir()
+    for each in caches:
+        each.cache_clear()
+    yield tmp_path / "fonts"
+    for each in caches:
+        each.cache_clear()
 
 
-def test_a_name_without_a_font_is_its_number(no_fonts):
+def test_a_name_without_a_font_is_its_number(fonts):
     assert readable("红细胞", 7) == "#7" and readable("cat", 7) == "cat"
 
 
@@ -25,11 +39,16 @@ def test_letters_that_no_font_has_are_known_to_be_missing():
     assert readable("\U00012000", 3) == "#3"
 
 
-def test_a_font_that_cannot_be_read_is_none(no_fonts, monkeypatch, tmp_path):
-    file = tmp_path / "wqy-zenhei.ttc"
-    file.write_bytes(b"no font")
-    monkeypatch.setattr(draw, "_installed", lambda: iter([file]))
-    assert readable(GREEK, 1) == "#1"
+def test_a_font_that_cannot_be_read_is_none(fonts):
+    (fonts / "wqy-zenhei.ttc").write_bytes(b"no font")
+    assert readable(GREEK, 1) == "#1" and plots.fonts() == ["DejaVu Sans"]
+
+
+def test_images_and_plots_take_letters_from_the_same_file(fonts):
+    (fonts / "truetype").mkdir()
+    shutil.copy(SERIF, fonts / "truetype" / "wqy-zenhei.ttc")
+    assert readable(GREEK, 1) == GREEK
+    assert plots.fonts() == ["DejaVu Sans", "DejaVu Serif"]
 
 
 def test_a_text_beyond_ascii_is_written_where_it_belongs_also_over_the_edge():

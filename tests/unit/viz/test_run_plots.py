@@ -323,9 +323,9 @@ def test_a_very_high_or_wide_image_has_a_tile_of_bounded_size(tmp_path):
 
 def test_curves_name_few_classes_and_show_many_as_one_bundle(tmp_path):
     for classes, shown in ((3, 4), (60, 2)):
-        figure = plots.precision_over_recall(detected(tmp_path, classes))
+        figure = plots.class_curves(detected(tmp_path, classes), "pr_curve")
         assert len(figure.axes[0].get_legend().get_texts()) == shown
-    confidence = plots.f1_over_confidence(detected(tmp_path, 3)).axes[0].get_legend()
+    confidence = plots.class_curves(detected(tmp_path, 3), "f1_curve").axes[0].get_legend()
     assert "the best mean F1" in confidence.get_texts()[-1].get_text()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
-from ppdist.tune.calibrate import (
+from ppdist.tune.search import (
     Timed,
     calibrated,
     epochs_for_calibration,

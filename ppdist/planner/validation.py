@@ -1,4 +1,4 @@
-"""Validation of the planner's model against published tables.
+"""Validation of the model against published tables (reference_runs.py).
 
 A row that was fitted is reproduced, any other is predicted.  `free` says how many numbers were
 taken from the rows of a table.
@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ppdist.planner import published
+from ppdist.planner import reference_runs
 from ppdist.planner.fit import Fit, Row, fit, left_out
-from ppdist.planner.network import Cluster
-from ppdist.planner.run import ANY_LINK, predict
-from ppdist.planner.step import Job, step_time
+from ppdist.planner.what_if import ANY_LINK, Cluster, Job, predict, step_time
 
 _RETINANET_HOLDS = 64  # cards; beyond it systems differ by more than their number of cards
 
@@ -82,8 +80,8 @@ def _left_out(rows: Sequence[Row]) -> str:
 
 def _yolov5l() -> Table:
     """Seconds of one epoch on 1 to 8 A100."""
-    batch = published.YOLOV5L_BATCH
-    steps = {row: published.YOLOV5L_IMAGES / batch / row.cards for row in published.YOLOV5L}
+    batch, images = reference_runs.YOLOV5L_BATCH, reference_runs.YOLOV5L_IMAGES
+    steps = {row: images / batch / row.cards for row in reference_runs.YOLOV5L}
     rows = [Row(row.cards, batch, row.seconds / count) for row, count in steps.items()]
     fitted = fit(rows)
     job = _job(fitted, batch)
@@ -114,7 +112,7 @@ def _yolov5l() -> Table:
 
 def _paddledetection() -> Table:
     """Hours on 3 or 4 hosts, from those on one."""
-    rows = published.PADDLEDETECTION
+    rows = reference_runs.PADDLEDETECTION
     # What one host of several read a second, where the input was the limit.
     read = {row: row.images_per_second * 8 * row.hours_on_one_host / row.hours / row.hosts
             for row in rows}  # fmt: skip
@@ -166,11 +164,11 @@ def _one_rate(rates: Sequence[float]) -> float:
     return float(np.square(rates).sum() / np.sum(rates))
 
 
-def _hours(row: published.PaddleDetectionRow, host_input: float | None) -> float:
+def _hours(row: reference_runs.PaddleDetectionRow, host_input: float | None) -> float:
     """On `row.hosts`, from one host on which the cards waited for nothing but each other."""
-    batch = published.PADDLEDETECTION_BATCH
+    batch = reference_runs.PADDLEDETECTION_BATCH
     measured = batch / row.images_per_second
-    alone = Job(0.0, 1.0, batch, own_sizes=published.PADDLEDETECTION_SIZES)
+    alone = Job(0.0, 1.0, batch, own_sizes=reference_runs.PADDLEDETECTION_SIZES)
     slowest = step_time(alone, _flat(8)).seconds / batch  # of 8 cards / mean of one
     job = replace(alone, image_seconds=measured / batch / slowest, host_input=host_input)
     step = step_time(job, Cluster(row.hosts, 8, ANY_LINK, ANY_LINK)).seconds
@@ -181,7 +179,7 @@ def _retinanet_throughput() -> tuple[Table, Fit]:
     """Images a second of a card, and what was fitted."""
     rows = [
         Row(row.cards, row.total_batch // row.cards, row.total_batch / row.cards / rate)
-        for row in published.RETINANET
+        for row in reference_runs.RETINANET
         for rate in [row.images_per_second]
     ]
     ends = [row for row in rows if row.cards in (4, 64)]
@@ -199,7 +197,7 @@ def _retinanet_throughput() -> tuple[Table, Fit]:
                     fitted=row in ends,
                     required=row.cards <= _RETINANET_HOLDS,
                 )
-                for row, source in zip(rows, published.RETINANET)
+                for row, source in zip(rows, reference_runs.RETINANET)
             ),
             free=(
                 f"{1000 * fitted.fixed_seconds:.2f} ms a step",
@@ -218,22 +216,22 @@ def _retinanet_throughput() -> tuple[Table, Fit]:
 
 def _retinanet_minutes(fitted: Fit) -> Table:
     """Minutes to the target, whole epochs and evaluations counted."""
-    batches, epochs = np.array(published.RETINANET_EPOCHS).T
+    batches, epochs = np.array(reference_runs.RETINANET_EPOCHS).T
     slope, least = np.polyfit(batches, epochs, 1)
     job = replace(
         _job(fitted, 1),
-        images=published.RETINANET_IMAGES,
+        images=reference_runs.RETINANET_IMAGES,
         epochs=float(least),
         critical_batch=float(least / slope),
         whole_epochs=True,
     )
-    first = published.RETINANET[0]
+    first = reference_runs.RETINANET[0]
     of_first = predict(replace(job, batch=first.total_batch // first.cards), _flat(first.cards))
     evaluating = (60 * first.minutes - 3600 * of_first.hours) / of_first.epochs
-    rate = published.RETINANET_VALIDATION / evaluating / first.cards
-    job = replace(job, evaluation_images=published.RETINANET_VALIDATION, evaluation_rate=rate)
+    rate = reference_runs.RETINANET_VALIDATION / evaluating / first.cards
+    job = replace(job, evaluation_images=reference_runs.RETINANET_VALIDATION, evaluation_rate=rate)
     outcomes = []
-    for row in published.RETINANET:
+    for row in reference_runs.RETINANET:
         of_row = predict(replace(job, batch=row.total_batch // row.cards), _flat(row.cards))
         outcomes.append(
             Outcome(

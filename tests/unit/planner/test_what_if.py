@@ -8,27 +8,28 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.planner import backtest as backtesting
-from ppdist.planner import published
-from ppdist.planner.backtest import backtest
-from ppdist.planner.fit import Row, fit, left_out
-from ppdist.planner.measured import read_benchmarks, read_links
-from ppdist.planner.network import (
+from ppdist.planner import reference_runs
+from ppdist.planner.fit import Row, fit, left_out, read_benchmarks, read_links
+from ppdist.planner.validation import backtest
+from ppdist.planner.what_if import (
+    ANY_LINK,
+    PARTS,
     Cluster,
+    Job,
     Link,
     all_reduce_seconds,
     all_reduces,
-    ring_seconds,
-    tree_seconds,
-)
-from ppdist.planner.run import ANY_LINK, PARTS, clusters_up_to, epochs_needed, predict, what_ifs
-from ppdist.planner.step import (
-    Job,
+    clusters_up_to,
+    epochs_needed,
     input_seconds,
     network_seconds,
+    predict,
+    ring_seconds,
     size_skew,
     slowest_of,
     step_time,
+    tree_seconds,
+    what_ifs,
 )
 
 GIGABIT = 1e9 / 8
@@ -403,6 +404,6 @@ def test_the_throughput_of_the_largest_entries_is_not_claimed():
 
 def test_a_table_that_the_model_cannot_explain_does_not_hold(monkeypatch):
     rows = [row._replace(seconds=row.seconds * (2 if row.cards == 2 else 1))
-            for row in published.YOLOV5L]  # fmt: skip
-    monkeypatch.setattr(backtesting.published, "YOLOV5L", tuple(rows))
+            for row in reference_runs.YOLOV5L]  # fmt: skip
+    monkeypatch.setattr(reference_runs, "YOLOV5L", tuple(rows))
     assert not backtest()[0].holds

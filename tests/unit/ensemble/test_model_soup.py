@@ -7,7 +7,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.engine.build import build_model
-from ppdist.ensemble.soup import begin, greedy, put, read, require_different, uniform
+from ppdist.ensemble.model_soup import begin, greedy, put, read, require_different, uniform
 from ppdist.models.weights import arrays_of, write_arrays
 from tests.unit.engine.tiny import tiny_config
 

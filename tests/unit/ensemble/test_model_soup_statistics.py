@@ -13,7 +13,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
-from ppdist.ensemble.statistics import LastEpoch, renew_statistics
+from ppdist.ensemble.model_soup import LastEpoch, renew_statistics
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import norms_of, tiny_config
 
@@ -76,7 +76,8 @@ def test_they_are_the_means_over_the_images_of_what_micro_batches_hold(folder: P
 
 def test_two_ranks_make_those_of_one_rank_bit_for_bit(folder: Path) -> None:
     alone = digest(str(folder))
-    assert run_on_ranks(2, "tests.unit.ensemble.test_statistics:digest", str(folder)) == [alone] * 2
+    function = "tests.unit.ensemble.test_model_soup_statistics:digest"
+    assert run_on_ranks(2, function, str(folder)) == [alone] * 2
 
 
 def test_the_model_is_ready_to_evaluate_and_trains_on_as_before(folder: Path) -> None:
@@ -110,7 +111,7 @@ def test_statistics_that_all_members_share_stay_as_they_are(folder: Path) -> Non
 
 def test_images_are_those_of_the_last_epoch_which_is_augmented_less(folder: Path) -> None:
     _, epoch = prepared(folder)
-    keys = [key for keys in epoch._plan() for key in keys]
+    keys = [key for keys in epoch.plan() for key in keys]
     assert {key.epoch for key in keys} == {2}
     assert sorted(key.index for key in keys) == list(range(IMAGES))
     first, second = ([batch.images_B3HW.numpy() for batch in epoch.batches()] for _ in range(2))
@@ -127,7 +128,7 @@ def test_the_last_epoch_is_that_of_a_run_that_its_batch_has_lengthened(folder: P
     )
     _, epoch = prepared(folder, overrides=lengthened)
     # (1 + 8 / 6) / (1 + 2 / 6) = 1.75 times 3 epochs, up to whole ones.
-    assert {key.epoch for keys in epoch._plan() for key in keys} == {5}
+    assert {key.epoch for keys in epoch.plan() for key in keys} == {5}
 
 
 def test_the_batch_of_the_training_must_be_known(folder: Path) -> None:

@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.tune import table as table_module
-from ppdist.tune.table import ablations, ranking, read_rows, write_into
-
-
-def row(variant: str, seed: int, value: float, **more: Any) -> dict[str, Any]:
-    return {
-        "study": "cells", "config": "configs/x.yml", "overrides": ["train.epochs=4"],
-        "metric": "mAP", "lower_is_better": False, "minutes_per_trial": 4, "workers": 2,
-        "processes": 1, "trial": seed, "state": "complete", "setting": variant, "variant": variant,
-        "base": "plain", "params": {}, "seed": seed,
-        "variant_overrides": [] if variant == "plain" else ["a.b=1"],
-        "minutes": 4.0, "epochs": 9.5, "final": {"mAP": value}, "best": {"mAP": value + 0.01},
-        "curve": [[9.5, value]], "why": "", **more,
-    }  # fmt: skip
+from ppdist.tune import results
+from ppdist.tune.results import ablations, ranking, read_rows, write_into
+from tests.unit.tune.studies import row, seeds_of
 
 
 def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -28,10 +17,6 @@ def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
     text = ablations(rows).splitlines()
     assert text[0].startswith("**cells**: `configs/x.yml` with `train.epochs=4`, 4 minutes a trial")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text[4:]]
-
-
-def seeds_of(variant: str, *values: float) -> list[dict[str, Any]]:
-    return [row(variant, seed, value) for seed, value in enumerate(values)]
 
 
 PLAIN = seeds_of("plain", 0.50, 0.52, 0.51)
@@ -100,7 +85,7 @@ def test_a_setting_is_compared_with_the_base_that_its_rows_name() -> None:
 def test_the_quantiles_of_student_are_those_of_the_books() -> None:
     known = {1: 12.71, 10: 2.228, 11: 2.201, 15: 2.131, 30: 2.042, 120: 1.980}
     for degrees, value in known.items():
-        assert table_module._quantile(degrees) == pytest.approx(value, abs=0.003)
+        assert results._quantile(degrees) == pytest.approx(value, abs=0.003)
 
 
 def test_the_ranking_has_the_best_first_and_says_how_to_use_it() -> None:

@@ -1,15 +1,13 @@
 """Views of a model: input sizes and mirrored images give boxes of the original."""
 
-from dataclasses import replace
-
 import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
-from ppdist.ensemble.views import Mirrored, require_same_images, sizes_of
+from ppdist.ensemble.tta import Mirrored, sizes_of
 from ppdist.models.base import Detector
 from tests.unit.engine.test_evaluator import IMAGES, Loader, Oracle, five_images
 
@@ -68,20 +66,3 @@ def test_sizes_are_multiples_near_the_scales_and_none_counts_twice() -> None:
         "--scales: 1 and 1.01 of 256x320 are both 256x320 pixels (sides are multiples of 32) and "
         "would count twice; leave one out"
     )
-
-
-def test_models_of_other_classes_or_images_are_refused() -> None:
-    one = five_images()
-    require_same_images("a.yml", one, "b.yml", replace(one, source="elsewhere"))
-    with pytest.raises(DataError) as error:
-        require_same_images("a.yml", one, "b.yml", replace(one, class_names=("dog", "cat")))
-    assert error.value.code == "models_of_other_classes"
-    assert str(error.value) == (
-        "a.yml and b.yml: cannot be fused: the classes are cat, dog and dog, cat; give models of "
-        "the same classes in the same order"
-    )
-    with pytest.raises(
-        DataError, match=r"the validation sets differ \(test and test, 5 images and 4 images\)"
-    ) as error:
-        require_same_images("a.yml", one, "b.yml", replace(one, records=one.records[1:]))
-    assert error.value.code == "validation_sets_differ"

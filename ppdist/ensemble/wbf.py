@@ -5,14 +5,73 @@ member each box comes from, in (0, 1]; float64.  Each returns boxes_K4 and score
 earlier of equals first.  R may be 0.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
+from ppdist.common.errors import ConfigError
 from ppdist.data.boxes import box_iou
+
+METHODS = ("wbf", "nms", "soft-nms-linear", "soft-nms-gaussian")
+IOU = {"wbf": 0.55, "nms": 0.7, "soft-nms-linear": 0.3}  # of the papers; nms: nms.iou_threshold's
+SIGMA = 0.5
+# Suppression within a view is stricter than a cluster of wbf is wide, by this: boxes that one view
+# has around an object join its cluster and make it less sure.  Measured on one under-trained model:
+# see the table in docs/dev/ensembling.md.
+VIEW_MARGIN = 0.1
 
 LEAST_SCORE = 0.001  # what soft-NMS has made less sure is of no use, as in the paper's experiments
 Boxes = tuple[np.ndarray, np.ndarray]
+FuseClass = Callable[[np.ndarray, np.ndarray, np.ndarray, float], Boxes]  # see fuse_class
+
+
+def fuse_class(method: str, iou: float | None, sigma: float | None) -> FuseClass:
+    """What fuses the boxes of a class.
+
+    Args: method: of METHODS.  iou, sigma: its setting; None: the default.
+    Raises: ConfigError: a setting of another method, or one that makes no sense.
+    """
+    if method == "soft-nms-gaussian":
+        if iou is not None:
+            raise ConfigError(
+                "soft-nms-gaussian has none",
+                code="options_conflict",
+                where="--iou",
+                fix="give --sigma",
+            )
+        sigma = SIGMA if sigma is None else sigma
+        if not 0 < sigma < float("inf"):
+            raise ConfigError(
+                "expected a number above 0", code="option_invalid", where=f"--sigma {sigma:g}"
+            )
+        keeps = functools.partial(gaussian, sigma=sigma)
+        return functools.partial(soft_suppression, keeps=keeps)
+    if sigma is not None:
+        raise ConfigError(
+            "--sigma is for soft-nms-gaussian", code="options_conflict", fix=f"{method} takes --iou"
+        )
+    iou = IOU[method] if iou is None else iou
+    if method == "soft-nms-linear":
+        keeps = functools.partial(linear, iou=iou)
+        return functools.partial(soft_suppression, keeps=keeps)
+    kind = weighted_fusion if method == "wbf" else hard_suppression
+    return functools.partial(kind, iou=iou)
+
+
+def view_iou(
+    method: str, iou: float | None, asked: float | None, written: float | None
+) -> float | None:
+    """IoU of the suppression within a view; None: as the configuration says.
+
+    Args:
+        iou: of the fusion; None: the default.
+        asked: for by the user, who is obeyed.
+        written: in the configuration of the model; None: it has no suppression.
+    """
+    if asked is not None or method != "wbf" or written is None:
+        return asked
+    return min(written, max(0.0, round((IOU[method] if iou is None else iou) - VIEW_MARGIN, 6)))
 
 
 def weighted_fusion(

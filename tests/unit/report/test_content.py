@@ -5,8 +5,8 @@ import math
 import statistics
 from pathlib import Path
 
+from ppdist.report.content import compare, distinct, grouped
 from ppdist.report.run import read_run
-from ppdist.report.several_runs import compare, distinct, grouped
 from tests.unit.report.folders import make_run
 
 

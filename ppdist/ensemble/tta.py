@@ -1,16 +1,15 @@
 """Test-time augmentation: other input sizes, mirrored images."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig
-from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.data.types import DetectionSet
 from ppdist.engine.build import build_evaluator
 from ppdist.engine.evaluator import Evaluator
 from ppdist.models.base import Detector
@@ -71,7 +70,7 @@ def look(
     flip: bool,
     view_iou: float | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What the model finds in each view of the whole set; every rank iterates it to its end.
+    """What the model finds in each view of the whole set.  Collective: to be iterated to its end.
 
     Args:
         scales: of the input, beside `model.image_size`.
@@ -91,29 +90,3 @@ def look(
         assert isinstance(evaluator, Evaluator)  # of detectors
         for seen, name in views:
             yield f"{size[0]}x{size[1]}{name}", evaluator.predict(seen)
-
-
-def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
-    """Raises: DataError: the validation sets of two configuration files (first, second) are not of
-    the same images in the same order, with the same classes."""
-    if one.class_names != other.class_names:
-        raise DataError(
-            f"cannot be fused: the classes are {', '.join(one.class_names)} and "
-            f"{', '.join(other.class_names)}",
-            code="models_of_other_classes",
-            where=f"{first} and {second}",
-            fix="give models of the same classes in the same order",
-        )
-    names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
-    if names[0] != names[1]:
-        counts = " and ".join(f"{len(each)} images" for each in names)
-        raise DataError(
-            f"the validation sets differ ({one.source} and {other.source}, {counts})",
-            code="validation_sets_differ",
-            where=f"{first} and {second}",
-            fix="give both the same with -o data.root=... data.val.annotations=...",
-        )
-
-
-def _mark(record: ImageRecord) -> tuple[str, int, int]:
-    return Path(record.path).name, record.width, record.height

@@ -1,0 +1,358 @@
+"""Weights of several checkpoints averaged, with statistics of their own.
+
+Sources: Izmailov et al. 2018, arXiv:1803.05407 (SWA); Wortsman et al. 2022, arXiv:2203.05482 (model
+soups).
+
+The mean of two sets of weights computes other activations than either, so the mean of their running
+statistics is that of neither.  They are made anew from training images, augmented as in the last
+epoch of the training: a model is evaluated with statistics of such images otherwise, too (SWA,
+section 3.2).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ppdist.common.errors import ConfigError, WeightsError
+from ppdist.config import ExperimentConfig
+from ppdist.data.loader import TrainLoader
+from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.types import Batch, DetectionSet, SampleKey
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import evaluate_on_all_ranks
+from ppdist.engine.build import build_evaluator, build_schedule_setup
+from ppdist.engine.data import images_of_epoch
+from ppdist.export.predictor import load_all_weights
+from ppdist.models.base import ImageModel
+from ppdist.models.weights import arrays_of, checkpoint_of
+
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
+
+
+def average(
+    config: ExperimentConfig,
+    model: ImageModel,
+    paths: Sequence[Path],
+    *,
+    train_set: DetectionSet,
+    val_set: DetectionSet | None,
+    images: int,
+    choose: bool,
+) -> dict[str, Any]:
+    """Gives the model the average of weights, the same on every rank.  Collective.
+
+    Args:
+        val_set: the average is scored on it; None: it is not.
+        images: of the training set for the statistics of batch norm, at most.
+        choose: leave out what lowers `evaluate.metric` (the greedy soup); needs a val_set.
+    Returns: what was averaged, of what JSON can hold: `averaged`; of several `statistics_images`;
+        with `choose` `tried`; with a val_set `metrics`.
+    Raises: WeightsError: a file is damaged or of another model.  ConfigError: the batch of the
+        training is not known.  See `renew_statistics` for others.
+    """
+    epoch = LastEpoch(config, train_set, images)
+    evaluator = None if val_set is None else build_evaluator(config, val_set, model)
+    metric = config.evaluate.metric or ("top1" if model.task == "classify" else "mAP")
+
+    def renew(soup: ModelSoup) -> None:
+        put(model, soup.mean())
+        if len(soup.paths) > 1:  # one alone has its own
+            renew_statistics(model, epoch, frozenset(soup.first) - soup.differs)
+
+    def evaluate() -> dict[str, float]:
+        assert evaluator is not None
+        return evaluator.evaluate(model)
+
+    tried: list[Tried] = []
+    if choose:
+        soup, tried = greedy(model, paths, lambda: evaluate()[metric], renew)
+    else:
+        soup = uniform(model, paths)
+    renew(soup)
+    report: dict[str, Any] = {"averaged": [str(path) for path in soup.paths]}
+    if len(soup.paths) > 1:
+        report["statistics_images"] = epoch.images
+    if tried:
+        report["tried"] = [{**each._asdict(), "path": str(each.path)} for each in tried]
+    return report if evaluator is None else {**report, "metrics": evaluate()}
+
+
+def require_different(paths: Sequence[Path]) -> None:
+    """Raises: ConfigError: fewer than two files, or one of them twice, perhaps through a link."""
+    if len(paths) < 2:
+        raise ConfigError(
+            f"{len(paths)} given, expected two or more to average",
+            code="weights_too_few",
+            where="--weights",
+        )
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        earlier = seen.setdefault(checkpoint_of(path).resolve(), path)
+        if earlier is not path:
+            raise ConfigError(
+                f"{path} is the same as {earlier}",
+                code="weights_repeated",
+                where="--weights",
+                fix="leave one out",
+            )
+
+
+@dataclass(frozen=True)
+class ModelSoup:
+    """The sum of some checkpoints' entries.
+
+    Entries that are learned or counted (parameters, running statistics) are averaged; constants
+    (anchors) have to be the same in all.
+
+    first: the entries of the first.  sums: float64, of what is averaged.  differs: keys of what is
+    not the same in all.
+    """
+
+    paths: tuple[Path, ...]
+    first: Mapping[str, np.ndarray]
+    sums: Mapping[str, np.ndarray]
+    differs: frozenset[str]
+
+    def plus(self, path: Path, arrays: Mapping[str, np.ndarray]) -> "ModelSoup":
+        """With one more.  Raises: WeightsError: its constants are not those of the first."""
+        other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
+        for key in sorted(other - set(self.sums)):
+            raise WeightsError(
+                f"{key} is not that of {self.paths[0]}, and cannot be averaged",
+                code="weights_not_alike",
+                where=str(path),
+                fix=(
+                    "give checkpoints of one run, or of runs that started alike (of YOLOv5: "
+                    "with the same model.anchors)"
+                ),
+            )
+        return ModelSoup(
+            (*self.paths, path),
+            self.first,
+            {key: total + arrays[key] for key, total in self.sums.items()},
+            self.differs | other,
+        )
+
+    def mean(self) -> dict[str, np.ndarray]:
+        """The average, in the types of the first; of equal numbers exactly that number."""
+        means = {key: total / len(self.paths) for key, total in self.sums.items()}
+        return {key: means.get(key, value).astype(value.dtype) for key, value in self.first.items()}
+
+
+def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> ModelSoup:
+    """A soup of one checkpoint."""
+    averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
+    sums = {key: value.astype(np.float64) for key, value in arrays.items() if key in averaged}
+    return ModelSoup((path,), arrays, sums, frozenset())
+
+
+def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
+    """All entries of a weight file or checkpoint; the model has them, too, afterwards.
+
+    Collective.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
+    """
+    comm.run_on_all_ranks(lambda: load_all_weights(model, path))
+    return arrays_of(model)
+
+
+def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
+    """Gives a model the entries that `arrays_of` made of one like it."""
+    for key, value in model.state_dict().items():
+        value.set_value(arrays[key])
+
+
+def uniform(model: ImageModel, paths: Sequence[Path]) -> ModelSoup:
+    """All of them.  Collective."""
+    soup = begin(model, paths[0], read(model, paths[0]))
+    for path in paths[1:]:
+        soup = soup.plus(path, read(model, path))
+    return soup
+
+
+class Tried(NamedTuple):
+    """What the greedy recipe decided about a checkpoint.
+
+    alone: its own score; together: that of the soup with it; taken: it stayed in.
+    """
+
+    path: Path
+    alone: float
+    together: float
+    taken: bool
+
+
+def greedy(
+    model: ImageModel,
+    paths: Sequence[Path],
+    score: Callable[[], float],
+    renew: Callable[[ModelSoup], None],
+) -> tuple[ModelSoup, list[Tried]]:
+    """The greedy soup: the best checkpoint, then by falling score each that does not make it worse.
+
+    Collective.
+
+    Args:
+        score: of the model as it stands, larger is better; the same on every rank.
+        renew: puts a soup of several into the model and makes its running statistics anew.
+    Returns: the soup, which the model may not hold; and what was tried, the best first.
+    Source: arXiv:2203.05482, recipe 1.
+    """
+    alone = []
+    for path in paths:
+        read(model, path)
+        alone.append(score())
+    order = sorted(range(len(paths)), key=lambda place: -alone[place])  # of equals the first given
+    best = paths[order[0]]
+    soup = begin(model, best, read(model, best))
+    reached = alone[order[0]]
+    tried = [Tried(best, reached, reached, True)]
+    for place in order[1:]:
+        longer = soup.plus(paths[place], read(model, paths[place]))
+        renew(longer)
+        found = score()
+        tried.append(Tried(paths[place], alone[place], found, found >= reached))
+        if found >= reached:
+            soup, reached = longer, found
+    return soup, tried
+
+
+# Running statistics of batch norm.
+
+
+class LastEpoch:
+    """Micro-batches of the last epoch of a training as one rank would make them; each is that of
+    one rank here.
+
+    Attributes:
+        count: of micro-batches over all ranks.
+        images: in them.
+    """
+
+    def __init__(self, config: ExperimentConfig, train_set: DetectionSet, images: int) -> None:
+        """Collective: ranks share a cache.
+
+        Args:
+            config: of the training; a run whose length follows its number of ranks
+                (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of
+                as many as there are now.
+            images: how many at most, to whole micro-batches.
+        Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
+        """
+        derived = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
+        batch_size = derived.batch_size_per_card  # statistics depend on it
+        self._sampler = TrainSampler(
+            dataset_size=len(train_set.records),
+            batch_size_per_card=batch_size,
+            accumulate=1,
+            rank=0,
+            world=1,
+            seed=config.seed,
+            start_step=0,
+            end_step=1,
+            sizes=config.train.multi_scale or (config.model.image_size,),
+            copies_N=copies(train_set, config.data.sampling, None),
+        )
+        augment = config.data.augment.with_epoch_scale(derived.phase_scale)
+        epochs = math.ceil(derived.epochs * derived.epoch_scale - 1e-9)
+        per_epoch = self._sampler.steps_per_epoch
+        self._first = (epochs - 1) * per_epoch
+        self.count = min(per_epoch, math.ceil(images / batch_size))
+        self.images = min(self._sampler.epoch_size, self.count * batch_size)
+        self._loader = TrainLoader(
+            train_set,
+            config.data.model_copy(update={"augment": augment}),
+            self._sampler,
+            seed=config.seed,
+            epochs=epochs,
+            ranks_on_host=comm.local_size(),
+        )
+
+    def share(self) -> list[int]:
+        """Which of them are this rank's."""
+        return list(range(comm.rank(), self.count, comm.world_size()))
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's, in the order of `share`; as often as it is called."""
+        self._loader.plan = self.plan()
+        return iter(self._loader)
+
+    def plan(self) -> list[list[SampleKey]]:
+        """Their samples."""
+        steps = [self._first + place for place in self.share()]
+        return [self._sampler.micro_batches(step)[0] for step in steps]
+
+
+def renew_statistics(
+    model: ImageModel, epoch: LastEpoch, same: frozenset[str] = frozenset()
+) -> None:
+    """Makes running statistics anew, bit for bit the same on any number of ranks.  Collective.
+
+        mean     = sum over micro-batches(images * mean of the batch) / images
+        variance = likewise, of the variances within the batches, as training averages them
+
+    Args:
+        same: state-dict keys of what all members have alike; a layer of which this holds, together
+            with the convolution beside it, keeps its statistics and computes with them (it was
+            frozen in training).
+    Raises: UserError, on every rank: an image cannot be read and data.bad_images is `error`.
+        EvaluationFailed, on every rank: computing failed on some.
+    """
+    norms, kept = _settled(model, same)
+    tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
+    if not tensors:
+        return
+    rows_K = evaluate_on_all_ranks(lambda: _measured(model, epoch, norms, kept)).value
+    rows_K = comm.all_gather_rows(rows_K)
+    rows_K = rows_K[np.argsort(rows_K[:, 0])].astype(np.float64)  # the order on one rank
+    means = (rows_K[:, 1:2] * rows_K[:, 2:]).sum(axis=0) / rows_K[:, 1].sum()
+    ends = np.cumsum([tensor.size for tensor in tensors])
+    for tensor, values in zip(tensors, np.split(means.astype(np.float32), ends[:-1])):
+        tensor.set_value(values.reshape(tensor.shape))
+
+
+def _settled(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], list[nn.Layer]]:
+    """The layers whose statistics are to be made, and those that keep theirs."""
+    keys = list(model.state_dict())
+    norms: list[nn.Layer] = []
+    kept: list[nn.Layer] = []
+    for name, layer in model.named_sublayers():
+        if isinstance(layer, _NORMS):
+            block = f"{name.rpartition('.')[0] or name}."
+            frozen = all(key in same for key in keys if key.startswith(block))
+            (kept if frozen else norms).append(layer)
+    return norms, kept
+
+
+@paddle.no_grad()
+def _measured(
+    model: ImageModel, epoch: LastEpoch, norms: list[nn.Layer], kept: list[nn.Layer]
+) -> np.ndarray:
+    """Float32 rows of this rank's micro-batches: which, how many images, all means and variances
+    one after the other."""
+    momenta = [layer._momentum for layer in norms]
+    model.train()
+    for layer in model.sublayers():
+        if layer in kept or isinstance(layer, nn.Dropout):
+            layer.eval()
+    rows = []
+    try:
+        for layer in norms:
+            layer._momentum = 0.0  # what was before counts nothing
+        for place, batch in zip(epoch.share(), epoch.batches()):
+            heartbeat.alive()
+            model(model.normalize(batch.images_B3HW))
+            tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
+            flat = [tensor.numpy().ravel() for tensor in tensors]
+            rows.append(np.concatenate([[place, len(batch.images_B3HW)], *flat]))
+    finally:
+        for layer, momentum in zip(norms, momenta):
+            layer._momentum = momentum
+        model.eval()
+    width = 2 + sum(layer._mean.size + layer._variance.size for layer in norms)
+    return np.array(rows, np.float32).reshape(-1, width)

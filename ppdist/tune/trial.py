@@ -1,0 +1,309 @@
+"""One trial of a study: its cell, its training, its curve."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import write_json
+from ppdist.common.logging import MetricRecords, Record, read_metrics
+from ppdist.common.process import ends_with_this, process_stat
+from ppdist.config.study import StudyConfig, item_of
+
+_TAIL_BYTES = 4000
+
+
+# Cells of a study: a setting and a seed each.
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of a study.
+
+    Attributes:
+        variant: "" in a study without variants.
+        variant_overrides: what it changes; its name alone does not say.
+        params: key -> value, as the configuration takes it.
+        seed: of training; None: that of the configuration.
+    """
+
+    variant: str = ""
+    variant_overrides: tuple[str, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    @property
+    def setting(self) -> str:
+        """What it is, but for the seed, in words: what calibration and tables go by."""
+        values = ", ".join(f"{key}={_short(value)}" for key, value in self.params.items())
+        return ": ".join(part for part in (self.variant, values) if part) or "base"
+
+    @property
+    def label(self) -> str:
+        return self.setting + ("" if self.seed is None else f", seed {self.seed}")
+
+    def key(self) -> str:
+        """Tells it from every other trial of a grid."""
+        return json.dumps(self.record(), sort_keys=True)
+
+    def overrides(self, study: StudyConfig) -> list[str]:
+        """All of `-o` but its length and its folder."""
+        items = [*study.overrides, *self.variant_overrides]
+        items += [item_of(key, value) for key, value in self.params.items()]
+        return items + ([] if self.seed is None else [f"seed={self.seed}"])
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "variant": self.variant,
+            "variant_overrides": list(self.variant_overrides),
+            "params": dict(self.params),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Cell":
+        """The cell of such a record."""
+        changes = tuple(record["variant_overrides"])
+        return cls(record["variant"], changes, record["params"], record["seed"])
+
+
+def grid(study: StudyConfig) -> list[Cell]:
+    """Every cell of a grid, all settings of the first seed first: a study that ends early has
+    compared everything."""
+    points = itertools.product(*(dimension.values() for dimension in study.space.values()))
+    params = [dict(zip(study.space, point)) for point in points]
+    return [
+        Cell(variant, tuple(changes), point, seed)
+        for seed in study.seeds or (None,)
+        for variant, changes in (study.variants or {"": ()}).items()
+        for point in params
+    ]
+
+
+def baseline(study: StudyConfig, cell: Cell) -> str:
+    """The setting that a cell is compared with: the first of a grid, unless `baselines` names
+    another variant; "" where nothing is."""
+    if study.sampler != "grid":
+        return ""
+    if cell.variant in study.baselines:
+        return Cell(study.baselines[cell.variant], params=cell.params).setting
+    return grid(study)[0].setting
+
+
+def timed_by(study: StudyConfig, cell: Cell) -> str:
+    """The setting whose calibration says how long a cell is."""
+    return Cell(study.costs_like.get(cell.variant, cell.variant), params=cell.params).setting
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
+
+
+# A training of a cell, by its own fleetrun.
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How trainings are started.
+
+    Attributes:
+        command: of fleetrun.
+        script: of training.
+        cores: that there are for all trials at a time.
+        threads: of each process on a CPU, where OMP_NUM_THREADS does not say.
+    """
+
+    command: Sequence[str]
+    script: str
+    cores: int
+    threads: int
+
+    def start(
+        self, folder: Path, placing: Sequence[str], config: str, overrides: Sequence[str]
+    ) -> "Job":
+        """Starts, or continues from its newest checkpoint, the training of a folder.
+
+        Args: placing: options of fleetrun: which cards, or how many processes.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        line = [*self.command, *placing, "--log_dir", str(folder / "log"), self.script]
+        line += ["-c", config, "--eval", "--resume", "auto"]
+        line += ["-o", *overrides, item_of("output_dir", str(folder))]
+        environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
+        with (folder / "console.log").open("ab") as console:
+            process = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for us, who pass on what is meant
+                preexec_fn=_end_with_study(),
+            )
+        return Job(process, folder)
+
+
+def _end_with_study() -> Callable[[], None]:
+    """What the child calls first: it is asked to save and end when this process is gone."""
+    end = ends_with_this(signal.SIGTERM)
+
+    def prepare() -> None:
+        # Until it is another program, our own handlers would swallow the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+    return prepare
+
+
+@dataclass
+class Job:
+    """A training that was started."""
+
+    process: subprocess.Popen
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+    asked_to_stop: bool = False
+
+    def poll(self) -> int | None:
+        """Its exit code: 0 done, 75 stopped after a checkpoint, 2 wrong input; None: it runs."""
+        return self.process.poll()
+
+    def minutes(self) -> float:
+        return (time.monotonic() - self.began) / 60
+
+    def stop(self) -> None:
+        """Asks it to save and end; the second time does nothing."""
+        if not self.asked_to_stop:
+            self.asked_to_stop = True
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+    def said(self) -> str:
+        """The end of what it wrote to the terminal."""
+        try:
+            with (self.folder / "console.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if "error:" in line]
+        return (errors or lines)[-1] if lines else ""
+
+
+@dataclass
+class Past:
+    """What tune.json in the folder of a trial says of the processes that made it."""
+
+    crashes: int = 0
+    minutes: float = 0.0
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Past":
+        try:
+            return cls(**json.loads((folder / "tune.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+    def end(self) -> bool:
+        """Asks its fleetrun, if it still runs on this host, to save and end; whether it does run.
+        Of other hosts nothing is known but the lock of the run."""
+        alive = self.pid > 0 and self.host == socket.gethostname()
+        if not alive or not self.started or self.started != _started(self.pid):
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        return True
+
+
+def write_past(job: Job, crashes: int, minutes: float) -> None:
+    """Writes tune.json."""
+    pid = job.process.pid
+    past = Past(crashes, round(minutes, 3), socket.gethostname(), pid, _started(pid))
+    write_json(job.folder / "tune.json", asdict(past))
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since the machine did: ids are used again.  "": it is gone,
+    or there is no /proc."""
+    stat = process_stat(pid)
+    return str(stat.began) if stat is not None and stat.is_alive else ""
+
+
+# What a training has measured so far, from its metrics.jsonl.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Its evaluations in their order.  Args: metric: what the study goes by."""
+
+    metric: str
+    evaluations: Sequence[Record]
+
+    @classmethod
+    def of(cls, folder: Path, metric: str) -> "Curve":
+        """Of the run in a folder; of none, where it has not written anything.
+
+        Raises: ConfigError: its evaluations have no such number.
+        """
+        try:
+            found = MetricRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
+        except FileNotFoundError:
+            found = []
+        for each in found:
+            if metric not in each:
+                have = sorted(key for key in _numbers(each) if not key.endswith("_seconds"))
+                raise ConfigError(
+                    f"{metric}: evaluations of {folder} have no such number, but {', '.join(have)}",
+                    code="unknown_metric",
+                    where="metric",
+                )
+        # One that could not be measured (null) stands for nothing.
+        return cls(metric, [each for each in found if isinstance(each[metric], int | float)])
+
+    def values(self) -> dict[int, float]:
+        """By whole epochs, from 1; of two in one epoch the first."""
+        found: dict[int, float] = {}
+        for each in self.evaluations:
+            found.setdefault(max(1, round(each["epoch"])), float(each[self.metric]))
+        return found
+
+    def points(self) -> list[list[float]]:
+        """[epoch, value] of each."""
+        return [[round(each["epoch"], 3), each[self.metric]] for each in self.evaluations]
+
+    def final(self) -> dict[str, float]:
+        """The numbers of the last evaluation; empty without one."""
+        return _numbers(self.evaluations[-1]) if self.evaluations else {}
+
+    def best(self, lower_is_better: bool) -> dict[str, float]:
+        """The numbers of the evaluation with the best value of the metric."""
+        if not self.evaluations:
+            return {}
+        sign = -1 if lower_is_better else 1
+        return _numbers(max(self.evaluations, key=lambda each: sign * each[self.metric]))
+
+
+def _numbers(record: Record) -> dict[str, Any]:
+    """Without classes (`AP/name`) and what is said of every record."""
+    return {
+        key: round(value, 6) if isinstance(value, float) else value
+        for key, value in record.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and "/" not in key
+        and key != "time"
+    }
