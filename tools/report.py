@@ -1,46 +1,6 @@
-"""Writes an HTML report of one run, or a comparison of several: tools/report.py RUN... [--out FILE]
+"""Writes an HTML report of one run, or a comparison of several: python tools/report.py --help"""
 
-RUN is the output_dir of a training, also of one that goes on or was killed, or the --out folder
-of tools/eval.py.  The page holds all it shows, pictures too, and loads nothing.  Of several runs
-those that differ only in their seed are grouped.
-"""
-
-import argparse
-import sys
-from pathlib import Path
-
-from ppdist.common import process
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE",
-        help="the page; by default report.html in the folder of a single run, else here",
-    )  # fmt: skip
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse()
-    from ppdist.report.page import write_report
-    from ppdist.report.run import require_run
-    from ppdist.viz.run_plots import draw_run
-
-    alone = len(arguments.runs) == 1
-    for folder in arguments.runs:
-        require_run(folder)
-    if alone:
-        draw_run(arguments.runs[0])
-    out = arguments.out or (arguments.runs[0] if alone else Path()) / "report.html"
-    for problem in write_report(arguments.runs, out):
-        print(f"not in the page: {problem}", file=sys.stderr)
-    print(out)
-    return 0
-
+from ppdist import cli
 
 if __name__ == "__main__":
-    process.run(main)
+    cli.run("report")

@@ -1,12 +1,6 @@
-"""Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c configs/... [--eval] [-o k=v]"""
+"""Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval]"""
 
 from ppdist import cli
-from ppdist.common import process
-
-
-def main() -> int:
-    return cli.train(cli.parse_train())
-
 
 if __name__ == "__main__":
-    process.run(main)
+    cli.run("train")

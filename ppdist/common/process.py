@@ -181,6 +181,11 @@ def say(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
 
+def warn(text: str) -> None:
+    """A warning of a command, on stderr."""
+    say(f"ppdist: warning: {text}")
+
+
 def _finish(stream: TextIO | None) -> None:
     """Writes what is left; where nobody reads it (`| head`), Python would change the exit code."""
     if stream is None:

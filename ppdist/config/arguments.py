@@ -1,4 +1,4 @@
-"""Arguments that the data tools share: which data, how many."""
+"""Options that several commands share: which experiment, which data, how many."""
 
 import argparse
 from collections.abc import Callable
@@ -43,18 +43,26 @@ def time_in(unit: str) -> Callable[[str], float]:
     return number
 
 
-def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """-c and -o."""
-    parser.add_argument("-c", "--config", required=required, help="YAML file of the experiment")
-    parser.add_argument(
-        "-o",
-        "--override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="overrides of keys of the YAML file",
+def described(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help begins with the docstring of its module, line by line."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def add_config(
+    parser: argparse.ArgumentParser,
+    *,
+    required: bool,
+    config: str = "YAML file of the experiment",
+    override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
+) -> None:
+    """-c and -o, with these texts in --help."""
+    parser.add_argument("-c", "--config", required=required, help=config)
+    parser.add_argument(
+        "-o", "--override", nargs="+", action="extend", default=[],
+        metavar="KEY=VALUE", help=override,
+    )  # fmt: skip
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

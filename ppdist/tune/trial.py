@@ -117,13 +117,13 @@ class Launcher:
 
     Attributes:
         command: of fleetrun.
-        script: of training.
+        script: words that start a training on a rank.
         cores: that there are for all trials at a time.
         threads: of each process on a CPU, where OMP_NUM_THREADS does not say.
     """
 
     command: Sequence[str]
-    script: str
+    script: Sequence[str]
     cores: int
     threads: int
 
@@ -135,7 +135,7 @@ class Launcher:
         Args: placing: options of fleetrun: which cards, or how many processes.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        line = [*self.command, *placing, "--log_dir", str(folder / "log"), self.script]
+        line = [*self.command, *placing, "--log_dir", str(folder / "log"), *self.script]
         line += ["-c", config, "--eval", "--resume", "auto"]
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ppdist import cli
+from ppdist.cli import train
 from ppdist.common.errors import LaunchError
 from ppdist.launch.options import Options, parse_options
 from ppdist.launch.topology import typed_hosts
@@ -186,7 +186,7 @@ def test_training_understands_its_command(name: str, monkeypatch: pytest.MonkeyP
     options = fleetrun_options(name, given_to_pods(name))
     assert (ROOT / options.script).is_file()
     monkeypatch.setattr(sys, "argv", [options.script, *options.script_arguments])
-    asked = cli.parse_train()
+    asked = train.parse()
     assert (ROOT / asked.config).is_file()
     # A pod that comes later is given the same command as one that was there at the beginning.
     assert asked.resume == "auto" and asked.eval

@@ -3,11 +3,12 @@
 import os
 
 from ppdist import cli
+from ppdist.cli import train
 from ppdist.common import process
 
 
 def main() -> int:
-    arguments = cli.parse_train()
+    arguments = train.parse()
     cli.use_clone("tests/faults")
     from tests.faults.fault import VARIABLE, parse_faults
 
@@ -15,7 +16,7 @@ def main() -> int:
     process.hold_signals()  # Paddle, which the injector imports, has handlers of its own
     from tests.faults.injector import FaultInjector
 
-    return cli.train(arguments, [FaultInjector(planned)])
+    return train.train(arguments, [FaultInjector(planned)])
 
 
 if __name__ == "__main__":

@@ -1,48 +1,21 @@
 """tools/data.py as a user runs it."""
 
 import argparse
-import importlib.util
-import io
 import json
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common import process
 from tests.unit.data.sets import write_images
+from tests.unit.data.tool import run
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
-
-
-class Ended(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: object) -> Ended:
-    """The tool in this process: what a subprocess would cost is mostly importing."""
-    spec = importlib.util.spec_from_file_location("data_tool", TOOL)
-    assert spec and spec.loader
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        redirect_stdout(out),
-        redirect_stderr(err),
-        mock.patch.object(sys, "argv", [TOOL, *map(str, arguments)]),
-        pytest.raises(SystemExit) as ended,
-    ):
-        process.run(tool.main)
-    return Ended(ended.value.code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.cli import ensemble
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.config import load_config
 from ppdist.data.datasets.build import read_split
@@ -16,7 +17,6 @@ from ppdist.engine.build import build_evaluator, build_model
 from ppdist.export.predictor import load_all_weights
 from ppdist.models.weights import read_arrays
 from tests.forked import run_on_two_ranks, run_tool, succeeded
-from tools import ensemble
 
 CONFIG = """
 data:

@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from ppdist.cli import predict
 from ppdist.common.errors import ConfigError, DataError, UserError, WeightsError
 from ppdist.common.process import printable
 from ppdist.config import load_config
@@ -28,7 +29,6 @@ from ppdist.models.ppyoloe import PPYOLOE
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
 from tests.unit.export.test_export import tiny_model
-from tools import infer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -131,7 +131,7 @@ def test_a_wrong_command_line_is_one_message_and_exit_code_2(project: Path) -> N
 
 def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["infer.py", *map(str, arguments)])
-    infer.main()
+    predict.main()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data import statistics
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
-from tests.integration.test_data_tool import run
+from tests.unit.data.tool import run
 
 PUBLISHED = np.float32(
     [

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ppdist.benchmark import latency
 from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
+from ppdist.cli import predict
 from ppdist.common.errors import DataError, ExportError
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export import predictor as runtime
@@ -36,7 +37,6 @@ from tests.unit.export.test_export import (
     tiny_model,
     tiny_spec,
 )
-from tools import infer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -252,7 +252,7 @@ def test_the_tool_runs_an_export_in_either_runtime(
     where = ["--source", str(tmp_path / "a.png"), "--out", str(tmp_path / "out")]
     command = ["infer.py", "--model", str(exported), "--backend", backend, "--threads", "2"]
     monkeypatch.setattr(sys, "argv", [*command, "--threshold", "0.3", *where])
-    assert infer.main() == 0
+    assert predict.main() == 0
     found = json.loads((tmp_path / "out" / "detections.json").read_text(encoding="utf-8"))
     best = max(found["annotations"], key=lambda one: one["score"])
     expected = ExportedPredictor(exported)(prepare(image_HW3, SIZE)[None])[0]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.cli.doctor import launch_options, parse
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
 from tests.unit.launch.test_topology import A, B, machine
-from tools.doctor import launch_options, parse
 
 ROOT = Path(__file__).resolve().parents[3]
 STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER_ID": "0"}

@@ -1,4 +1,7 @@
-"""The commands behind tools/*.py; importing this loads no Paddle."""
+"""Trains a detector.
+
+fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
+"""
 
 import argparse
 import sys
@@ -6,40 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.common import errors, process
+from ppdist.common import process
+from ppdist.config.arguments import add_config, described
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
 
-_CLONE = Path(__file__).resolve().parents[1]
-_TRAIN = "Trains a detector: fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval]"
 
-
-def use_clone(folder: str) -> None:
-    """Makes a folder of the source repository importable that no installed package has.
-
-    Args: folder: such as "tests/reference".
-    Raises: ConfigError: ppdist was not started from a clone of its repository.
-    """
-    if not (_CLONE / folder / "__init__.py").is_file():
-        raise errors.ConfigError(
-            f"this command needs the folder {folder} of the source repository",
-            code="needs_clone",
-            where=str(_CLONE / folder),
-            fix="clone the repository and run the command there",
-        )
-    if str(_CLONE) not in sys.path:
-        sys.path.insert(0, str(_CLONE))
-
-
-def parse_train() -> argparse.Namespace:
-    """The command line of tools/train.py."""
-    parser = argparse.ArgumentParser(description=_TRAIN)
-    parser.add_argument("-c", "--config", required=True, help="YAML file of the experiment")
-    parser.add_argument(
-        "-o", "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
-    )  # fmt: skip
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    add_config(parser, required=True)
     parser.add_argument(
         "--eval", action="store_true", help="evaluate during training and keep the best"
     )
@@ -62,7 +41,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """Trains on this rank; returns the exit code.
 
     Args:
-        arguments: of `parse_train`.
+        arguments: of `parse`.
         callbacks: called in this order at the moments of the training.
     """
     process.hold_signals()
@@ -100,3 +79,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
             draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
         experiment.log.run_summary()
         return status
+
+
+def main() -> int:
+    return train(parse())

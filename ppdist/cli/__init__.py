@@ -1,0 +1,72 @@
+"""The commands: `python -m ppdist COMMAND ...`, and tools/COMMAND.py in a clone.
+
+Each module is one command: its options, then what it does, from top to bottom.  Paddle is imported
+when the options are understood, so `--help` answers at once.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from ppdist.common import errors, process
+
+COMMANDS = {
+    "train": "train a detector or a classifier",
+    "launch": "start a command on many cards and machines, as fleetrun does",
+    "eval": "evaluate weights on the validation split",
+    "predict": "find objects in images and videos",
+    "export": "export weights to Paddle Inference and ONNX",
+    "convert": "convert weights between formats",
+    "data": "check, count, show, convert and split data sets",
+    "config": "show a resolved configuration; regenerate docs and schema",
+    "doctor": "check hosts, cluster and data before a run",
+    "report": "write one run, or several, as an HTML page",
+    "tune": "search hyper-parameters, run studies",
+    "ensemble": "fuse detections, average weights",
+    "plan": "predict time, cost and bottleneck of a training",
+    "benchmark": "measure training, loading, evaluation and inference speed",
+    "verify": "verify equivalence, parity, metrics and exports",
+}
+CLONE = Path(__file__).resolve().parents[2]
+
+
+def run(command: str) -> NoReturn:
+    """Runs one of COMMANDS on sys.argv and ends with its exit code."""
+    process.run(importlib.import_module(f"ppdist.cli.{command}").main)
+
+
+def main() -> NoReturn:
+    """Runs the command that the first word of the command line names."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: python -m ppdist COMMAND ...   (COMMAND --help says more)\n")
+        print(*(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
+        sys.exit(0 if words else 2)
+    if words[0] not in COMMANDS:
+        process.say(f"ppdist: error: {words[0]!r}: expected one of {', '.join(COMMANDS)}")
+        sys.exit(2)
+    sys.argv = [f"ppdist {words[0]}", *words[1:]]
+    run(words[0])
+
+
+def script_of(command: str) -> list[str]:
+    """The words by which fleetrun starts one of COMMANDS on each of its ranks."""
+    return [str(Path(__file__).resolve().parents[1] / "__main__.py"), command]
+
+
+def use_clone(folder: str) -> None:
+    """Makes a folder of the source repository importable that no installed package has.
+
+    Args: folder: such as "tests/reference".
+    Raises: ConfigError: ppdist was not started from a clone of its repository.
+    """
+    if not (CLONE / folder / "__init__.py").is_file():
+        raise errors.ConfigError(
+            f"this command needs the folder {folder} of the source repository",
+            code="needs_clone",
+            where=str(CLONE / folder),
+            fix="clone the repository and run the command there",
+        )
+    if str(CLONE) not in sys.path:
+        sys.path.insert(0, str(CLONE))

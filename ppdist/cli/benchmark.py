@@ -1,0 +1,281 @@
+"""Measures training, loading, evaluation and inference speed; JSON on stdout.
+
+tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
+
+  train    img/s, the step split into its parts and, under fleetrun, what a rank sends over TCP in
+           a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
+           a second variant whose steps alternate with the first's in the same process
+  loader   img/s of the training loader, over all workers and per worker, with and without
+           data.cache, and as a multiple of a straightforward pipeline interleaved with it;
+           `--epochs N` adds the memory of all workers after each of N epochs
+  eval     seconds and img/s of evaluating the validation split, and where they go;
+           `--processes 1 2` does it through fleetrun on so many, interleaved, and compares
+  infer    milliseconds of one call, interleaved on validation images, drawn ones where none are at
+           hand: eager, and exported in Paddle Inference with and without oneDNN and in ONNX
+           Runtime; `--model DIR` measures that export instead of one made here, beside eager
+           with -c and -w
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
+           interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
+           and hidden communication
+  coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
+  checkpoint
+           how long a checkpoint blocks training, what writing it beside the steps takes, and what
+           waiting for the write would
+
+`--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppdist.cli import script_of, use_clone
+from ppdist.common import errors, process
+from ppdist.config.arguments import add_config, at_least, described, time_in
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
+    add_config(parser, required=False)
+    parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="infer: an exported model")
+    parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                        help="train: further overrides that make the second variant")  # fmt: skip
+    parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
+                        help="measure on data it draws itself (default: 64 images)")  # fmt: skip
+    parser.add_argument(
+        "--steps", type=at_least(1), default=10, help="train, scaling: steps measured"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=time_in("seconds"),
+        help="loader: how long, each way (10); scaling: of a time slice (5)",
+    )
+    parser.add_argument(
+        "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), help="eval (3), infer, scaling, checkpoint (5): how often"
+    )
+    parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
+    )
+    parser.add_argument(
+        "--processes", type=at_least(1), nargs="+", help="scaling (1 2), eval: on so many each"
+    )
+    parser.add_argument(
+        "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
+    arguments = parser.parse_args()
+    without = arguments.what == "coco" or (arguments.what == "infer" and arguments.model)
+    if not arguments.config and not without:
+        parser.error("the following arguments are required: -c/--config")
+    if not arguments.config and (arguments.weights or arguments.override or arguments.synthetic):
+        parser.error("-w, -o and --synthetic go with -c/--config")
+    processes = arguments.processes or []
+    if len(set(processes)) < len(processes):
+        parser.error(f"--processes {' '.join(map(str, processes))}: give each number once")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    from ppdist.common.files import make_parent, write_json
+
+    if arguments.json:
+        make_parent(arguments.json)
+    with tempfile.TemporaryDirectory() as scratch:
+        if arguments.synthetic and arguments.config:
+            arguments.override = [
+                *synthetic_data(arguments, Path(scratch) / "data"),
+                *arguments.override,
+            ]
+        report = {"what": arguments.what, "config": arguments.config}
+        report |= {"overrides": arguments.override, "vs": arguments.vs}
+        report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
+        from ppdist.benchmark.step import machine
+        from ppdist.distributed import comm
+
+        report["machine"] = machine()
+        if comm.is_main():
+            print(json.dumps(report, indent=1))
+            if arguments.json:
+                write_json(arguments.json, report, indent=1)
+    return 0
+
+
+def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
+    """Draws the data set (each rank its own, the same) and returns the overrides that name it."""
+    from ppdist.data.datasets.synthetic import make_shapes
+
+    overrides = [f"data.root={root}", "model.num_classes=3"]
+    for split in ("train", "val"):
+        overrides += [
+            f"data.{split}.images=images",
+            f"data.{split}.annotations=annotations/instances_{split}.json",
+        ]
+    config = load(arguments, *overrides)
+    if config.model.task == "classify":
+        raise errors.ConfigError(
+            f"--synthetic draws objects for detectors, but model.name: {config.model.name} is a "
+            "classifier",
+            code="needs_detector",
+            fix="leave it out and set data.root",
+        )
+    images = arguments.synthetic
+    make_shapes(root, train=images, val=max(1, images // 2), size=256, seed=0)
+    return ["data.format=coco", *overrides]
+
+
+def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":
+    from ppdist.config import load_config
+
+    return load_config(arguments.config, [*arguments.override, *more])
+
+
+def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
+    from ppdist.distributed import comm
+
+    config = load(arguments)
+    comm.init(config.device, config.distributed)
+    return config
+
+
+def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.step import measure_training
+
+    variants = {"base": join_ranks(arguments)}
+    if arguments.vs:
+        variants[" ".join(arguments.vs)] = load(arguments, *arguments.vs)
+    return measure_training(
+        variants, steps=arguments.steps, warmup=arguments.warmup, scratch=scratch
+    )
+
+
+def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.loader import measure_loading
+    from ppdist.data.datasets.build import read_split
+
+    config = join_ranks(arguments)
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    return measure_loading(
+        dataset,
+        config.data,
+        image_size=config.model.image_size,
+        batch_size=config.train.images_per_card,
+        seconds=arguments.seconds or 10,
+        epochs=arguments.epochs,
+    )
+
+
+def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.scaling import compare_counts
+    from ppdist.benchmark.step import measure_evaluation
+    from ppdist.data.datasets.build import read_split
+
+    if arguments.processes:
+        launcher = [sys.executable, *script_of("launch")]
+        script = [*script_of("benchmark"), "eval", "-c", arguments.config, "--repeats", "1"]
+        script += ["-w", arguments.weights] if arguments.weights else []
+        script += ["-o", *arguments.override] if arguments.override else []
+        rounds = arguments.repeats or 3
+        return compare_counts(launcher, script, counts=arguments.processes, rounds=rounds)
+    config = join_ranks(arguments)
+    dataset = read_split(config.data, "val", config.model.num_classes)
+    model = build(config, arguments.weights)
+    return measure_evaluation(config, dataset, model, arguments.repeats or 3)
+
+
+def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.latency import (
+        formats_here,
+        measure_predictors,
+        pictures_of,
+        predictors_of,
+    )
+    from ppdist.benchmark.step import require_detector
+    from ppdist.export.export import export_detector
+    from ppdist.export.spec import describe, read_spec, validation_set
+
+    model: Any = None
+    dataset = None
+    directory = arguments.model
+    if arguments.config:
+        config = join_ranks(arguments)
+        require_detector(config, "inference")
+        dataset = validation_set(config, process.warn)
+        if directory is None or arguments.weights:
+            model = build(config, arguments.weights)
+    if directory is None:
+        directory = scratch / "exported"
+        export_detector(model, directory, describe(config, dataset), formats_here())
+    spec = read_spec(directory)
+    return measure_predictors(
+        predictors_of(model, directory, spec, arguments.threads),
+        spec,
+        pictures_of(dataset),
+        batch=arguments.batch,
+        threads=arguments.threads,
+        rounds=arguments.repeats or 5,
+    )
+
+
+def build(config: "ExperimentConfig", weights: str | None) -> Any:
+    from ppdist.engine.build import build_model
+    from ppdist.models.weights import load_weights
+
+    model = build_model(config)
+    if weights:
+        load_weights(model, Path(weights))
+    return model
+
+
+def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    from ppdist.benchmark.scaling import measure_scaling
+
+    launcher = [sys.executable, *script_of("launch")]
+    script = [*script_of("benchmark"), "train", "-c", arguments.config]
+    script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+    if arguments.override:
+        script += ["-o", *arguments.override]
+    return measure_scaling(
+        launcher,
+        script,
+        counts=arguments.processes or [1, 2],
+        rounds=arguments.repeats or 5,
+        slice_seconds=arguments.seconds or 5,
+    )
+
+
+def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    use_clone("benchmarks")
+    from benchmarks.checkpoint import measure_saving
+
+    config = join_ranks(arguments)
+    return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
+
+
+def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    use_clone("benchmarks")
+    from benchmarks.coco import measure_coco
+
+    repeats = arguments.repeats or 1
+    return measure_coco(images=arguments.images, detections=100, classes=80, repeats=repeats)
+
+
+MEASURES = {
+    "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
+    "checkpoint": checkpoint, "coco": coco,
+}  # fmt: skip

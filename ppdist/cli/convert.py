@@ -1,0 +1,54 @@
+"""Converts weights.
+
+tools/convert.py -c cfg.yml -w IN --out OUT [--keys ours|official]
+
+IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth, .ckpt,
+.safetensors, .npz, or a checkpoint directory.  OUT ends in .pdparams, .pt, .pth, .safetensors or
+.npz; a .pt or .pth is a state dict that torch loads with weights_only=True.
+"""
+
+import argparse
+from pathlib import Path
+
+from ppdist.config.arguments import add_config, described
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    add_config(parser, required=True)
+    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write")
+    parser.add_argument("--keys", choices=["ours", "official"],
+                        help="names and layout of this project, or of the model's original "
+                        "implementation (default: official for .pt, .pth)")  # fmt: skip
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    from ppdist.config import load_config
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model
+    from ppdist.export.predictor import load_all_weights
+    from ppdist.models.weights import (
+        arrays_of,
+        check_arrays,
+        check_writable,
+        official_arrays_of,
+        write_arrays,
+    )
+
+    out: Path = arguments.out
+    check_writable(out)
+    config = load_config(arguments.config, arguments.override)
+    comm.init("cpu", config.distributed)
+    model = build_model(config)
+    load_all_weights(model, Path(arguments.weights))
+    of_torch = out.suffix.lower() in (".pt", ".pth")
+    keys = arguments.keys or ("official" if of_torch else "ours")
+    arrays = official_arrays_of(model) if keys == "official" else arrays_of(model)
+    write_arrays(out, arrays)
+    check_arrays(out, arrays)
+    megabytes = out.stat().st_size / 1e6
+    print(f"{out}: {len(arrays)} tensors, {megabytes:.1f} MB, {keys} keys; read back and equal")
+    return 0

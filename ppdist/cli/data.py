@@ -1,0 +1,401 @@
+"""Checks, shows, converts and splits data sets of detection or classification.
+
+tools/data.py check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
+tools/data.py stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
+tools/data.py show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
+tools/data.py convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
+tools/data.py split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
+tools/data.py split --folds 5 SOURCE                             for cross-validation
+tools/data.py anchors -c cfg.yml                                 anchors fitted to the training set
+tools/data.py synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
+
+SOURCE: -c cfg.yml, or --format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
+With -c also -o KEY=VALUE ...
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from ppdist.common import errors, process
+from ppdist.config.arguments import add_config, add_source, at_least, described, source_of
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+    from ppdist.data.validate import Report
+
+SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
+_MOST_CLASSES = 100  # that a table lists
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    check = commands.add_parser("check", help="find what is wrong with both splits")
+    check.add_argument("--fast", action="store_true", help="headers of the images only")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write everything found here")
+    check.add_argument("--fix", type=Path, metavar="DIR", help="write a clean copy there")
+    check.add_argument("--workers", type=at_least(0), default=0, metavar="N",
+                       help="processes (0: one per core)")  # fmt: skip
+    stats = commands.add_parser("stats", help="count both splits")
+    stats.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
+    stats.add_argument("--plots", type=Path, metavar="DIR", help="write plots (PNG) there")
+    show = commands.add_parser("show", help="draw samples as the model sees them")
+    show.add_argument("--out", type=Path, required=True, metavar="FILE", help="the PNG file")
+    show.add_argument("--eval", action="store_true", help="inputs of evaluation, not of training")
+    show.add_argument("--epoch", type=at_least(0), default=0, metavar="N",
+                      help="counted from 0, as data.augment.combine_epochs (0)")  # fmt: skip
+    show.add_argument("--count", type=at_least(1), default=16, metavar="N",
+                      help="how many samples (16)")  # fmt: skip
+    anchors = commands.add_parser("anchors", help="fit the anchors of a YOLOv5 to the training set")
+    anchors.add_argument("--generations", type=at_least(0), default=1000, metavar="N",
+                         help="of the genetic refinement (1000)")  # fmt: skip
+    anchors.add_argument("--seed", type=at_least(0), metavar="N",
+                         help="of the fit (that of the configuration)")  # fmt: skip
+    for command in (check, stats, show, anchors):
+        add_config(command, required=True)
+    convert = commands.add_parser("convert", help="write the set in another format")
+    convert.add_argument("--to", required=True, choices=("coco", "voc", "yolo"),
+                         help="the format to write")  # fmt: skip
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    for command in (check, convert):
+        command.add_argument("--image-files", default="copy", choices=("copy", "link", "none"),
+                             help="in what is written: copies (the default), links, or paths as "
+                             "they are")  # fmt: skip
+    split = commands.add_parser("split", help="divide the training split, classes evenly")
+    into = split.add_mutually_exclusive_group(required=True)
+    into.add_argument("--parts", nargs="+", metavar="NAME=SHARE", help="whose shares make 1")
+    into.add_argument("--folds", type=at_least(2), metavar="K", help="each validated once")
+    split.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of chance (0)")
+    split.add_argument("--out", type=Path, metavar="DIR",
+                       help="folder of the new files (that of the annotations)")  # fmt: skip
+    for command in (convert, split):
+        add_source(command)
+    synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
+    synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    for name, least, default, what in (
+        ("--train", 1, 160, "training images"),
+        ("--val", 1, 80, "validation images"),
+        ("--size", 64, 256, "side in pixels"),
+        ("--seed", 0, 0, "of everything"),
+    ):
+        synthetic.add_argument(
+            name, type=at_least(least), default=default, metavar="N", help=f"{what} ({default})"
+        )
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    commands = {
+        "check": check,
+        "stats": stats,
+        "show": show,
+        "convert": convert,
+        "split": split,
+        "anchors": fit,
+        "synthetic": make,
+    }
+    return commands[arguments.command](arguments) or 0
+
+
+def load(arguments: argparse.Namespace) -> "ExperimentConfig":
+    from ppdist.config import load_config
+
+    return load_config(arguments.config, arguments.override)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.common.machine import available_cores
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.validate import validate
+
+    config = load(arguments)
+    if arguments.json:
+        make_parent(arguments.json)
+    if arguments.fix:
+        if config.data.task == "classify":
+            raise errors.ConfigError(
+                f"data.format {config.data.format} has no boxes to fix",
+                code="no_boxes_to_fix",
+                where="--fix",
+            )
+        make_folder(arguments.fix)
+        if any(arguments.fix.iterdir()):
+            raise errors.ConfigError(
+                "is not empty",
+                code="folder_not_empty",
+                where=f"--fix {arguments.fix}",
+                fix="choose a new folder",
+            )
+    workers = arguments.workers or max(1, int(available_cores()))
+    report = validate(config.data, decode=not arguments.fast, workers=workers)
+    for split, validated in report.splits.items():
+        print(f"{split}: {validated.raw.source}: {len(validated.raw.images)} images")
+    rows = []
+    for row in report.rows():
+        counts = [str(row.counts[split]) for split in report.splits]
+        rows.append([row.kind.severity, row.name, *counts, row.kind.meaning, row.kind.training])
+        more = row.count - len(row.examples)
+        print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
+    if rows:
+        table(["", "kind", *report.splits, "what it is", "training"], rows)
+    if arguments.json:
+        write_json(arguments.json, report.as_json(), indent=1)
+    if arguments.fix:
+        fix(arguments, config.data.format, report)
+    if report.errors:
+        print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
+        return 2
+    for split in SPLITS:
+        read_split(config.data, split, config.model.num_classes)
+    looked = "every image decodes" if report.decoded else "headers of the images alone (--fast)"
+    print(f"ok: both splits can be used; {looked}")
+    return 0
+
+
+def fix(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:
+    """Writes the clean copy and says what was done."""
+    from ppdist.data.datasets.convert import snippet
+    from ppdist.data.validate import clean_copy
+
+    files = arguments.image_files
+    cleaned = clean_copy(report, data_format, arguments.fix, images=files)
+    for line in cleaned.lines:
+        print(f"fixed: {line}")
+    print(f"wrote {arguments.fix}; to use it:")
+    print(snippet(cleaned.raws, data_format, arguments.fix, images=files), end="")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    from ppdist.data.datasets.annotations import Strictly
+    from ppdist.data.datasets.build import read_raw
+    from ppdist.data.datasets.convert import convert as write
+    from ppdist.data.datasets.convert import snippet
+    from ppdist.data.types import RawSet
+
+    config, kind, files = source_of(arguments), arguments.to, arguments.image_files
+    strictly = Strictly()
+    splits = SPLITS if arguments.config else SPLITS[:1]
+    raws: dict[str, RawSet] = {split: read_raw(config, split, strictly) for split in splits}
+    strictly.report()
+    for split, raw in raws.items():
+        lines = write(raw, kind, arguments.out, images=files, split=split)
+        objects = sum(len(image.objects) for image in raw.images)
+        print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
+        print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
+    print(f"wrote {arguments.out}; to use it:")
+    print(snippet(raws, kind, arguments.out, images=files), end="")
+
+
+def stats(arguments: argparse.Namespace) -> None:
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.data.datasets.build import check_same_classes, read_split
+    from ppdist.data.statistics import class_rows, objects_of, overview, summary
+
+    config = load(arguments)
+    if arguments.json:
+        make_parent(arguments.json)
+    if arguments.plots:
+        make_folder(arguments.plots)
+    sets = {split: read_split(config.data, split) for split in ("train", "val")}
+    check_same_classes(*sets.values())
+    boxes = config.data.task == "detect"
+    objects = {
+        split: objects_of(dataset, config.model.image_size, config.data.resize)
+        for split, dataset in sets.items()
+    }
+    report = {
+        split: summary(dataset, objects[split], boxes=boxes) for split, dataset in sets.items()
+    }
+    for split, dataset in sets.items():
+        print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
+    both = zip(*(overview(counts) for counts in report.values()))
+    table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
+    columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
+    table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
+    if arguments.json:
+        write_json(arguments.json, report, indent=1)
+    if arguments.plots:
+        from ppdist.viz.plots import plot_statistics
+
+        names = sets["train"].class_names
+        for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
+            print(f"wrote {path}")
+
+
+def show(arguments: argparse.Namespace) -> None:
+    from ppdist.common.files import make_parent, writing
+    from ppdist.data.datasets.build import read_split
+    from ppdist.engine.build import build_model
+    from ppdist.viz.dataset import evaluation_pictures, png, training_pictures
+    from ppdist.viz.draw import grid
+
+    config = load(arguments)
+    epochs = math.ceil(config.train.epochs)
+    augment = config.data.augment.with_epoch_scale(config.train.phases_factor)
+    if arguments.epoch >= epochs:
+        raise errors.ConfigError(
+            f"the run has {epochs} (train.epochs), counted from 0; expected {epochs - 1} at most",
+            code="epoch_beyond_run",
+            where=f"--epoch {arguments.epoch}",
+        )
+    if arguments.out.suffix.lower() != ".png":
+        raise errors.ConfigError(
+            "the picture is a PNG file; expected a name ending in .png",
+            code="bad_suffix",
+            where=f"--out {arguments.out}",
+        )
+    make_parent(arguments.out)
+    split = SPLITS[arguments.eval]
+    masks = not arguments.eval and config.data.augment.copy_paste > 0
+    dataset = read_split(config.data, split, config.model.num_classes, masks=masks)
+    if arguments.eval:
+        pictures = evaluation_pictures(
+            dataset,
+            config.data,
+            image_size=config.model.image_size,
+            shape_multiple=(
+                build_model(config).size_multiple if config.evaluate.rectangular else None
+            ),
+            count=arguments.count,
+        )
+    else:
+        pictures = training_pictures(
+            dataset,
+            config.data.model_copy(update={"augment": augment}),
+            sizes=config.train.multi_scale or (config.model.image_size,),
+            batch_size=config.train.images_per_card,
+            seed=config.seed,
+            epochs=epochs,
+            epoch=arguments.epoch,
+            count=arguments.count,
+        )
+    with writing(arguments.out):
+        arguments.out.write_bytes(png(grid(pictures)))
+    when = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
+    print(f"wrote {len(pictures)} samples of {split}, as in {when}, to {arguments.out}")
+
+
+def split(arguments: argparse.Namespace) -> None:
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.datasets.convert import (
+        absent_classes,
+        divide,
+        folds_of,
+        groups_of_one_content,
+        rows_of_parts,
+        settings,
+        shares_of,
+        write_parts,
+    )
+
+    if arguments.folds:
+        shares = {f"fold{each + 1}": 1 / arguments.folds for each in range(arguments.folds)}
+        wanted = folds_of(arguments.folds)
+    else:
+        shares = shares_of(arguments.parts)
+        wanted = {name: {part} for part, name in enumerate(shares)}
+    config = source_of(arguments)
+    dataset = read_split(config, "train", whole=True)
+    group_N = groups_of_one_content([record.path for record in dataset.records])
+    classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
+    part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
+    files = write_parts(config, dataset, part_N, wanted, arguments.out)
+    print(f"{dataset.source}: images of each class")
+    named = [f"{name} ({part:.4g})" for name, part in shares.items()]
+    table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
+    copies = len(group_N) - len(set(group_N.tolist()))
+    if copies:
+        print(f"{copies} images are copies of others, and with them in one part")
+    for file in files:
+        print(f"wrote {file}")
+    print(
+        f"to train and evaluate with them:\n{settings(config, dataset, files, [*wanted])}", end=""
+    )
+    absent = absent_classes(dataset, part_N, [*shares])
+    if absent:
+        process.warn(f"no image of {', '.join(absent)}")
+
+
+def fit(arguments: argparse.Namespace) -> None:
+    """Shows how well the configured anchors fit the training set, and fitted ones to paste."""
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.statistics import fit_anchors, refit, sizes_in_input
+    from ppdist.engine.build import build_model
+    from ppdist.models.weights import load_weights
+
+    config: Any = load(arguments)  # of a model with anchors, or else refused
+    if not hasattr(config.model, "anchors"):
+        raise errors.ConfigError(
+            f"{config.model.name} has no anchors; yolov5 has",
+            code="model_without_anchors",
+            where="model.name",
+        )
+    model = build_model(config)
+    if config.model.pretrained and not config.model.anchors:
+        load_weights(model, config.model.pretrained)
+    before_LA2, threshold = model.anchors_LA2, config.loss.anchor_threshold
+    seed = config.seed if arguments.seed is None else arguments.seed
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    size = config.model.image_size
+    wh_N2 = sizes_in_input(dataset, size, config.data.resize)
+    found = fit_anchors(
+        wh_N2, before_LA2, threshold=threshold, generations=arguments.generations, seed=seed
+    )
+    print(f"train: {dataset.source}: {found.boxes} boxes in inputs of {size[0]} x {size[1]} pixels")
+    table = Table("", "present", "fitted")
+    for what, present, fitted in (
+        ("best possible recall", found.recall_before, found.recall_after),
+        ("ratio to the best anchor", found.fitness_before, found.fitness_after),
+    ):
+        table.add_row(what, f"{present:.4f}", f"{fitted:.4f}")
+    for level, rows in enumerate(zip(before_LA2, found.anchors_LA2)):
+        for present, fitted in zip(*rows):
+            table.add_row(f"level {level}: width, height", sides(present), sides(fitted))
+    Console().print(table)
+    print("to use the fitted ones:\nmodel:\n  anchors:")
+    for fitted_A2 in found.anchors_LA2:
+        print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
+    if config.model.anchors or not config.model.auto_anchor:
+        why = "model.anchors" if config.model.anchors else "model.auto_anchor: false"
+        print(f"training would keep the present anchors ({why})")
+    else:
+        print(
+            f"training would find: {refit(wh_N2, before_LA2, threshold=threshold, seed=seed).told}"
+        )
+
+
+def sides(anchor: Iterable[float]) -> str:
+    return ", ".join(f"{side:g}" for side in anchor)
+
+
+def make(arguments: argparse.Namespace) -> None:
+    from ppdist.data.datasets.synthetic import CLASS_NAMES, make_shapes
+
+    make_shapes(
+        arguments.out,
+        train=arguments.train,
+        val=arguments.val,
+        size=arguments.size,
+        seed=arguments.seed,
+    )
+    print(
+        f"wrote {arguments.train} + {arguments.val} images of {', '.join(CLASS_NAMES)} to "
+        f"{arguments.out}; use it with data.root={arguments.out} data.format=coco"
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    drawn = Table(*header)
+    for row in rows:
+        drawn.add_row(*row)
+    Console().print(drawn)

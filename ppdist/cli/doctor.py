@@ -1,0 +1,207 @@
+"""Checks hosts, cluster and data before a run:
+
+tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
+
+One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Where there is more
+than one process it then starts them as fleetrun would, compares their code, configuration and data,
+and measures every rank and every link between them.  With several hosts, type it on each.
+Exits 2 on a FAIL.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from ppdist.cli import script_of
+from ppdist.common import errors
+from ppdist.common.process import ends_with_this
+from ppdist.config.arguments import add_config, described
+from ppdist.launch.doctor import (
+    FAIL,
+    WARN,
+    Finding,
+    attempt,
+    check_equipment,
+    check_host,
+    check_writable,
+    facts,
+    judge_hosts,
+    judge_speed,
+    table,
+)
+from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
+from ppdist.launch.topology import Machine, cards_of_run, own_address, resolve_hosts, this_machine
+
+Split = Literal["train", "val"]
+_REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
+_OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "nproc_per_node")
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    parser.add_argument("--ips", help="all hosts of the run, as for fleetrun")
+    parser.add_argument("--host", help="this host's address in --ips, where it cannot be detected")
+    parser.add_argument("--start_port", metavar="P", help="as for fleetrun")
+    parser.add_argument("--start_timeout", metavar="SECONDS", help="as for fleetrun")
+    cards = parser.add_mutually_exclusive_group()
+    cards.add_argument("--selected_gpus", "--devices", "--gpus", metavar="0-3",
+                       help="as for fleetrun; default: all cards")  # fmt: skip
+    cards.add_argument("--nproc_per_node", metavar="N", help="as for fleetrun")
+    add_config(parser, required=False, config="also check this experiment and its data")
+    parser.add_argument("--json", metavar="FILE", help="write what was found and measured there")
+    parser.add_argument("--quick", action="store_true", help="look at this host, start nothing")
+    return parser.parse_args()
+
+
+def writes_output(options: Options, machine: Machine) -> bool:
+    """Whether this host writes the checkpoints: the only one, or the first."""
+    if options.ips is None:
+        return True
+    try:
+        hosts = resolve_hosts(options.ips, machine.network)
+        return own_address(hosts, options.host, machine.network) == hosts[0]
+    except errors.LaunchError:  # check_host has said it
+        return False
+
+
+def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
+    from ppdist.config import load_config
+    from ppdist.data.datasets.build import check_same_classes, read_split
+
+    try:
+        config = load_config(path, overrides)
+    except errors.UserError as error:
+        yield Finding(FAIL, "config", str(error))
+        return
+    yield Finding("OK", "config", path)
+    if writes:
+        yield attempt("output_dir", lambda: check_writable(Path(config.output_dir or "output")))
+    splits = {}
+    names: tuple[Split, ...] = ("train", "val")
+    for split in names:
+
+        def read(split: Split = split) -> str:
+            splits[split] = read_split(config.data, split, config.model.num_classes)
+            return f"{len(splits[split].records)} images"
+
+        yield attempt(f"data.{split}", read)
+    if len(splits) == 2:
+
+        def compare() -> str:
+            check_same_classes(*splits.values())
+            return "the same in both splits"
+
+        yield attempt("classes", compare)
+
+
+def launch_options(arguments: argparse.Namespace) -> Options:
+    """What fleetrun would make of the same options and the same environment."""
+    words = []
+    for name in _OF_FLEETRUN:
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}={value}"]
+    # What is left over from another launch is a finding of its own.
+    environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
+    return parse_options([*words, *script_of("doctor")], environment)
+
+
+def check_together(
+    arguments: argparse.Namespace, options: Options
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Starts the processes of this host, which compare and measure; findings and measurements."""
+    launcher = [sys.executable, *script_of("launch"), *options.typed]
+    script = [*script_of("doctor"), *(["-c", arguments.config] if arguments.config else [])]
+    script += ["-o", *arguments.override] if arguments.override else []
+    folder = Path(tempfile.mkdtemp(prefix="ppdist-doctor-"))
+    file, logs = folder / "report.json", folder / "log"
+    done = subprocess.run(
+        [*launcher, "--log_dir", str(logs), *script],
+        env={**os.environ, _REPORT: str(file)},
+        preexec_fn=ends_with_this(signal.SIGTERM),
+        check=False,
+    )
+    if done.returncode or not file.exists():  # the logs stay: the messages name them
+        remedy = f"what it said is above, more in {logs}; start the same command on every host"
+        found = f"the processes ended with exit code {done.returncode}"
+        return [Finding(FAIL, "together", found, remedy)], {}
+    report = json.loads(file.read_text(encoding="utf-8"))
+    shutil.rmtree(folder)
+    print("\n".join(table(report)), flush=True)
+    hosts = len(set(report["hosts"]))
+    found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
+    findings = [Finding("OK", "together", found)]
+    findings += [Finding(WARN, "room", warning) for warning in report["warnings"]]
+    return [*findings, *judge_hosts(report), *judge_speed(report)], report
+
+
+def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
+    """What each of the processes does."""
+    from ppdist.config import load_config
+    from ppdist.verify.cluster import check_ranks, compare_hosts, measure_cluster
+
+    config, output_dir = None, None
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+        output_dir = Path(config.output_dir or "output")
+    warnings = check_ranks(config, output_dir)
+    hosts = compare_hosts(facts(this_machine(), os.environ))
+    report = {**measure_cluster(), **hosts, "warnings": warnings}
+    if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":
+        report_file.write_text(json.dumps(report), encoding="utf-8")
+    return 0
+
+
+def several(options: Options, processes: int | None, machine: Machine) -> bool:
+    """Whether the run has more than one process."""
+    here = processes or len(machine.cards)
+    return here > 1 or len((options.ips or "").split(",")) > 1
+
+
+def main() -> int:
+    arguments = parse()
+    if _REPORT in os.environ:
+        return be_rank(arguments, Path(os.environ[_REPORT]))
+    machine = this_machine()
+    options = launch_options(arguments)
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        print(finding, flush=True)
+        findings.append(finding)
+
+    cards: list[str] = []
+    try:
+        cards, _ = cards_of_run(options, os.environ, machine)
+    except errors.LaunchError as error:
+        add(Finding(FAIL, "cards of the run", str(error)))
+    processes = len(cards) or options.processes
+    place = options.ips, options.host, options.start_port
+    for finding in check_host(*place, os.environ, machine, processes, cards):
+        add(finding)
+    for finding in check_equipment(machine, options.ips, options.host, os.environ):
+        add(finding)
+    if arguments.config:
+        writes = writes_output(options, machine)
+        for finding in check_experiment(arguments.config, arguments.override, writes):
+            add(finding)
+    report: dict[str, Any] = {}
+    failed = any(finding.level == FAIL for finding in findings)
+    if not (failed or arguments.quick) and several(options, processes, machine):
+        found, report = check_together(arguments, options)
+        for finding in found:
+            add(finding)
+    if arguments.json:
+        said = [finding.__dict__ for finding in findings]
+        text = json.dumps({**report, "findings": said}, indent=1)
+        Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
+    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
+    print(f"{count[FAIL]} failed, {count[WARN]} warnings")
+    return 2 if count[FAIL] else 0

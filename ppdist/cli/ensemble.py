@@ -1,0 +1,279 @@
+"""Fuses detections or averages weights of several models.
+
+tools/ensemble.py fuse|average ...
+
+fuse: the boxes of several models, input sizes and mirrored images, or of saved detections, become
+one set of boxes.  average: checkpoints of one architecture become one set of weights.  Both are
+sharded over the ranks of fleetrun; the results are the same on any number of ranks.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppdist.common import errors, process
+from ppdist.config.arguments import add_config, at_least, described
+from ppdist.config.distributed import DistributedConfig
+from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+    from ppdist.data.types import DetectionSet
+    from ppdist.ensemble.fuse import Member
+    from ppdist.models.base import ImageModel
+
+IMAGES = 2048
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="fuse|average")
+    add_fuse(commands.add_parser("fuse", help="boxes of several models, sizes or files as one set"))
+    add_average(commands.add_parser("average", help="checkpoints of one architecture as one"))
+    return parser.parse_args()
+
+
+def add_fuse(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
+    parser.add_argument("--model", nargs="+", action="extend", default=[],
+                        metavar="CONFIG:WEIGHTS",
+                        help="a YAML file and weights (a file, a checkpoint, a run)")
+    parser.add_argument("--detections", nargs="+", action="extend", default=[], type=Path,
+                        metavar="FILE", help="saved detections (COCO results), as members")
+    add_config(parser, required=False, override="overrides of keys of all YAML files",
+               config="without --model: YAML file whose validation set the files are of, for "
+               "scores")
+    parser.add_argument("--factors", nargs="+", type=float, metavar="F",
+                        help="how much each file, and each view of a model, counts, models first, "
+                        "then files (1)")
+    parser.add_argument("--scales", type=scales, default=(1.0,), metavar="S,S,...",
+                        help="input sizes beside model.image_size, such as 0.83,1,1.2 (1)")
+    parser.add_argument("--flip", action="store_true", help="look at mirrored images, too")
+    parser.add_argument("--method", choices=METHODS, default="wbf",
+                        help="how boxes are fused (wbf)")
+    parser.add_argument("--iou", type=share, help="overlap above which boxes are taken for one "
+                        f"(wbf {IOU['wbf']}, nms {IOU['nms']}, soft-nms-linear "
+                        f"{IOU['soft-nms-linear']})")
+    parser.add_argument("--sigma", type=float, help=f"of soft-nms-gaussian ({SIGMA})")
+    parser.add_argument("--view-iou", type=share, metavar="IOU", help="of the suppression within "
+                        "a view; 1: none (nms.iou_threshold; wbf: at most --iou - "
+                        f"{VIEW_MARGIN})")
+    parser.add_argument("--keep", type=at_least(1), default=300, help="boxes of an image (300)")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR",
+                        help="gets detections.json and, where truth is known, scores.json")
+    # fmt: on
+
+
+def add_average(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, required=True)
+    # fmt: off
+    parser.add_argument("--weights", required=True, nargs="+", action="extend", type=Path,
+                        metavar="PATH", help="checkpoints, runs or weight files, two or more")
+    parser.add_argument("--greedy", action="store_true",
+                        help="leave out what lowers the score on the validation set")
+    parser.add_argument("--eval", action="store_true", help="score the average, too")
+    parser.add_argument("--images", type=at_least(1), default=IMAGES, metavar="N",
+                        help="training images for the statistics of batch norm, an epoch at most "
+                        f"({IMAGES})")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE",
+                        help="weight file to write (.pdparams, .safetensors, ...)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
+    # fmt: on
+
+
+def share(text: str) -> float:
+    """For `type=` of an option: 0..1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return found
+
+
+def scales(text: str) -> tuple[float, ...]:
+    """For `type=` of an option: numbers above 0 with commas between them."""
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0.1 <= scale <= 10 for scale in found):
+        raise argparse.ArgumentTypeError(
+            f"expected numbers from 0.1 to 10 with commas between them, found {text!r}"
+        )
+    return found
+
+
+def main() -> int:
+    arguments = parse()
+    (fuse if arguments.command == "fuse" else average)(arguments)
+    return 0
+
+
+def fuse(arguments: argparse.Namespace) -> None:
+    models = [split_model(text) for text in arguments.model]
+    factors = factors_of(arguments, len(models) + len(arguments.detections))
+    if models and arguments.config:
+        raise errors.ConfigError(
+            "-c is for --detections alone: the set is that of the models", code="options_conflict"
+        )
+    viewed = arguments.flip or arguments.scales != (1.0,) or arguments.view_iou is not None
+    if not models and viewed:
+        raise errors.ConfigError(
+            "--flip, --scales and --view-iou are for --model",
+            code="options_conflict",
+            fix="leave them out",
+        )
+    from ppdist.common.files import make_folder
+    from ppdist.config import load_config
+    from ppdist.data.datasets.build import limits
+    from ppdist.distributed import comm
+    from ppdist.ensemble import fuse as fusing
+    from ppdist.ensemble.wbf import fuse_class
+
+    out = arguments.out
+    fuses = fuse_class(arguments.method, arguments.iou, arguments.sigma)
+    files = [config for config, _ in models] or [arguments.config] * bool(arguments.config)
+    configs = [load_config(file, arguments.override) for file in files]
+    if configs:
+        comm.init(configs[0].device, configs[0].distributed)
+    else:
+        comm.init("cpu", DistributedConfig())
+    comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
+    dataset, saved = comm.run_on_all_ranks(
+        lambda: fusing.read_all(files, configs, arguments.detections)
+    )
+    for line in limits(dataset):
+        tell(line)
+    truth, of_files = bool(configs), factors[len(models) :]
+    from_files = [
+        fusing.member_of_file(each, factor, dataset, truth) for each, factor in zip(saved, of_files)
+    ]
+    del saved  # boxes of all images; members keep those of their rank
+    members = []
+    for config, (_, weights), factor in zip(configs, models, factors):
+        members += members_of_model(config, weights, factor, dataset, arguments)
+    members += from_files
+    fused_R7 = fusing.fuse_members(members, fuses, arguments.keep)
+
+    def write() -> None:
+        scores = fusing.write_fused(out, dataset, members, fused_R7)
+        if scores:
+            print(json.dumps(scores, indent=1))
+        tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
+
+    comm.run_on_main(write)
+
+
+def members_of_model(
+    config: "ExperimentConfig",
+    weights: Path,
+    factor: float,
+    dataset: "DetectionSet",
+    arguments: argparse.Namespace,
+) -> "list[Member]":
+    """A member for each view of a model; every rank calls it."""
+    from ppdist.distributed import comm
+    from ppdist.ensemble import fuse as fusing
+    from ppdist.ensemble.wbf import view_iou
+    from ppdist.export.predictor import load_all_weights
+
+    model = ready_model(config)
+    comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
+    written, asked = config.nms.iou_threshold, arguments.view_iou
+    suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
+    members = []
+    for member in fusing.members_of_model(
+        config, model, str(weights), factor, dataset,
+        scales=arguments.scales, flip=arguments.flip, suppression_iou=suppression_iou,
+    ):  # fmt: skip
+        tell(f"{member.name}: {member.boxes} boxes")
+        members.append(member)
+    return members
+
+
+def split_model(text: str) -> tuple[str, Path]:
+    config, colon, weights = text.partition(":")
+    if not (config and colon and weights):
+        raise errors.ConfigError(
+            "expected CONFIG:WEIGHTS, such as cfg.yml:output/cfg/checkpoints/best",
+            code="option_invalid",
+            where=f"--model {text}",
+        )
+    return config, Path(weights)
+
+
+def factors_of(arguments: argparse.Namespace, members: int) -> list[float]:
+    if not members:
+        raise errors.ConfigError(
+            "give --model CONFIG:WEIGHTS or --detections FILE, or several", code="option_missing"
+        )
+    factors = arguments.factors or [1.0] * members
+    if len(factors) != members or not all(0 < factor < float("inf") for factor in factors):
+        raise errors.ConfigError(
+            f"expected a number above 0 for each of the {members} models and files",
+            code="option_invalid",
+            where=f"--factors {' '.join(f'{factor:g}' for factor in factors)}",
+        )
+    return factors
+
+
+def average(arguments: argparse.Namespace) -> None:
+    from ppdist.common.files import make_parent, write_json
+    from ppdist.config import load_config
+    from ppdist.data.datasets.build import limits
+    from ppdist.distributed import comm
+    from ppdist.engine.data import read_sets
+    from ppdist.ensemble import model_soup
+    from ppdist.models.weights import arrays_of, check_writable, write_arrays
+
+    config = load_config(arguments.config, arguments.override)
+    model_soup.require_different(arguments.weights)
+    comm.init(config.device, config.distributed)
+
+    def look_ahead() -> None:
+        check_writable(arguments.out)
+        if arguments.json:
+            make_parent(arguments.json)
+
+    comm.run_on_main(look_ahead)
+    model = ready_model(config)
+    scored = arguments.greedy or arguments.eval
+    sets = read_sets(config.data, config.model.num_classes, scored)
+    for line in limits(sets.train, sets.val):
+        tell(line)
+    report = model_soup.average(
+        config, model, arguments.weights,
+        train_set=sets.train, val_set=sets.val, images=arguments.images, choose=arguments.greedy,
+    )  # fmt: skip
+
+    def write() -> None:
+        write_arrays(arguments.out, arrays_of(model))
+        if arguments.json:
+            write_json(arguments.json, report, indent=1)
+        print(json.dumps(report, indent=1))
+        tell(f"the average of {len(report['averaged'])} is in {arguments.out}")
+
+    comm.run_on_main(write)
+
+
+def ready_model(config: "ExperimentConfig") -> "ImageModel":
+    """The model of a configuration, fast on CPU; every rank calls it."""
+    from ppdist.engine.build import build_model, speed_up_cpu
+
+    model = build_model(config)
+    slow = speed_up_cpu(config, [model])
+    if slow:
+        tell(slow)
+    return model
+
+
+def tell(text: str) -> None:
+    """On rank 0 alone."""
+    from ppdist.distributed import comm
+
+    if comm.is_main():
+        print(process.printable(f"ppdist: {text}"), file=sys.stderr)

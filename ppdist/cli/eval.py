@@ -1,0 +1,175 @@
+"""Evaluates weights on the validation split.
+
+tools/eval.py -c cfg.yml -w WEIGHTS [--out DIR]
+
+Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppdist.common import errors
+from ppdist.config.arguments import add_config, described
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ppdist.config.data import DataConfig
+    from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    add_config(parser, required=True)
+    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write metrics and number of images to this file")  # fmt: skip
+    parser.add_argument("--save-detections", type=Path, metavar="FILE",
+                        help="write COCO results here; of a classifier: the best five classes "
+                        "of each image")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="write evaluation.json, tables.txt, detections.json and plots/ "
+                        "here")  # fmt: skip
+    parser.add_argument("--vdl", type=Path, metavar="DIR",
+                        help="write metrics, curves and images for VisualDL here, at the step of "
+                        "the checkpoint; later steps there are dropped")  # fmt: skip
+    parser.add_argument("--at-least", metavar="METRIC=VALUE",
+                        help="exit 2 when the metric is below the value")  # fmt: skip
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    bound = read_bound(arguments.at_least)
+    from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.common.logging import step_of
+    from ppdist.config import load_config
+    from ppdist.data.datasets.build import read_split
+    from ppdist.data.types import DetectionSet
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+    from ppdist.export.predictor import load_all_weights
+
+    config = load_config(arguments.config, arguments.override)
+    comm.init(config.device, config.distributed)
+    model = build_model(config)
+
+    def load() -> DetectionSet:
+        for file in (arguments.json, arguments.save_detections):
+            if file and comm.is_main():
+                make_parent(file)  # not only when the work is done
+        for folder in (arguments.out, arguments.vdl):
+            if folder and comm.is_main():
+                make_folder(folder)
+        load_all_weights(model, Path(arguments.weights))
+        return read_split(config.data, "val", config.model.num_classes)
+
+    pictures = config.log.images if arguments.vdl else 0
+    dataset = comm.run_on_all_ranks(load)
+    if dataset.limited and comm.is_main():
+        print(f"ppdist: {dataset.limited}", file=sys.stderr)
+    evaluator = build_evaluator(config, dataset, model, pictures)
+    slow = speed_up_cpu(config, [model])
+    if slow and comm.is_main():
+        print(f"ppdist: {slow}", file=sys.stderr)
+    if bound:
+        require_metric(bound[0], evaluator.metrics)
+    found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
+
+    def report() -> dict[str, float]:
+        metrics = evaluator.measure(found)
+        step = step_of(Path(arguments.weights))
+        analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
+        print(json.dumps(metrics, indent=1))
+        if arguments.json:
+            on = {"images": len(dataset.records), "limit": config.data.val.limit}
+            write_json(arguments.json, {**metrics, **on})
+        if arguments.save_detections:
+            evaluator.save(arguments.save_detections, found)
+        if arguments.out:
+            write_out(arguments.out, analysis, evaluator, found, config.data)
+        if arguments.vdl:
+            write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
+        return metrics
+
+    metrics = comm.run_on_main(report)
+    if bound:
+        judge(*bound, metrics)
+    return 0
+
+
+def write_out(
+    folder: Path,
+    analysis: dict[str, Any],
+    evaluator: "Evaluator | ClassificationEvaluator",
+    found: Any,
+    data: "DataConfig",
+) -> None:
+    """Everything there is to say about what `evaluator.predict` found."""
+    from ppdist.common.files import write_json, writing
+    from ppdist.metrics.analysis import tables
+    from ppdist.viz.run_plots import draw_run
+
+    write_json(folder / "evaluation.json", analysis)
+    with writing(folder / "tables.txt"):
+        (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
+    evaluator.save(folder / "detections.json", found)
+    draw_run(folder, image_folders=[Path(data.root), Path(data.root) / data.val.images])
+    print(f"ppdist: wrote {folder}", file=sys.stderr)
+
+
+def write_vdl(
+    folder: Path,
+    metrics: dict[str, float],
+    analysis: dict[str, Any],
+    pictures: "list[np.ndarray]",
+) -> None:
+    """What a training shows of its evaluations; one folder may take several checkpoints in turn."""
+    from ppdist.common.files import writing
+    from ppdist.common.writers import VisualDLWriter, pr_curves, scalar_points
+
+    step = analysis["step"] or 0
+    with writing(folder):
+        file = VisualDLWriter(folder, folder.name, step - 1)
+        # Its presence says that this is an evaluation; nobody measured it here.
+        file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
+        file.add_pr_curves(step, pr_curves(analysis))
+        file.add_images(step, "validation", pictures)
+        file.close()
+
+
+def read_bound(at_least: str | None) -> tuple[str, float] | None:
+    """(metric, least value) of --at-least; None without one."""
+    if at_least is None:
+        return None
+    name, _, value = at_least.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise errors.ConfigError(
+            "expected METRIC=VALUE, such as mAP50=0.8",
+            code="option_invalid",
+            where=f"--at-least {at_least}",
+        ) from None
+
+
+def require_metric(name: str, metrics: Sequence[str]) -> None:
+    if name not in metrics:
+        raise errors.ConfigError(
+            f"no metric {name!r}",
+            code="unknown_metric",
+            where="--at-least",
+            fix=f"there is {', '.join(metrics)}",
+        )
+
+
+def judge(name: str, floor: float, metrics: dict[str, float]) -> None:
+    if metrics[name] < floor:
+        raise errors.UserError(
+            f"{name} is {metrics[name]:.4f}, below the {floor:g} asked for",
+            code="metric_below_floor",
+        )

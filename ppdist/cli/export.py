@@ -1,0 +1,180 @@
+"""Exports weights for deployment.
+
+tools/export.py -c cfg.yml -w WEIGHTS --out DIR [--format ...]
+
+DIR gets model.json and model.pdiparams (Paddle Inference), model.onnx where asked, and infer.yml,
+which says how to prepare an image and read the outputs (of a classifier: probabilities).  Nothing
+is kept that does not compute what the model computes.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppdist.common import errors, process
+from ppdist.config.arguments import add_config, at_least, described
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
+    from ppdist.export.export import ExportReport, Format, Pictures
+    from ppdist.export.spec import InferenceSpec
+
+SAMPLES = 20  # validation images that take part in the check, when they are there
+CALIBRATION = 64  # training images
+ACCURACY = 100  # validation images
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    add_config(parser, required=True)
+    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
+    parser.add_argument("--format", default="paddle", metavar="LIST",
+                        help="paddle, onnx, or paddle,onnx (default: paddle)")  # fmt: skip
+    parser.add_argument("--without-nms", action="store_true",
+                        help="end with scores and boxes of all predictions")  # fmt: skip
+    parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
+    parser.add_argument("--fixed-size", action="store_true",
+                        help="the graph takes model.image_size only")  # fmt: skip
+    parser.add_argument("--normalised-input", action="store_true",
+                        help="the graph takes (x / 255 - mean) / std instead of pixels x; "
+                        "infer.yml has the numbers")  # fmt: skip
+    parser.add_argument("--int8", action="store_true",
+                        help="the ONNX model in 8-bit integers, too; needs the training "
+                        "images")  # fmt: skip
+    parser.add_argument("--calibration", type=at_least(1), metavar="N",
+                        help="training images that tell --int8 what numbers occur "
+                        f"({CALIBRATION})")  # fmt: skip
+    parser.add_argument("--accuracy", type=at_least(0), metavar="N",
+                        help="validation images that tell mAP before and after, for infer.yml, "
+                        f"or fewer where it takes long ({ACCURACY}; 0: none)")  # fmt: skip
+    parser.add_argument("--class-names", type=Path, metavar="FILE",
+                        help="one name a line, where the data set is not at hand")  # fmt: skip
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    from ppdist.config import load_config
+    from ppdist.data.datasets.annotations import read_names
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model
+    from ppdist.export.export import (
+        Pictures,
+        export_classifier,
+        export_detector,
+        normalisation_of,
+        readable,
+    )
+    from ppdist.export.predictor import load_all_weights
+    from ppdist.export.spec import describe, validation_set
+
+    formats = formats_of(arguments)
+    config = load_config(arguments.config, arguments.override)
+    if config.model.task == "classify" and (
+        arguments.without_nms or arguments.accuracy is not None
+    ):
+        raise errors.ConfigError(
+            "--without-nms and --accuracy are for boxes, and a classifier has none",
+            code="options_conflict",
+            fix="leave them out",
+        )
+    comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    model = build_model(config)
+    load_all_weights(model, Path(arguments.weights))
+    dataset = validation_set(config, process.warn)
+    spec = describe(config, dataset)
+    if arguments.class_names:
+        spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
+    takes = {
+        "dynamic_batch": not arguments.fixed_batch,
+        "dynamic_size": not arguments.fixed_size,
+        "normalised": normalisation_of(model) if arguments.normalised_input else None,
+    }
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update=takes)})
+    records = readable(dataset.records, SAMPLES, process.warn) if dataset else []
+    samples = list(Pictures(records, spec))
+    calibration = calibration_of(config, arguments, spec) if arguments.int8 else ()
+    if spec.task == "classify":
+        report = export_classifier(model, arguments.out, spec, formats, samples, calibration)
+    else:
+        sampled = ACCURACY if arguments.accuracy is None else arguments.accuracy
+        report = export_detector(
+            model, arguments.out, spec, formats, not arguments.without_nms, samples, calibration,
+            dataset if sampled else None, sampled,
+        )  # fmt: skip
+    tell(report)
+    return 0
+
+
+def formats_of(arguments: argparse.Namespace) -> "list[Format]":
+    from ppdist.export.export import FORMATS
+
+    wanted = [word.strip() for word in arguments.format.split(",")]
+    unknown = [word for word in wanted if word not in FORMATS]
+    if unknown:
+        raise errors.ConfigError(
+            f"{unknown[0]!r}: expected one of {', '.join(FORMATS)}",
+            code="option_invalid",
+            where="--format",
+        )
+    if arguments.int8 and "onnx" not in wanted:
+        raise errors.ConfigError(
+            "--int8 is a form of the ONNX model", code="option_missing", fix="add --format onnx"
+        )
+    if arguments.calibration is not None and not arguments.int8:
+        raise errors.ConfigError(
+            "--calibration is for --int8", code="option_missing", fix="add it or leave both out"
+        )
+    return [name for name in FORMATS if name in wanted]
+
+
+def tell(report: "ExportReport") -> None:
+    spec = report.spec
+    sections = {
+        "paddle: equals eager": spec.paddle,
+        "onnx: equals eager": spec.onnx,
+        "onnx int8: near eager": spec.onnx_int8,
+    }
+    for name, section in sections.items():
+        if section is None:
+            continue
+        what = "probabilities" if spec.task == "classify" else "scores"
+        line = f"{name}: {what} within {section.max_score_error:.1e}"
+        if section.max_box_error is not None:
+            line += f", boxes within {section.max_box_error:.1e} px"
+        if section.sample is not None:
+            found = section.sample
+            line += f"; mAP {found.mAP:.4f} on {found.images} images, eager {found.mAP_eager:.4f}"
+        print(line)
+    print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+
+
+def calibration_of(
+    config: "ExperimentConfig", arguments: argparse.Namespace, spec: "InferenceSpec"
+) -> "Pictures":
+    """Of the training split: what is measured on the other must not be tuned on it."""
+    from ppdist.data.datasets.build import read_split
+    from ppdist.export.export import Pictures, readable, spread
+
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    if dataset.limited:
+        print(f"ppdist: calibration: {dataset.limited}", file=sys.stderr)
+    records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, process.warn)
+    if not records:
+        raise errors.DataError(
+            "no image of the training set is readable",
+            code="no_good_image",
+            where=f"--int8: {dataset.source}",
+        )
+    return Pictures(records, spec)
+
+
+def stop(number: int, frame: object) -> None:
+    """Ends the export as an error would: what is half made is removed, the converter ended."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -1,0 +1,110 @@
+"""Predicts time, cost and bottleneck of a training on N cards.
+
+Needs no Paddle.
+
+  predict   time, GPU-hours and limit of a training on HOSTSxCARDS, and what would help
+  fit       the numbers of a step from measured rows
+  backtest  the model against published measurements; exits 1 where it does not hold
+
+Measure what you can (tools/benchmark.py train|scaling|loader|eval --json FILE, tools/doctor.py
+--json FILE); every number that was assumed is listed.  Accuracy is not predicted.
+docs/planning.md explains the model.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.files import make_parent, write_json
+from ppdist.config.arguments import described
+from ppdist.planner import tables
+from ppdist.planner.fit import read_benchmarks
+from ppdist.planner.options import add_cluster, add_job, add_rows, fit_rows, question
+from ppdist.planner.validation import backtest
+from ppdist.planner.what_if import PARTS, Prediction, clusters_up_to, predict, what_ifs
+
+
+def parse() -> argparse.Namespace:
+    parser = described(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    predicting = commands.add_parser("predict", help="a training on HOSTSxCARDS")
+    add_rows(predicting)
+    add_cluster(predicting)
+    add_job(predicting)
+    predicting.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG")
+    fitting = commands.add_parser("fit", help="the numbers of a step from measured rows")
+    add_rows(fitting)
+    testing = commands.add_parser("backtest", help="the model against published measurements")
+    for command in (predicting, fitting, testing):
+        command.add_argument("--json", type=Path, metavar="FILE", help="write it as JSON as well")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.json:
+        make_parent(arguments.json)
+    report, code = COMMANDS[arguments.command](arguments)
+    if arguments.json:
+        write_json(arguments.json, {"what": arguments.command, **report}, indent=1)
+    return code
+
+
+def run_predict(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    asked = question(arguments)
+    predictions = [predict(asked.job, cluster) for cluster in clusters_up_to(asked.cluster)]
+    answer = predictions[-1]
+    print(tables.growth(predictions))
+    on = f"{answer.cluster} cards"
+    if answer.hours:
+        print(f"\n{on}: {tables.hours(answer.hours)}, {answer.gpu_hours:.1f} GPU-hours. Of these:")
+        print(tables.spent(answer))
+    print(f"\nLimit on {on}: {PARTS[answer.limit]}. What would help:")
+    print(tables.helps(asked.job, answer))
+    for title, lines in (("Assumed", asked.assumed), ("Not in these numbers", asked.missing)):
+        if lines:
+            print(f"\n{title}:", *lines, sep="\n  - ")
+    if arguments.plot:
+        tables.plot_predictions(predictions, arguments.plot)
+    return {
+        "job": asdict(asked.job),
+        "predictions": [plain(prediction) for prediction in predictions],
+        "what_ifs": [
+            {"change": name, **plain(changed)}
+            for name, changed in what_ifs(asked.job, answer.cluster)
+        ],
+        "assumed": asked.assumed,
+        "missing": asked.missing,
+    }, 0
+
+
+def plain(prediction: Prediction) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        **asdict(prediction),
+        "cluster": {"hosts": prediction.cluster.hosts, "cards": prediction.cluster.cards},
+        "step_seconds": prediction.step.seconds,
+        "gpu_hours": prediction.gpu_hours,
+    }
+
+
+def run_fit(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    found = fit_rows(read_benchmarks(arguments.benchmark), arguments.rows)
+    print(tables.fitted(found))
+    return {**asdict(found), "errors": [found.error(row) for row in found.rows]}, 0
+
+
+def run_backtest(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    tested = backtest()
+    for table in tested:
+        print(tables.tested(table), end="\n\n")
+    failed = [table.name for table in tested if not table.holds]
+    print(f"The model does not hold: {'; '.join(failed)}" if failed else "The model holds.")
+    report = [
+        {**asdict(table), "largest_error": table.worst, "holds": table.holds} for table in tested
+    ]
+    return {"tables": report}, 1 if failed else 0
+
+
+COMMANDS = {"predict": run_predict, "fit": run_fit, "backtest": run_backtest}

@@ -1,0 +1,146 @@
+"""Runs hyper-parameter searches and ablation studies:
+
+python tools/tune.py run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
+    makes the trials that are left; stopped or killed, the same command goes on.  The same command
+    in another terminal, or on another machine that shares DIR, takes its part
+python tools/tune.py show DIR                     what came out so far, the best first
+python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
+                                                  puts it between the markers there
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from ppdist.cli import script_of
+from ppdist.common import errors, process
+from ppdist.config.arguments import add_config, at_least, described, time_in
+
+
+def parse() -> argparse.Namespace:
+    from ppdist.launch.topology import cards_of_runs
+
+    parser = described(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="make the trials of a study")
+    add_config(run, required=True, config="YAML file of the study",
+               override="overrides of the experiment's keys")  # fmt: skip
+    run.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the study")
+    run.add_argument("--workers", type=at_least(1), metavar="N", help="trials at a time")
+    run.add_argument("--nproc_per_node", type=at_least(1), metavar="N", help="processes of each")
+    run.add_argument("--cards", metavar="0,1|2-3", help="cards of each worker, instead of both")
+    run.add_argument("--trials", type=at_least(1), metavar="N", help="maximum number of trials")
+    run.add_argument(
+        "--budget", type=time_in("minutes"), metavar="MIN", help="stop after so many minutes"
+    )
+    run.add_argument("--retry_failed", action="store_true", help="again what has failed before")
+    show = commands.add_parser("show", help="what came out so far")
+    show.add_argument("folder", type=Path, metavar="DIR", help="folder of a study")
+    table = commands.add_parser("table", help="the table of variants")
+    table.add_argument("sources", nargs="+", type=Path, metavar="DIR|FILE",
+                       help="folders of studies, or their trials.jsonl")  # fmt: skip
+    table.add_argument("--document", type=Path, help="put it there, between the markers")
+    arguments = parser.parse_args()
+    if arguments.command == "run" and arguments.cards:
+        if arguments.workers or arguments.nproc_per_node:
+            parser.error("--cards says how many workers and processes there are")
+        arguments.cards = cards_of_runs(arguments.cards)
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.command == "run":
+        return run(arguments)
+    if arguments.command == "show":
+        return show(arguments)
+    from ppdist.tune.results import ablations, read_rows, write_into
+
+    rows = [row for source in arguments.sources for row in read_rows(source)]
+    text = ablations(rows)
+    if arguments.document:
+        write_into(arguments.document, text)
+        print(f"wrote {len(rows)} trials into {arguments.document}")
+    else:
+        print(text)
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_optuna()
+    from ppdist.common.machine import available_cores
+    from ppdist.config.study import load_study
+    from ppdist.launch.watchdog import signals_noted
+    from ppdist.tune.results import draw, export
+    from ppdist.tune.search import Search
+    from ppdist.tune.store import Store
+    from ppdist.tune.trial import Launcher
+
+    began = time.monotonic()
+    study = load_study(Path(arguments.config), tuple(arguments.override))
+    workers = arguments.workers or study.workers
+    processes = arguments.nproc_per_node or study.processes
+    if cards_WC := arguments.cards or dealt_cards(workers, processes):
+        workers, processes = len(cards_WC), len(cards_WC[0])
+        places = [["--devices", ",".join(cards_C)] for cards_C in cards_WC]
+    else:
+        places = [["--nproc_per_node", str(processes)]] * workers
+    study = study.model_copy(update={"workers": workers, "processes": processes})
+    cores = int(available_cores())
+    launcher = Launcher(
+        command=[sys.executable, *script_of("launch")],
+        script=script_of("train"),
+        cores=cores,
+        threads=max(1, cores // (workers * processes)),
+    )
+    with signals_noted() as received:
+        budget = arguments.budget
+
+        def asked_to_stop() -> bool:
+            over = budget is not None and time.monotonic() - began > budget * 60
+            return bool(received) or over
+
+        store = Store(arguments.out, study)
+        search = Search(store, launcher, places, asked_to_stop, say, arguments.retry_failed)
+        try:
+            code = search.run(arguments.trials)
+        finally:
+            store.close()
+    export(store)
+    for path in draw(store):
+        say(f"wrote {path}")
+    if code:
+        say("stopped before its end; the same command goes on")
+    return code
+
+
+def dealt_cards(workers: int, processes: int) -> list[list[str]]:
+    """Each worker's own cards, or [] where they compute on the CPU."""
+    from ppdist.launch.topology import deal_out, machine_cards, paddle_build, visible_labels
+
+    visible = visible_labels(machine_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not visible or paddle_build() == "cpu":
+        return []
+    return deal_out(visible, workers, processes)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from ppdist.tune.results import ranking, read_rows
+
+    print(ranking(read_rows(arguments.folder)))
+    return 0
+
+
+def require_optuna() -> None:
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise errors.ConfigError(
+            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
+        ) from error
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {process.printable(text)}", flush=True)
