@@ -21,13 +21,14 @@ from ppdist.common.errors import Failure
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Watch, found_stall, judge
+from tests.unit.launch.beats import write_beat
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
 
 LIMIT, TIMEOUT = 60.0, 1800.0
 
 
 class Ranks:
-    """Ranks of a host whose pulses a test writes, and a watch whose time the test moves."""
+    """Ranks of a host whose heartbeats a test writes, and a watch whose time the test moves."""
 
     def __init__(self, folder: Path, several_hosts: bool = False) -> None:
         self.folder, self.time = folder, 100.0
@@ -70,12 +71,11 @@ class Ranks:
         """Args: place: of the collective it is in, else it works alone; steps: since the start or
         an evaluation; measured: in all, else as many as were made; seconds: of the last."""
         measured = step if measured is None else measured
-        packed = heartbeat._sealed(
-            heartbeat._LAYOUT, self.processes[rank].pid, heartbeat.PHASES.index(phase), bool(place),
-            step, collectives, time.monotonic_ns(), TIMEOUT, LIMIT, place.encode(),
-            steps, measured, seconds,
+        write_beat(
+            self.folder, rank, self.processes[rank].pid, phase, step, collectives=collectives,
+            place=place, timeout=TIMEOUT, limit=LIMIT, steps=steps, measured=measured,
+            seconds=seconds,
         )  # fmt: skip
-        heartbeat.file_of(self.folder, rank).write_bytes(packed)
 
     def train(self, steps: int, seconds: float, first: int = 0) -> None:
         """All ranks make steps of so many seconds."""

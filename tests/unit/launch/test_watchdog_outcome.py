@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
-from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Outcome, judge
+from tests.unit.launch.beats import write_beat
 
 TERM = -signal.SIGTERM
 GLOO = failure_of(RuntimeError("[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:584] TIMEOUT"))
@@ -93,11 +93,7 @@ def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
 
 def say(folder: Path, rank: int, phase: str, steps: int) -> None:
     """The last sign of life of a rank."""
-    number = heartbeat.PHASES.index(phase)
-    packed = heartbeat._sealed(
-        heartbeat._LAYOUT, 1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0
-    )
-    heartbeat.file_of(folder, rank).write_bytes(packed)
+    write_beat(folder, rank, 1, phase, 7, steps=steps, measured=steps)
 
 
 def test_stopped_before_the_first_step_of_an_attempt_is_75_because_nothing_is_lost(
