@@ -79,12 +79,7 @@ OURS = (
         "together (default 0)",
         ("PADDLE_MAX_RESTART",),
     ),
-    Option(
-        ("--host",),
-        "A",
-        "this host in --ips, where it cannot be detected",
-        ("POD_IP",),
-    ),
+    Option(("--host",), "A", "this host in --ips, where it cannot be detected", ("POD_IP",)),
     Option(
         ("--start_port",),
         "P",
@@ -171,8 +166,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     refuse_stale_environment(environment)
     if not rest:
         raise LaunchError(
-            f"which script is to be started? None was given.\n{USAGE}",
-            code="script_missing",
+            f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
         )
     for option in OURS + PADDLES:
         for variable in option.variables:
@@ -232,10 +226,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, equals, value = rest.pop(0).partition("=")
         option = BY_NAME.get(name)
         if option is None:
-            raise LaunchError(
-                _unknown(name),
-                code="option_unknown",
-            )
+            raise LaunchError(_unknown(name), code="option_unknown")
         if not equals:
             if not rest or rest[0] in BY_NAME:
                 raise LaunchError(
@@ -305,9 +296,5 @@ def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
 def _boolean(values: Mapping[str, str], key: str) -> bool:
     text = values.get(key, "0").lower()
     if text not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
-        raise LaunchError(
-            "expected 1 or 0",
-            code="option_invalid",
-            where=f"--{key} {text}",
-        )
+        raise LaunchError("expected 1 or 0", code="option_invalid", where=f"--{key} {text}")
     return text in ("1", "true", "yes", "on")

@@ -76,9 +76,7 @@ def run_job(
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"{error.strerror}",
-            code="folder_unwritable",
-            where=f"--log_dir {options.log_dir}",
+            f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
     afresh = options.log_overwrite and restarts == 0
     orders = {

@@ -575,8 +575,7 @@ def _of_failed(
     """Args: failed: those of `ends` that did, at least one."""
     user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
     first = min(
-        user_errors or failed,
-        key=lambda end: (end.is_consequence, end.waited_in_vain, end.time),
+        user_errors or failed, key=lambda end: (end.is_consequence, end.waited_in_vain, end.time)
     )
     stall = found_stall(attempt.folder)
     named = stall is not None and first.rank in stall.ranks

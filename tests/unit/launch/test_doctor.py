@@ -32,10 +32,7 @@ def test_with_several_hosts_the_notice_says_what_can_go_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("module", "owner", "level"),
-    [
-        ("ppdist.launch.cli", "ppdist", WARN),
-        ("paddle.distributed.launch.main", "paddle", WARN),
-    ],
+    [("ppdist.launch.cli", "ppdist", WARN), ("paddle.distributed.launch.main", "paddle", WARN)],
 )
 def test_the_fleetrun_on_path_is_told_apart(
     tmp_path: Path, module: str, owner: str, level: str
