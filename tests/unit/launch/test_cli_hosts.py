@@ -1,6 +1,7 @@
 """Two hosts of one run on the loopback addresses 127.0.0.2 and 127.0.0.3, with the real fleetrun.
 
-What hosts say to each other in detail is in test_meeting.py and test_line.py, without processes.
+What hosts say to each other in detail is in test_rendezvous.py and
+test_rendezvous_control_channel.py, without processes.
 """
 
 import signal
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.unit.launch.hosts import SAVES_AT_SIGTERM, Host, hosts_of_a_test, wait_for, write
+from tests.unit.launch.hosts import (
+    SAVES_AT_SIGTERM,
+    WAITS_FOR_A_RESTART,
+    WAITS_FOR_ALL,
+    Host,
+    hosts_of_a_test,
+    wait_for,
+    write,
+)
 
 A, B = "127.0.0.2", "127.0.0.3"
-WAITS_FOR_ALL = """
-world = int(os.environ["PADDLE_TRAINERS_NUM"])
-Path(f"up{rank}").touch()
-while not all(Path(f"up{other}").exists() for other in range(world)):
-    time.sleep(0.05)
-"""
 
 
 @pytest.fixture
@@ -145,14 +148,6 @@ with open(f"attempts{rank}", "a") as file:
     print(attempt, file=file)
 if rank == 1 and attempt == 0: os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0: time.sleep(120)
-"""
-WAITS_FOR_A_RESTART = """
-attempt = int(os.environ.get("PPDIST_RESTART", "0"))
-with open(f"attempts{rank}", "a") as file:
-    print(attempt, file=file)
-if attempt == 0:
-    Path(f"ready{rank}").touch()
-    time.sleep(120)
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
-from tests.unit.launch.test_topology import A, B, machine
+from tests.unit.launch.machines import A, B, machine
 from tools.doctor import launch_options, parse
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
 from ppdist.launch.doctor import OK, WARN, RdmaPort, judge_hosts
 from tests.distributed import run_on_ranks
-from tests.unit.launch.test_topology import A, B, machine
+from tests.unit.launch.machines import A, B, machine
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"

@@ -22,7 +22,7 @@ from ppdist.launch.topology import make_plan
 from tests.distributed import run_on_ranks
 from tests.ports import free_port
 from tests.unit.launch import hosts as launched
-from tests.unit.launch.test_rendezvous import TRAIN, A, B, Host, host
+from tests.unit.launch.waiting import TRAIN, A, B, Host, host
 
 TOKEN = "correct horse battery staple"
 assert "proof" in asdict(TRAIN)
@@ -299,7 +299,7 @@ def alive(mark: Path) -> list[str]:
 
 def test_the_token_stays_with_fleetrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ppdist.launch.options import parse_options
-    from tests.unit.launch.test_topology import machine
+    from tests.unit.launch.machines import machine
 
     monkeypatch.chdir(tmp_path)
     Path("t.py").touch()

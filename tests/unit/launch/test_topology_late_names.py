@@ -17,13 +17,17 @@ from ppdist.launch.rendezvous import ControlChannel, Handshake
 from ppdist.launch.topology import Machine, Network, once_known, own_address, resolve_hosts
 from ppdist.launch.watchdog import Outcome, Stopped
 from tests.ports import free_port
-from tests.unit.launch import test_rendezvous_namespaces as netns
-from tests.unit.launch.hosts import ALL_REDUCE, hosts_of_a_test, wait_for, write
-from tests.unit.launch.test_cli_hosts import WAITS_FOR_A_RESTART, WAITS_FOR_ALL
-from tests.unit.launch.test_rendezvous import Host, host
-from tests.unit.launch.test_rendezvous_namespaces import Cable, cable
-
-__all__ = ["cable"]  # a fixture
+from tests.unit.launch import namespaces as netns
+from tests.unit.launch.hosts import (
+    ALL_REDUCE,
+    WAITS_FOR_A_RESTART,
+    WAITS_FOR_ALL,
+    hosts_of_a_test,
+    wait_for,
+    write,
+)
+from tests.unit.launch.namespaces import Cable
+from tests.unit.launch.waiting import Host, host
 
 A, B, C, OLD = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.9"
 NAMES = ("pod-0", "pod-1")

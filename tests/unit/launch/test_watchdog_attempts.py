@@ -15,7 +15,7 @@ from ppdist.launch import cli as front
 from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
 from ppdist.launch.topology import Machine
 from ppdist.launch.watchdog import Outcome, signals_noted
-from tests.unit.launch.test_topology import machine
+from tests.unit.launch.machines import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
 FAILED = Outcome(1, "rank 1 failed first", told="rank 1 failed first")
