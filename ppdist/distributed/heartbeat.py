@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common.files import replace_file
-from ppdist.common.process import EXIT_DIR_VARIABLE
+from ppdist.common.process import launched_rank, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
 # Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also
@@ -87,7 +87,7 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     Args: see distributed.timeout_seconds and distributed.hang_seconds.
     """
     global _file
-    folder, rank = _folder(), _rank()
+    folder, rank = launcher_folder(), launched_rank()
     if folder is None:
         return
     # It stays open: faulthandler writes to it.
@@ -151,13 +151,13 @@ def tell_run(output_dir: Path) -> None:
 
     Whatever keeps that from being said keeps nothing else.
     """
-    folder = _folder()
+    folder = launcher_folder()
     if _file is None or folder is None:
         return
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
     with contextlib.suppress(OSError):
-        replace_file(run_of(folder, _rank()), text.encode())
+        replace_file(run_of(folder, launched_rank()), text.encode())
 
 
 def alive() -> None:
@@ -205,27 +205,17 @@ def tell_stop(number: int) -> bool:
 
     Returns: False where no fleetrun listens.
     """
-    folder = _folder()
+    folder = launcher_folder()
     if _file is None or folder is None:
         return False
     with contextlib.suppress(OSError):
-        (folder / f"stop-{_rank()}").write_text(str(int(number)), encoding="utf-8")
+        (folder / f"stop-{launched_rank()}").write_text(str(int(number)), encoding="utf-8")
     return True
 
 
 def step() -> int:
     """Optimizer steps done, as the last beat said."""
     return _state[_STEP]
-
-
-def _folder() -> Path | None:
-    """What our fleetrun looks into; None where none started this rank."""
-    folder = os.environ.get(EXIT_DIR_VARIABLE)
-    return Path(folder) if folder and Path(folder).is_dir() else None
-
-
-def _rank() -> int:
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -40,12 +40,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
+from ppdist.common.process import STOPPED, USER_ERROR
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
@@ -56,7 +57,7 @@ from ppdist.launch.topology import (
     port_in_use,
     typed_hosts,
 )
-from ppdist.launch.watchdog import STOPPED, USER_ERROR, Outcome, Stopped, at_once
+from ppdist.launch.watchdog import Outcome, Stopped, at_once
 
 _POLL_SECONDS = 0.1
 
@@ -246,7 +247,7 @@ class Handshake:
     max_restart: int = 0
     attempt: int = 0  # how often this host has restarted the run
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
-    identity: str = field(default_factory=lambda: secrets.token_hex(16))  # of this fleetrun
+    identity: str = ""  # of this fleetrun, drawn at random
     proof: str = ""  # that it knows the token of the job
 
     def message(self) -> Message:
@@ -276,9 +277,9 @@ class Handshake:
 
 
 def own_handshake(
-    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
+    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...], identity: str
 ) -> Handshake:
-    """What this host says."""
+    """What this host says, but for its proof."""
     return Handshake(
         host=plan.host,
         hosts=plan.hosts,
@@ -293,6 +294,7 @@ def own_handshake(
         max_restart=options.max_restart,
         attempt=attempt,
         skip=skip,
+        identity=identity,
     )
 
 

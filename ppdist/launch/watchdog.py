@@ -29,11 +29,10 @@ from pathlib import Path
 
 from ppdist.common import errors, process
 from ppdist.common.files import replace_file
+from ppdist.common.process import STOPPED, USER_ERROR
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
-
-USER_ERROR, STOPPED = 2, 75  # exit codes
 
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
