@@ -15,7 +15,7 @@ def failed(step: int | None = None) -> Outcome:
     return Outcome(1, "rank 1 failed first", step=step)
 
 
-def test_pauses_double_up_to_a_minute_and_begin_anew_with_an_attempt_that_got_further() -> None:
+def test_pauses_double_until_an_attempt_got_further() -> None:
     restarts = Restarts()
     pauses = []
     for step in (None, None, None, 7, 7, 3, 8, *[None] * 9):
@@ -24,7 +24,7 @@ def test_pauses_double_up_to_a_minute_and_begin_anew_with_an_attempt_that_got_fu
     assert pauses == [1, 2, 4, 1, 2, 4, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
-def test_a_step_that_failed_twice_is_left_out_in_all_attempts_that_follow() -> None:
+def test_a_step_that_failed_twice_stays_left_out() -> None:
     restarts = Restarts()
     assert restarts.variables == {}
     restarts.learn(failed(7))
@@ -45,7 +45,7 @@ def test_a_step_that_was_passed_meanwhile_is_no_poison() -> None:
     assert restarts.skip == (20,)
 
 
-def test_a_job_that_gets_further_from_checkpoint_to_checkpoint_pauses_shortly() -> None:
+def test_a_job_that_gets_further_pauses_shortly() -> None:
     restarts = Restarts()
     pauses = []
     for reached in (4, 8, 12, 12, 16):
@@ -69,7 +69,7 @@ def test_what_is_done_wrong_or_wanted_is_not_restarted(outcome: Outcome) -> None
     assert not failed().is_final
 
 
-def test_signals_within_a_second_are_one_request_and_a_later_one_is_another(monkeypatch) -> None:
+def test_signals_within_a_second_are_one_request(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr("ppdist.launch.watchdog.time.monotonic", lambda: now)
     with signals_noted() as received:

@@ -66,7 +66,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
+def test_before_a_restart_a_signal_ends_all_waiting(stopped: int) -> None:
     port, all_hosts = free_port(), (A, B, C, "127.0.0.5")  # which does not come
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
     for each in hosts:
@@ -78,7 +78,7 @@ def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped:
     assert [each.error for each in hosts] == ["stopped"] * 3
 
 
-def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -> None:
+def test_at_the_start_others_wait_for_a_command_typed_anew() -> None:
     port = free_port()
     hosts = [Host(host(own), port) for own in (A, B, B)]
     hosts[1].received.append(signal.SIGINT)
@@ -99,20 +99,20 @@ def test_two_hosts_that_both_think_they_are_first_find_out() -> None:
         assert "the same order everywhere" in each.error
 
 
-def test_an_order_that_differs_on_the_last_host_reaches_every_host() -> None:
+def test_another_order_on_one_host_reaches_all() -> None:
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, C, B)), pause=0.3)
     assert all("127.0.0.2,127.0.0.4,127.0.0.3" in each.error for each in hosts)
 
 
 @pytest.mark.slow
-def test_a_host_that_is_not_in_the_list_is_refused_and_the_others_say_whom_they_miss() -> None:
+def test_a_host_not_in_the_list_is_refused() -> None:
     first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
     assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
     assert "refused 127.0.0.4, which has called and is not among --ips of this host" in first.said
     assert "still waiting for host 127.0.0.3" in first.error
 
 
-def test_a_second_fleetrun_for_one_host_is_refused_and_the_run_goes_on() -> None:
+def test_a_second_fleetrun_for_one_host_is_refused() -> None:
     hosts = met(*(host(own, (A, B, C)) for own in (A, B, B, C)), pause=0.4)
     assert "another fleetrun is host 127.0.0.3 of this run already" in hosts[2].error
     assert [hosts[place].error for place in (0, 1, 3)] == ["", "", ""]
@@ -230,7 +230,7 @@ def test_what_may_differ_between_hosts_is_let_through(change: dict) -> None:
     assert not changed or changed in " ".join(remarks(TRAIN, other))
 
 
-def test_an_option_that_only_sets_a_hosts_own_paths_may_be_on_one_host_alone() -> None:
+def test_per_host_keys_may_be_on_one_host_alone() -> None:
     plain = replace(TRAIN, arguments=("-c", "cfg.yml", "--eval"))
     own = replace(plain, host=B, arguments=("-c", "cfg.yml", "-o", "output_dir=/b", "--eval"))
     assert differences(plain, own) == []

@@ -98,7 +98,7 @@ def test_a_failure_on_one_host_stops_all_and_is_named_everywhere(culprit: str) -
             assert said[own] == [stopping]
 
 
-def test_the_cause_is_named_even_when_a_consequence_is_reported_first() -> None:
+def test_the_cause_wins_over_an_earlier_report() -> None:
     now = time.time()
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=now)
     cause = Outcome(1, "rank 1: SIGSEGV", told="rank 1: SIGSEGV", time=now - 0.1)
@@ -117,14 +117,14 @@ def test_wrong_input_on_one_host_is_exit_2_on_all() -> None:
     assert hosts[B].outcome == wrong
 
 
-def test_the_same_wrong_input_on_all_hosts_is_said_by_each_as_its_own() -> None:
+def test_the_same_wrong_input_is_said_by_each_host() -> None:
     wrong = Outcome(2, "error: unknown key", told="error: unknown key")
     hosts, _ = ran({A: lambda stop: wrong, B: lambda stop: wrong})
     assert [host.outcome for host in hosts.values()] == [wrong, wrong]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_others_hear_whether_a_host_knows_why_its_ranks_failed(known: bool) -> None:
+def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
     failed = Outcome(1, "x", told="x", is_consequence=not known)
     made, _ = lines([A, B, C])
     made[B].tell_failure(failed)
@@ -165,7 +165,7 @@ def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> Non
 
 
 @pytest.mark.parametrize("silent", [A, B])
-def test_a_host_that_falls_silent_is_lost_though_gloo_failed_first(silent: str) -> None:
+def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
     made, _ = lines([A, B], silence=0.6)
     other = B if silent == A else A
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
@@ -175,7 +175,7 @@ def test_a_host_that_falls_silent_is_lost_though_gloo_failed_first(silent: str) 
     assert hosts[other].outcome.message.startswith(f"host {silent}: no word from it for 1 s")
 
 
-def test_hosts_that_lost_each_other_are_not_sent_round_in_a_circle() -> None:
+def test_hosts_that_lost_each_other_name_no_culprit() -> None:
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
     hosts, _ = ran({A: lambda stop: lost, B: lambda stop: lost})
     for host in hosts.values():
@@ -183,7 +183,7 @@ def test_hosts_that_lost_each_other_are_not_sent_round_in_a_circle() -> None:
         assert host.outcome.message.count("No host knows a cause, each lost another one") == 1
 
 
-def test_the_verdict_prefers_wrong_input_then_the_cause_then_the_earliest() -> None:
+def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
     clean, stopped = Report(A, 0, "", False, 0.0), Report(B, 75, "", False, 0.0)
     early, late = Report(A, 1, "x", False, 1.0), Report(B, 1, "y", False, 2.0)
     wrong, echo = Report(C, 2, "z", False, 3.0), Report(C, 2, "rank 0 (host a) failed:", True, 0.5)

@@ -37,7 +37,7 @@ def test_two_hosts_sum(cabled, processes: int) -> None:
     assert second.output == f"sum {total} on rank {processes} of {world}\n"
 
 
-def test_a_host_that_starts_30_seconds_late_is_waited_for_and_named(cabled) -> None:
+def test_a_host_that_starts_late_is_waited_for(cabled) -> None:
     script = write(ALL_REDUCE)
     first = cabled(A, script)
     time.sleep(30)
@@ -66,7 +66,7 @@ def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, cabled) -> None
     assert f"none of --ips {A}, 10.213.7.9 is this machine (its addresses: {B}" in end.errors
 
 
-def test_a_blocked_way_is_named_and_the_run_begins_once_it_is_open(cable: Cable, cabled) -> None:
+def test_a_blocked_way_is_named_until_it_is_open(cable: Cable, cabled) -> None:
     script = write(ALL_REDUCE)
     cable.block(A)
     hosts = [cabled(A, script), cabled(B, script)]
@@ -158,9 +158,7 @@ def _losses(metrics: Path) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_the_doctor_says_on_both_hosts_that_their_packets_differ_in_size(
-    cable: Cable, tmp_path: Path
-) -> None:
+def test_the_doctor_finds_another_mtu_on_both_hosts(cable: Cable, tmp_path: Path) -> None:
     ip("-n", cable.namespaces[1], "link", "set", "cable1", "mtu", "1400")
     running = []
     for host in (A, B):

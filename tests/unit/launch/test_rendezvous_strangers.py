@@ -67,7 +67,7 @@ def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
 
 
 @pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
-def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(others: str) -> None:
+def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
     first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)
     first.start()
@@ -105,7 +105,7 @@ def test_a_greeting_that_was_changed_on_the_way_is_not_signed() -> None:
     assert not signed.is_signed("") and host(B).is_signed("")
 
 
-def test_a_stranger_who_speaks_as_fleetrun_does_cannot_end_a_job_with_a_token() -> None:
+def test_a_stranger_cannot_end_a_job_with_a_token() -> None:
     port = free_port()
     first = Member(host(A), port, TOKEN)
     first.start()
@@ -230,7 +230,7 @@ def joins_late(argument: object) -> list[list[int]]:
     return [comm.all_gather_object(0), comm.all_gather_object(3)]
 
 
-def test_a_rank_of_an_earlier_job_is_refused_and_disturbs_no_meeting() -> None:
+def test_a_rank_of_an_earlier_job_disturbs_nothing() -> None:
     results = run_on_ranks(2, "tests.unit.launch.test_rendezvous_strangers:joins_late")
     assert results == [[[0, 1], [3, 2]]] * 2
 
@@ -253,7 +253,7 @@ def what_was_left(*folders: Path) -> list[str]:
     "ending",
     ["well", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failure", "killed"))],
 )
-def test_no_file_of_a_run_holds_what_the_environment_keeps_secret(
+def test_no_file_of_a_run_holds_secrets(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)

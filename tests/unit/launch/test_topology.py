@@ -58,12 +58,12 @@ def test_with_cards_every_form_becomes_devices(name: str, value: str, cards: str
         assert "OMP_NUM_THREADS" not in made.environment
 
 
-def test_nothing_asked_for_means_every_card_and_nproc_the_first_ones() -> None:
+def test_by_default_every_card_is_used() -> None:
     assert given(plan("", machine(cards=4)), "--devices") == "0,1,2,3"
     assert given(plan("--nproc_per_node 2", machine(cards=4)), "--devices") == "0,1"
 
 
-def test_without_cards_processes_run_on_the_cpu_and_share_its_cores() -> None:
+def test_without_cards_processes_share_the_cores() -> None:
     made = plan("--nproc_per_node 2", machine())
     assert given(made, "--nproc_per_node") == "2" and "--devices" not in made.arguments
     assert made.environment["OMP_NUM_THREADS"] == "4"
@@ -83,7 +83,7 @@ def test_asking_for_cards_where_there_are_none_says_what_to_type(typed: str) -> 
     )
 
 
-def test_the_two_host_command_without_cards_is_suggested_with_its_hosts() -> None:
+def test_a_command_for_two_hosts_is_suggested_whole() -> None:
     with pytest.raises(
         LaunchError, match=r"fleetrun --ips 10\.9\.0\.1,10\.9\.0\.2 --nproc_per_nod"
     ):
@@ -103,7 +103,7 @@ def test_ids_are_physical_and_must_be_in_cuda_visible_devices() -> None:
     )
 
 
-def test_an_empty_cuda_visible_devices_means_cpu_and_the_workers_still_see_no_card() -> None:
+def test_empty_cuda_visible_devices_means_cpu() -> None:
     made = plan("--nproc_per_node 3", machine(cards=8), CUDA_VISIBLE_DEVICES="")
     assert given(made, "--nproc_per_node") == "3"
     # Paddle's launcher reads "" as one card and fails for 3 processes; the worker hides them again.
@@ -148,7 +148,7 @@ def test_cards_that_cannot_be_had_are_refused(command: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_a_cpu_build_of_paddle_on_a_machine_with_cards_is_pointed_out() -> None:
+def test_a_cpu_build_beside_cards_is_pointed_out() -> None:
     with pytest.raises(LaunchError, match="8 visible GPUs, but the installed paddlepaddle is the "):
         plan("--selected_gpus 0-7", machine(cards=8, build="cpu"))
     made = plan("--nproc_per_node 2", machine(cards=8, build="cpu"))
@@ -177,13 +177,13 @@ def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
     assert ("host 1 of 2" if own == A else "host 2 of 2") in made.description
 
 
-def test_host_names_are_resolved_and_spaces_in_the_list_do_not_matter() -> None:
+def test_host_names_are_resolved_with_any_spaces() -> None:
     made = plan("--ips node-a, node-b --nproc_per_node 1", machine(own=B))
     assert (given(made, "--ips"), given(made, "--host")) == (f"{A},{B}", B)
 
 
 @pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
-def test_the_users_own_interfaces_are_kept_and_nccl_may_use_another_than_gloo(nccl: str) -> None:
+def test_interfaces_that_the_user_chose_are_kept(nccl: str) -> None:
     made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME=nccl)
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
@@ -219,7 +219,7 @@ def test_on_one_host_any_interface_that_exists_will_do() -> None:
         plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
 
 
-def test_an_address_that_is_no_interfaces_first_leaves_the_interface_open() -> None:
+def test_a_second_address_leaves_the_interface_open() -> None:
     made = plan("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
     assert given(made, "--host") == "127.0.0.3"
     assert "GLOO_SOCKET_IFNAME" not in made.environment
@@ -285,9 +285,7 @@ def test_a_taken_port_is_refused_on_the_host_that_listens_there(
         (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
     ],
 )
-def test_a_metrics_port_that_the_run_needs_is_refused_on_all_hosts(
-    command: str, own: str, needs: str
-) -> None:
+def test_a_metrics_port_that_the_run_needs_is_refused(command: str, own: str, needs: str) -> None:
     with pytest.raises(LaunchError, match=rf"--metrics_port \d+: the run itself needs {needs};"):
         plan(command, machine(own=own, taken=(9440,)))
     free = command.replace("metrics_port 9440", "metrics_port 9441")
@@ -300,7 +298,7 @@ def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.Monkey
     assert given(made, "--start_port") == "20002"
 
 
-def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:
+def test_port_variables_reach_paddle_once() -> None:
     made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
     assert made.rendezvous_port == 7000 and given(made, "--start_port") == "7001"
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
@@ -316,7 +314,7 @@ def test_a_master_gets_this_hosts_address_and_paddles_options() -> None:
         plan(f"--master {B}:33000 --ips {A},{B}", machine())
 
 
-def test_restarts_are_refused_with_paddles_rendezvous_rather_than_pretended() -> None:
+def test_restarts_are_refused_with_paddles_rendezvous() -> None:
     with pytest.raises(LaunchError, match="--max_restart does not work with --master"):
         plan(f"--master {B}:33000 --max_restart 2", machine())
 
@@ -338,7 +336,7 @@ def test_runs_side_by_side_have_cards_of_their_own() -> None:
         deal_out(["0", "1", "2"], 2, 2)
 
 
-def test_the_listing_of_nvidia_smi_is_read_and_mig_slices_are_left_out() -> None:
+def test_nvidia_smi_is_read_without_mig_slices() -> None:
     listing = (
         "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c8)\n"
         "  MIG 1g.5gb     Device  0: (UUID: MIG-1)\n"

@@ -39,7 +39,7 @@ def step(rank: int) -> int:
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_on_all_hosts_though_gloo_fails_first_elsewhere(
+def test_a_stopped_rank_is_named_on_all_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int, record_property
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_a_stopped_rank_is_named_on_all_hosts_though_gloo_fails_first_elsewhere(
         assert "No host knows a cause" not in end.errors
 
 
-def test_a_network_that_is_away_for_20_seconds_costs_nothing_but_them(
+def test_a_network_away_for_20_seconds_is_survived(
     cable: Cable, cabled: Callable[..., Host], record_property
 ) -> None:
     script = write(TRAINING)
