@@ -50,7 +50,6 @@ from ppdist.common.process import STOPPED, USER_ERROR
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
-    CPU_VARIABLE,
     LaunchPlan,
     Network,
     installed_version,
@@ -58,6 +57,7 @@ from ppdist.launch.topology import (
     typed_hosts,
 )
 from ppdist.launch.watchdog import Outcome, Stopped, at_once
+from ppdist.launch.worker import CPU_VARIABLE
 
 _POLL_SECONDS = 0.1
 
@@ -1057,7 +1057,7 @@ class ControlChannel:
         while self._verdict is None:
             self.watch(received)
             if at_once(received):
-                self._close()
+                self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self._hosts):
                 self._verdict = verdict(list(self._reports.values()))
@@ -1069,7 +1069,7 @@ class ControlChannel:
             select.select(open_ones, [], [], _POLL_SECONDS)
         if self._is_first:
             self._tell(self._verdict.as_message("verdict"))
-        self._close()
+        self.close()
         ended = _as_seen_by(self._own, outcome, self._verdict)
         if self._verdict.stopped and ended.stopped is None:
             ended = replace(ended, stopped=signal.SIGTERM)
@@ -1152,7 +1152,7 @@ class ControlChannel:
                 caller.send({"type": "busy" if self._restarts else "refused", "text": text})
                 caller.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """The first host leaves last, so that its words arrive before the end."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:

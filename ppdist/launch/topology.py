@@ -36,9 +36,9 @@ from ppdist.common.process import (
 )
 from ppdist.launch.options import OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
+from ppdist.launch.worker import CPU_VARIABLE
 
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
-CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
 # Of a run around this one.
 _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,

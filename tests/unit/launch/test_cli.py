@@ -6,7 +6,6 @@ Only the two tests of collectives load Paddle in the ranks; the others need none
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import Failure
 from ppdist.launch.options import STALE_VARIABLES
 from tests.ports import free_port
 from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
@@ -220,11 +218,3 @@ def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
 def test_fleetrun_starts_without_importing_paddle() -> None:
     code = "import sys, ppdist.launch.cli; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_signals_have_names_in_messages() -> None:
-    from ppdist.launch.watchdog import RankEnd
-
-    nothing = Failure("", "", "")
-    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
-    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

@@ -1,14 +1,11 @@
-"""What an attempt that failed teaches the next one, and who is asked to stop by which signal."""
+"""What an attempt that failed teaches the next one."""
 
-import os
 import signal
-import socket
 
 import pytest
 
 from ppdist.launch.cli import Restarts
-from ppdist.launch.topology import port_holder
-from ppdist.launch.watchdog import Outcome, at_once, code_of, signals_noted
+from ppdist.launch.watchdog import Outcome
 
 
 def failed(step: int | None = None) -> Outcome:
@@ -67,39 +64,3 @@ def test_what_is_done_wrong_or_wanted_is_not_restarted(outcome: Outcome) -> None
     assert outcome.is_final
     assert Outcome(1, "stopped by SIGTERM; rank 1 left no checkpoint", signal.SIGTERM).is_final
     assert not failed().is_final
-
-
-def test_signals_within_a_second_are_one_request(monkeypatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("ppdist.launch.watchdog.time.monotonic", lambda: now)
-    with signals_noted() as received:
-        for pause, number in ((0, "SIGTERM"), (0.2, "SIGTERM"), (0.7, "SIGHUP"), (0.3, "SIGINT")):
-            now += pause
-            os.kill(os.getpid(), getattr(signal, number))
-            assert at_once(received) == (number == "SIGINT")
-    assert received == [signal.SIGTERM, signal.SIGINT] and code_of(received) == 130
-    assert code_of([signal.SIGINT, signal.SIGTERM]) == 1
-
-
-def test_ctrl_c_again_and_again_is_heard(monkeypatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("ppdist.launch.watchdog.time.monotonic", lambda: now)
-    with signals_noted() as received:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-            now += 0.6
-    assert at_once(received)
-
-
-def test_a_hangup_ignored_by_nohup_stays_ignored() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with signals_noted() as received:
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert received == []
-
-
-def test_the_process_that_has_a_port_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert port_holder(port).startswith(f"process {os.getpid()} (")
-    assert port_holder(port) == ""

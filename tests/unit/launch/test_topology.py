@@ -1,5 +1,7 @@
 """What Paddle's launcher is given on a made-up machine."""
 
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from ppdist.launch.topology import (
     expand_ids,
     make_plan,
     parse_nvidia_smi,
+    port_holder,
     visible_labels,
 )
 from tests.unit.launch.machines import A, B, machine
@@ -360,3 +363,10 @@ def test_the_plan_leaves_the_machine_as_it_is() -> None:
     on = machine(cards=2)
     assert make_plan(parse_options(["t.py"], {}), {}, on).processes == 2
     assert replace(on) == on
+
+
+def test_the_process_that_has_a_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_holder(port).startswith(f"process {os.getpid()} (")
+    assert port_holder(port) == ""

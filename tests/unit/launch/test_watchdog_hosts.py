@@ -62,7 +62,7 @@ def test_a_stopped_rank_is_named_on_all_hosts(
         assert end.code == 1
         assert (
             f"rank {stopped} (host " in end.errors
-            and f", pid {pid}) makes no progress" in end.errors
+            and f", pid {pid}) has made no progress" in end.errors
         )
         assert "stopped (SIGSTOP), in " in end.errors
         assert "No host knows a cause" not in end.errors

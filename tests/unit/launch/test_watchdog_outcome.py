@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
 from ppdist.launch import worker
-from ppdist.launch.watchdog import Attempt, Outcome, judge
+from ppdist.launch.watchdog import Attempt, Outcome, RankEnd, judge
 from tests.unit.launch.beats import write_beat
 
 TERM = -signal.SIGTERM
@@ -163,3 +163,9 @@ def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
     assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
     assert (outcome.is_consequence, outcome.time) == (False, 5.0)
     assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence
+
+
+def test_signals_have_names_in_messages() -> None:
+    nothing = Failure("", "", "")
+    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
+    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

@@ -53,7 +53,7 @@ class Host:
         self.thread.join(30)
         assert not self.thread.is_alive(), f"{self.greeting.host} hangs: {self.said}"
         if self.line is not None:
-            self.line._close()
+            self.line.close()
 
 
 def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
