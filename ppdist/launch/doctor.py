@@ -66,7 +66,7 @@ _REMEDIES = {
     "speed": "every step waits for the slowest link",
 }
 
-Report = Mapping[str, Any]  # of verify/cluster.py: what was measured between ranks
+Measured = Mapping[str, Any]  # of verify/cluster.py: what was measured between ranks
 
 
 @dataclass(frozen=True)
@@ -541,7 +541,7 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def judge_speed(report: Report) -> Iterator[Finding]:
+def judge_speed(report: Measured) -> Iterator[Finding]:
     """Names the slow rank and the slow link; what all have in common is no finding."""
     yield _judge_computing(report["ranks"])
     if report["world"] == 1:
@@ -556,7 +556,7 @@ def judge_speed(report: Report) -> Iterator[Finding]:
             yield _judge_links(links, kind)
 
 
-def judge_hosts(report: Report) -> Iterator[Finding]:
+def judge_hosts(report: Measured) -> Iterator[Finding]:
     """Of several hosts: what they have not alike, and whose clock is wrong."""
     if len(report["clocks"]) == 1:
         return
@@ -577,7 +577,7 @@ def judge_hosts(report: Report) -> Iterator[Finding]:
     yield Finding(WARN, "clocks", said, "keep them right with chrony or systemd-timesyncd")
 
 
-def _judge_computing(ranks: Sequence[Report]) -> Finding:
+def _judge_computing(ranks: Sequence[Measured]) -> Finding:
     middle = median_low(rank["seconds"] for rank in ranks)  # of two, the faster is the measure
     slow = [rank for rank in ranks if rank["seconds"] > _SLOW_COMPUTING * middle]
     rate = f"{median_high(rank['flops_per_second'] for rank in ranks) / 1e9:.0f} GFLOP/s a rank"
@@ -595,7 +595,7 @@ def _judge_computing(ranks: Sequence[Report]) -> Finding:
     return Finding(WARN, "computing", f"{rate}, but {named}", remedy)
 
 
-def _judge_links(links: Sequence[Report], kind: str) -> Finding:
+def _judge_links(links: Sequence[Measured], kind: str) -> Finding:
     """A rank is slow when its best link is far below that of most ranks; a link, when it is far
     below the best ones of both of its ends."""
     host_of = {rank: host for link in links for rank, host in zip(link["ranks"], link["hosts"])}
@@ -626,7 +626,7 @@ def _judge_links(links: Sequence[Report], kind: str) -> Finding:
     return Finding(WARN, kind, f"{found}; {'; '.join(said)}", remedy)
 
 
-def table(report: Report) -> Iterator[str]:
+def table(report: Measured) -> Iterator[str]:
     """Lines for the terminal."""
     yield f"{report['world']} ranks, {report['device']}"
     if report["sizes"]:

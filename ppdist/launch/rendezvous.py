@@ -892,7 +892,7 @@ _MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
 
 
 @dataclass(frozen=True)
-class Report:
+class HostEnd:
     """How the ranks of one host ended."""
 
     host: str
@@ -905,7 +905,7 @@ class Report:
     is_guess: bool = False  # the cause of one host that others do not contradict
 
     @classmethod
-    def read(cls, message: Message, host: str) -> "Report":
+    def read(cls, message: Message, host: str) -> "HostEnd":
         code = integer_of(message, "code", 0, 255)
         age = integer_of(message, "age_ms", 0, 3_600_000) or 0
         return cls(
@@ -942,7 +942,7 @@ class Report:
         return not (self.is_consequence or self.is_guess)
 
 
-def verdict(reports: Sequence[Report]) -> Report:
+def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     """The report of the host that decides for all: of the cause, if any failed.
 
     Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
@@ -1000,8 +1000,8 @@ class ControlChannel:
         self.stopped_by: int | None = None
         self.cause_known = False
         self._stopping = self._must_stop = self._told_signal = False
-        self._reports: dict[str, Report] = {}  # on the first host: of all that have ended
-        self._verdict: Report | None = None
+        self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
+        self._verdict: HostEnd | None = None
         self._beat = 0.0
         for peer in self._peers.values():
             peer.heard = time.monotonic()
@@ -1081,7 +1081,7 @@ class ControlChannel:
     def _report(self, outcome: Outcome, stopped: bool) -> None:
         age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
         told = outcome.told or outcome.message
-        mine = Report(
+        mine = HostEnd(
             host=self._own,
             code=outcome.code,
             message=_shortened(told),
@@ -1102,11 +1102,11 @@ class ControlChannel:
             by_signal, known = bool(message.get("signal")), bool(message.get("known"))
             self._obey(_stop(text_of(message, "host", 300), why, by_signal, known), host)
         elif message["type"] == "ended" and self._is_first and host not in self._reports:
-            self._end(Report.read(message, host))
+            self._end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
-            self._verdict = Report.read(message, text_of(message, "host", 300))
+            self._verdict = HostEnd.read(message, text_of(message, "host", 300))
 
-    def _end(self, report: Report) -> None:
+    def _end(self, report: HostEnd) -> None:
         """The first host has learned how one host ended."""
         self._reports[report.host] = report
         if report.failed:
@@ -1116,7 +1116,7 @@ class ControlChannel:
     def _lose(self, host: str, why: str) -> None:
         if host in self._reports or self._verdict is not None:
             return  # it has said all
-        lost = Report(host, 1, why, False, self._peers[host].heard)
+        lost = HostEnd(host, 1, why, False, self._peers[host].heard)
         self._peers[host].close()
         if self._is_first:
             self._end(lost)
@@ -1168,7 +1168,7 @@ class ControlChannel:
             self._listener.close()
 
 
-def _as_seen_by(own: str, outcome: Outcome, decisive: Report) -> Outcome:
+def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
     """The outcome of the run on one host: everyone's code, and the culprit's message."""
     if decisive.host == own or not decisive.failed:
         return replace(outcome, code=decisive.code)

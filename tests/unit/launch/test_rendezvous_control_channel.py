@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ppdist.launch.rendezvous import Connection, ControlChannel, Report, verdict
+from ppdist.launch.rendezvous import Connection, ControlChannel, HostEnd, verdict
 from ppdist.launch.watchdog import Outcome
 
 A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
@@ -184,14 +184,18 @@ def test_hosts_that_lost_each_other_name_no_culprit() -> None:
 
 
 def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
-    clean, stopped = Report(A, 0, "", False, 0.0), Report(B, 75, "", False, 0.0)
-    early, late = Report(A, 1, "x", False, 1.0), Report(B, 1, "y", False, 2.0)
-    wrong, echo = Report(C, 2, "z", False, 3.0), Report(C, 2, "rank 0 (host a) failed:", True, 0.5)
+    clean, stopped = HostEnd(A, 0, "", False, 0.0), HostEnd(B, 75, "", False, 0.0)
+    early, late = HostEnd(A, 1, "x", False, 1.0), HostEnd(B, 1, "y", False, 2.0)
+    wrong = HostEnd(C, 2, "z", False, 3.0)
+    echo = HostEnd(C, 2, "rank 0 (host a) failed:", True, 0.5)
+        HostEnd(C, 2, "z", False, 3.0),
+        HostEnd(C, 2, "rank 0 (host a) failed:", True, 0.5),
+    )
     assert verdict([clean, stopped]) == stopped
     assert verdict([clean, late, early]) == early
     assert verdict([late, early, wrong]) == wrong
     assert verdict([late, early, echo]) == early
-    guess, lost = Report(A, 1, "g", False, 0.1, is_guess=True), Report(B, 1, "l", True, 0.05)
+    guess, lost = HostEnd(A, 1, "g", False, 0.1, is_guess=True), HostEnd(B, 1, "l", True, 0.05)
     assert verdict([late, guess]) == late and verdict([lost, guess]) == guess
 
 
