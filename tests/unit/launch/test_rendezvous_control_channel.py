@@ -188,9 +188,6 @@ def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
     early, late = HostEnd(A, 1, "x", False, 1.0), HostEnd(B, 1, "y", False, 2.0)
     wrong = HostEnd(C, 2, "z", False, 3.0)
     echo = HostEnd(C, 2, "rank 0 (host a) failed:", True, 0.5)
-        HostEnd(C, 2, "z", False, 3.0),
-        HostEnd(C, 2, "rank 0 (host a) failed:", True, 0.5),
-    )
     assert verdict([clean, stopped]) == stopped
     assert verdict([clean, late, early]) == early
     assert verdict([late, early, wrong]) == wrong
