@@ -15,16 +15,16 @@ from tests.ports import free_port
 from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
 
 
-def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
+def met(*handshakes: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
     """All of them, started one after another."""
     port = free_port()
-    hosts = [Host(greeting, port, seconds) for greeting in greetings]
+    hosts = [Host(handshake, port, seconds) for handshake in handshakes]
     for each in hosts:
         each.start()
         time.sleep(pause)
     for each in hosts:
         each.thread.join(30)
-    for each in sorted(hosts, key=lambda each: each.greeting.is_first):  # which leaves last
+    for each in sorted(hosts, key=lambda each: each.handshake.is_first):  # which leaves last
         each.end()
     return hosts
 
@@ -33,7 +33,7 @@ def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[H
 def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> None:
     hosts = met(*(host(own, (A, B, C)) for own in order), pause=0.1)
     assert [each.error for each in hosts] == ["", "", ""]
-    assert all(each.line is not None and "all 3 hosts are here" in each.said for each in hosts)
+    assert all(each.channel is not None and "all 3 hosts are here" in each.said for each in hosts)
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_at_the_start_others_wait_for_a_command_typed_anew() -> None:
 def test_two_hosts_that_both_think_they_are_first_find_out() -> None:
     hosts = met(host(A, (A, B)), host(B, (B, A)))
     for each, other in zip(hosts, hosts[::-1]):
-        own, theirs = (",".join(side.greeting.hosts) for side in (each, other))
-        assert f"host {other.greeting.host} was started otherwise" in each.error
-        assert f"has {own}, {other.greeting.host} has {theirs}" in each.error
+        own, theirs = (",".join(side.handshake.hosts) for side in (each, other))
+        assert f"host {other.handshake.host} was started otherwise" in each.error
+        assert f"has {own}, {other.handshake.host} has {theirs}" in each.error
         assert "the same order everywhere" in each.error
 
 
@@ -128,8 +128,8 @@ def test_a_call_during_the_run_is_answered() -> None:
         each.thread.join(20)
     late.start()
     while late.thread.is_alive():
-        assert hosts[0].line is not None
-        hosts[0].line.watch([])
+        assert hosts[0].channel is not None
+        hosts[0].channel.watch([])
         time.sleep(0.05)
     assert "host 127.0.0.2 refused this one, 127.0.0.3: a run is in progress there" in late.error
     for each in hosts[::-1]:
@@ -248,7 +248,7 @@ def test_per_host_keys_may_be_on_one_host_alone() -> None:
         {"processes": 10**9},
     ],
 )
-def test_a_greeting_that_is_none_is_not_taken_for_one(change: dict) -> None:
+def test_what_is_no_handshake_is_not_taken_for_one(change: dict) -> None:
     message = json.loads(json.dumps(TRAIN.message()))
     assert read_handshake(message) == TRAIN
     assert read_handshake(message | change) is None

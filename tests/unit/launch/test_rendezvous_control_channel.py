@@ -1,4 +1,4 @@
-"""The line between the hosts of a run; each host is a thread with one end of it."""
+"""The channel between the hosts of a run; each host is a thread with one end of it."""
 
 import signal
 import socket
@@ -19,9 +19,9 @@ class Host:
     """A host whose ranks end as `end` says, or stop when the others want it."""
 
     def __init__(
-        self, own: str, line: ControlChannel, end: Callable[[bool], Outcome | None]
+        self, own: str, channel: ControlChannel, end: Callable[[bool], Outcome | None]
     ) -> None:
-        self.own, self.line, self.end = own, line, end
+        self.own, self.channel, self.end = own, channel, end
         self.received: list[int] = []
         self.outcome: Outcome | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -30,13 +30,13 @@ class Host:
     def _run(self) -> None:
         outcome = None
         while outcome is None:
-            must_stop = self.line.watch(self.received)
+            must_stop = self.channel.watch(self.received)
             outcome = self.end(must_stop or bool(self.received))
             time.sleep(0.02)
-        self.outcome = self.line.finish(outcome, self.received)
+        self.outcome = self.channel.finish(outcome, self.received)
 
 
-def lines(
+def channels(
     hosts: Sequence[str], silence: float = 60.0
 ) -> tuple[dict[str, ControlChannel], dict[str, list]]:
     said: dict[str, list[str]] = {host: [] for host in hosts}
@@ -52,8 +52,8 @@ def lines(
 
 
 def ran(ends: dict[str, Callable[[bool], Outcome | None]]) -> tuple[dict[str, Host], dict]:
-    made, said = lines(list(ends))
-    hosts = {own: Host(own, line, ends[own]) for own, line in made.items()}
+    made, said = channels(list(ends))
+    hosts = {own: Host(own, channel, ends[own]) for own, channel in made.items()}
     join(hosts)
     return hosts, said
 
@@ -126,7 +126,7 @@ def test_the_same_wrong_input_is_said_by_each_host() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
     failed = Outcome(1, "x", told="x", is_consequence=not known)
-    made, _ = lines([A, B, C])
+    made, _ = channels([A, B, C])
     made[B].tell_failure(failed)
     deadline = time.monotonic() + 10
     while not (made[A].watch([]) and made[C].watch([])) and time.monotonic() < deadline:
@@ -137,24 +137,25 @@ def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
 
 @pytest.mark.parametrize("stopped", [A, B, C])
 def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
-    made, said = lines([A, B, C])
+    made, said = channels([A, B, C])
     save = Outcome(75, "")
     hosts = {
-        own: Host(own, line, lambda stop: save if stop else None) for own, line in made.items()
+        own: Host(own, channel, lambda stop: save if stop else None)
+        for own, channel in made.items()
     }
     time.sleep(0.2)
     hosts[stopped].received.append(signal.SIGTERM)
     join(hosts)
     for own, host in hosts.items():
         assert host.outcome is not None and host.outcome.code == 75
-        assert (host.line.stopped_by == signal.SIGTERM) == (own != stopped)
+        assert (host.channel.stopped_by == signal.SIGTERM) == (own != stopped)
         if own != stopped:
             assert said[own] == [f"host {stopped}: got SIGTERM; stopping the ranks here too"]
 
 
 @pytest.mark.parametrize("gone", [A, B])
 def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> None:
-    made, _ = lines([A, B, C])
+    made, _ = channels([A, B, C])
     hosts = {own: Host(own, made[own], killed_when_asked) for own in (A, B, C) if own != gone}
     for peer in made[gone]._peers.values():
         peer.close()
@@ -166,7 +167,7 @@ def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> Non
 
 @pytest.mark.parametrize("silent", [A, B])
 def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
-    made, _ = lines([A, B], silence=0.6)
+    made, _ = channels([A, B], silence=0.6)
     other = B if silent == A else A
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
     hosts = {other: Host(other, made[other], lambda stop: lost)}
@@ -198,11 +199,11 @@ def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
 
 def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
     one, other = socket.socketpair()
-    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
     other.sendall(b'{"type": "ended", "code": -7, "age_ms": "x", "message": 1}\n')
-    assert line.watch([])
-    assert line._reports[B].code == 1 and line._reports[B].message == ""
+    assert channel.watch([])
+    assert channel._reports[B].code == 1 and channel._reports[B].message == ""
     one, other = socket.socketpair()
-    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
     other.sendall(b"nonsense\n")
-    assert line.watch([]) and line._reports[B].code == 1
+    assert channel.watch([]) and channel._reports[B].code == 1

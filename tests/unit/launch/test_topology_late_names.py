@@ -138,9 +138,9 @@ class Mover(Host):
 
     def _meet(self) -> None:
         while True:
-            mine = replace(self.greeting, hosts=self.views[0])
+            mine = replace(self.handshake, hosts=self.views[0])
             try:
-                self.line = rendezvous.rendezvous(
+                self.channel = rendezvous.rendezvous(
                     mine, self.port, self.seconds, self.said.append, look=self._look
                 )
             except rendezvous.Moved:
@@ -164,13 +164,13 @@ def meet_all(
     port = port or free_port()
     movers = []
     for own, each in views.items():
-        greeting: Handshake = host(own, each[-1], names=typed)
-        movers.append(Mover(greeting, port, seconds))
+        handshake: Handshake = host(own, each[-1], names=typed)
+        movers.append(Mover(handshake, port, seconds))
         movers[-1].views = list(each)
         movers[-1].start()
     for mover in movers:
         mover.thread.join(30)
-    for mover in sorted(movers, key=lambda each: each.greeting.is_first):
+    for mover in sorted(movers, key=lambda each: each.handshake.is_first):
         mover.end()
     return movers
 
@@ -182,7 +182,7 @@ def test_a_host_that_knows_an_old_address_finds_the_new_one(own: str) -> None:
     views[own].insert(0, (A, OLD) if own == A else (OLD, B))
     movers = meet_all(views, NAMES)
     assert [mover.error for mover in movers] == ["", ""], [mover.said for mover in movers]
-    assert all(mover.line is not None for mover in movers)
+    assert all(mover.channel is not None for mover in movers)
 
 
 @pytest.mark.slow

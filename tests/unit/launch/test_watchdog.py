@@ -1,6 +1,6 @@
 """The watch over the ranks of a host: who makes no progress is named, and nobody else.
 
-Most ranks here are pulses written by hand over processes that sleep, and time is a number; the
+Most ranks here are heartbeats written by hand over processes that sleep, and time is a number; the
 last tests run the installed fleetrun with ranks that load no Paddle.
 """
 
@@ -208,7 +208,7 @@ def test_a_hang_after_a_checkpoint_is_found(host) -> None:
 
 def test_a_rank_stopped_before_its_first_beat_is_named(host) -> None:
     ranks = host(2)
-    ranks.beat(1, "start", collectives=1, place="meeting ppdist/store")
+    ranks.beat(1, "start", collectives=1, place="barrier ppdist/store")
     ranks.stop(0)
     assert ranks.wait(LIMIT - 5) == ""
     found = ranks.wait(10)
@@ -261,11 +261,11 @@ def test_ranks_that_wait_in_different_collectives_are_told_apart(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.beat(0, step=5, collectives=11, place="all_reduce of 10 values")
-    ranks.beat(1, "evaluate", step=6, collectives=11, place="meeting ppdist/barrier/3")
+    ranks.beat(1, "evaluate", step=6, collectives=11, place="barrier ppdist/barrier/3")
     found = ranks.wait(70)
     assert found.startswith("the ranks of this host wait for one another in different places")
     assert "in all_reduce of 10 values, its collective 11, in step 6; rank 1" in found
-    assert "in meeting ppdist/barrier/3, its collective 11, in the evaluation after step 6" in found
+    assert "in barrier ppdist/barrier/3, its collective 11, in the evaluation after step 6" in found
 
 
 def test_a_host_whose_ranks_all_wait_lets_others_speak(host) -> None:

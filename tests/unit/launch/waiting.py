@@ -27,11 +27,11 @@ TRAIN = Handshake(
 class Host:
     """One fleetrun that waits for the others, in a thread."""
 
-    greeting: Handshake
+    handshake: Handshake
     port: int
     seconds: float = 8
     said: list[str] = field(default_factory=list)
-    line: ControlChannel | None = None
+    channel: ControlChannel | None = None
     error: str = ""
     received: list[int] = field(default_factory=list)
 
@@ -41,8 +41,8 @@ class Host:
 
     def _meet(self) -> None:
         try:
-            self.line = rendezvous.rendezvous(
-                self.greeting, self.port, self.seconds, self.said.append, self.received
+            self.channel = rendezvous.rendezvous(
+                self.handshake, self.port, self.seconds, self.said.append, self.received
             )
         except LaunchError as error:
             self.error = str(error)
@@ -51,9 +51,9 @@ class Host:
 
     def end(self) -> None:
         self.thread.join(30)
-        assert not self.thread.is_alive(), f"{self.greeting.host} hangs: {self.said}"
-        if self.line is not None:
-            self.line.close()
+        assert not self.thread.is_alive(), f"{self.handshake.host} hangs: {self.said}"
+        if self.channel is not None:
+            self.channel.close()
 
 
 def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
