@@ -55,9 +55,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise UserError(
-            "cannot be written to: no permission",
-            code="folder_unwritable",
-            where=f"{path}",
+            "cannot be written to: no permission", code="folder_unwritable", where=f"{path}"
         )
 
 
@@ -234,9 +232,7 @@ def hold(output_dir: Path) -> list[str]:
         lock.open()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {output_dir}: {error}",
-            code="folder_unwritable",
-            where="output_dir",
+            f"cannot write to {output_dir}: {error}", code="folder_unwritable", where="output_dir"
         ) from error
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     try:

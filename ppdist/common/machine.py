@@ -20,10 +20,10 @@ def available_cores(root: Path = Path("/")) -> float:
     """
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _group_folders(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        quota, _, period = kernel_text(folder / "cpu.max").partition(" ")
         if not quota:
-            quota = _text(folder / "cpu.cfs_quota_us")
-            period = _text(folder / "cpu.cfs_period_us")
+            quota = kernel_text(folder / "cpu.cfs_quota_us")
+            period = kernel_text(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(quota) and int(period):
             cores = min(cores, int(quota) / int(period))
     return cores
@@ -36,11 +36,17 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: where `proc` and `sys` are.
     """
-    lines = dict(line.split(":") for line in _text(root / "proc/meminfo").splitlines())
+    lines = dict(line.split(":") for line in kernel_text(root / "proc/meminfo").splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for folder in _group_folders(root, "memory"):
-        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
-        used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+        # Of groups of version 2, or else of version 1.
+        limit, used = (
+            kernel_text(folder / new) or kernel_text(folder / old)
+            for new, old in (
+                ("memory.max", "memory.limit_in_bytes"),
+                ("memory.current", "memory.usage_in_bytes"),
+            )
+        )
         if limit.isdecimal() and used.isdecimal() and int(limit) < _UNLIMITED:
             free = min(free, int(limit) - int(used) + _file_pages(folder))
     return max(0, free)
@@ -55,15 +61,20 @@ def process_memory() -> dict[str, int]:
 
 def free_disk(path: str | Path) -> int:
     """Bytes free where a path is, or will be."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def existing_folder(path: str | Path) -> Path:
+    """Where a path is, or will be: itself, or the nearest above it that exists."""
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
 
 
 def _file_pages(folder: Path) -> int:
     """Bytes of a group's usage that are copies of files, given up when memory is short."""
-    counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    counts = dict(line.split() for line in kernel_text(folder / "memory.stat").splitlines())
     names = ("total_inactive_file", "inactive_file")  # v1, where the plain one leaves groups out
     return next((int(counts[name]) for name in names if name in counts), 0)
 
@@ -75,7 +86,7 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
     tree begins at the container's own group; then only its top exists.
     """
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -85,9 +96,9 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
             yield from (f for f in (own, *own.parents) if f.is_relative_to(top) and f.is_dir())
 
 
-def _text(file: Path) -> str:
-    """What a file of the kernel says; nothing where there is none."""
+def kernel_text(file: Path) -> str:
+    """What a file of the kernel says; "" where there is none, or a device does not answer."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -23,6 +23,8 @@ from typing import NoReturn, TextIO
 from ppdist.common.errors import Failure, UserError, failure_of
 from ppdist.common.files import replace_file
 
+USER_ERROR, STOPPED = 2, 75  # exit codes
+
 EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
 # Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
 JOB_DIR_VARIABLE = "PPDIST_JOB_DIR"
@@ -38,13 +40,58 @@ _PADDLE_NOISE = (
     "When training, we now always track global mean",
     r"\s*Non compatible API",  # 3.2: paddle.split is not torch.split
 )
-
-
 # What moves a terminal's cursor, changes its title or turns the direction of what follows; and the
 # bytes of a file name that is not UTF-8, as Python has them, which a stream would refuse.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def hold_signals() -> None:
+    """Signals that ask to stop wait from here on, until engine/trainer.py is ready for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a tool's main and turns how it ended into the documented exit code.
+
+    Under our launcher every rank ends here; each leaves `rank-N.json` in $PPDIST_EXIT_DIR and the
+    launcher prints one message for the whole job instead of one per rank.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
+            stream.reconfigure(errors="backslashreplace")
+    for noise in _PADDLE_NOISE:
+        warnings.filterwarnings("ignore", message=noise)
+    code, failure = 0, Failure("", "", "")
+    try:
+        code = main() or 0
+    except SystemExit as error:  # argparse and clean stops
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        found = error
+        if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
+            found = UserError(
+                "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
+                "paddlepaddle-gpu build for your CUDA (see README.md)",
+                code="paddle_missing",
+            )
+        code = USER_ERROR if isinstance(found, UserError) else 1
+        failure = failure_of(found, traceback.format_exc() if code == 1 else "")
+    message = failure.message
+    launched = _report_to_launcher(code, failure)
+    if message and code == USER_ERROR and not launched:
+        say(f"ppdist: error: {message}")
+    if message and code == 1:
+        say(message)
+    for stream in (sys.stdout, sys.stderr):
+        _finish(stream)
+    if launched:
+        # The code is said.  While Python ends, its handlers are gone, and the SIGTERM with which
+        # the launcher ends the other ranks would put itself in the place of this code.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def printable(text: str) -> str:
@@ -55,9 +102,49 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def hold_signals() -> None:
-    """Signals that ask to stop wait from here on, until engine/trainer.py is ready for them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def say(text: str) -> None:
+    """A line to stderr, if anybody can still read it."""
+    with suppress(OSError, ValueError, AttributeError):  # closed, full, or never there
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A warning of a command, on stderr."""
+    say(f"ppdist: warning: {text}")
+
+
+def _finish(stream: TextIO | None) -> None:
+    """Writes what is left; where nobody reads it (`| head`), Python would change the exit code."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def launcher_folder() -> Path | None:
+    """Where our fleetrun looks for what its ranks say; None where none started this process."""
+    folder = os.environ.get(EXIT_DIR_VARIABLE)
+    return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+def launched_rank() -> int:
+    """The number that a launcher of Paddle gave to this process; 0 for one on its own."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
+    folder, rank = launcher_folder(), launched_rank()
+    if folder is None:
+        return False
+    report = {"rank": rank, "exit_code": exit_code, **asdict(failure)}
+    try:
+        replace_file(folder / f"rank-{rank}.json", json.dumps(report).encode())
+    except OSError:  # a full disk: it must not hide why the run ended
+        return False
+    return True
 
 
 def end_with_parent(number: int, parent: int) -> None:
@@ -125,86 +212,3 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     found = process_stat(pid)
     return found is not None and found.is_alive
-
-
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a tool's main and turns how it ended into the documented exit code.
-
-    Under our launcher every rank ends here; each leaves `rank-N.json` in $PPDIST_EXIT_DIR and the
-    launcher prints one message for the whole job instead of one per rank.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
-            stream.reconfigure(errors="backslashreplace")
-    for noise in _PADDLE_NOISE:
-        warnings.filterwarnings("ignore", message=noise)
-    code, failure = 0, Failure("", "", "")
-    try:
-        code = main() or 0
-    except SystemExit as error:  # argparse and clean stops
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        found = _paddle_missing() if _is_paddle_missing(error) else error
-        code = 2 if isinstance(found, UserError) else 1
-        failure = failure_of(found, traceback.format_exc() if code == 1 else "")
-    message = failure.message
-    launched = _report_to_launcher(code, failure)
-    if message and code == 2 and not launched:
-        say(f"ppdist: error: {message}")
-    if message and code == 1:
-        say(message)
-    for stream in (sys.stdout, sys.stderr):
-        _finish(stream)
-    if launched:
-        # The code is said.  While Python ends, its handlers are gone, and the SIGTERM with which
-        # the launcher ends the other ranks would put itself in the place of this code.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-    sys.exit(code)
-
-
-def _is_paddle_missing(error: BaseException) -> bool:
-    return isinstance(error, ModuleNotFoundError) and error.name == "paddle"
-
-
-def _paddle_missing() -> UserError:
-    return UserError(
-        "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
-        "paddlepaddle-gpu build for your CUDA (see README.md)",
-        code="paddle_missing",
-    )
-
-
-def say(text: str) -> None:
-    """A line to stderr, if anybody can still read it."""
-    with suppress(OSError, ValueError, AttributeError):  # closed, full, or never there
-        print(printable(text), file=sys.stderr, flush=True)
-
-
-def warn(text: str) -> None:
-    """A warning of a command, on stderr."""
-    say(f"ppdist: warning: {text}")
-
-
-def _finish(stream: TextIO | None) -> None:
-    """Writes what is left; where nobody reads it (`| head`), Python would change the exit code."""
-    if stream is None:
-        return
-    try:
-        stream.flush()
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
-    folder = os.environ.get(EXIT_DIR_VARIABLE)
-    if not folder or not Path(folder).is_dir():
-        return False
-    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    report = {"rank": rank, "exit_code": exit_code, **asdict(failure)}
-    try:
-        replace_file(Path(folder) / f"rank-{rank}.json", json.dumps(report).encode())
-    except OSError:  # a full disk: it must not hide why the run ended
-        return False
-    return True

@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common.files import replace_file
-from ppdist.common.process import EXIT_DIR_VARIABLE
+from ppdist.common.process import launched_rank, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
 # Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also
 # one that holds the interpreter's lock answers.
 STACKS_SIGNAL = signal.SIGUSR2
-_LAYOUT = struct.Struct("=IHHQQQdd40sQQd")
+BEAT = struct.Struct("=IHHQQQdd40sQQd")  # as in `Reading`
 _PLACE_BYTES = 40
-_WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
+WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
 _SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
-_BEAT_BYTES, _WORK_BYTES = _LAYOUT.size + _SEAL.size, _WORK.size + _SEAL.size
+_BEAT_BYTES, _WORK_BYTES = BEAT.size + _SEAL.size, WORK.size + _SEAL.size
 _READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
 _file: mmap.mmap | None = None
 # As in `Reading`, but for times in ns.
@@ -87,14 +87,13 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     Args: see distributed.timeout_seconds and distributed.hang_seconds.
     """
     global _file
-    folder = os.environ.get(EXIT_DIR_VARIABLE)
-    if not folder or not Path(folder).is_dir():
+    folder, rank = launcher_folder(), launched_rank()
+    if folder is None:
         return
-    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     # It stays open: faulthandler writes to it.
-    stacks = stacks_of(Path(folder), rank).open("ab")
+    stacks = stacks_of(folder, rank).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    path = file_of(Path(folder), rank)
+    path = file_of(folder, rank)
     path.write_bytes(bytes(_BEAT_BYTES + _WORK_BYTES))
     with path.open("r+b") as file:
         _file = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
@@ -152,14 +151,13 @@ def tell_run(output_dir: Path) -> None:
 
     Whatever keeps that from being said keeps nothing else.
     """
-    folder = os.environ.get(EXIT_DIR_VARIABLE, "")
-    if _file is None or not Path(folder).is_dir():
+    folder = launcher_folder()
+    if _file is None or folder is None:
         return
     world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
-    place = run_of(Path(folder), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
     with contextlib.suppress(OSError):
-        replace_file(place, text.encode())
+        replace_file(run_of(folder, launched_rank()), text.encode())
 
 
 def alive() -> None:
@@ -173,38 +171,28 @@ def at(place: str) -> None:
     _write()
 
 
-def entering(collective: str) -> None:
-    """Says that this rank enters a collective or a barrier: there it waits for the others.
+class Waiting:
+    """Says that this rank is in a collective or a barrier: there it waits for the others.
 
     Every rank enters the same ones in the same order, so their numbers agree.
     """
-    global _entered_ns
-    _state[_COLLECTIVES] += 1
-    _state[_INSIDE] = 1
-    _state[_PLACE] = collective.encode()[:_PLACE_BYTES]
-    _write()
-    _entered_ns = time.monotonic_ns()
-
-
-def left() -> None:
-    """Says that the collective is over for this rank."""
-    global _waited_ns
-    _waited_ns += time.monotonic_ns() - _entered_ns
-    _state[_INSIDE], _state[_PLACE] = 0, b""
-    _write()
-
-
-class Waiting:
-    """`entering` and `left`, also when the collective fails."""
 
     def __init__(self, collective: str) -> None:
         self._collective = collective
 
     def __enter__(self) -> None:
-        entering(self._collective)
+        global _entered_ns
+        _state[_COLLECTIVES] += 1
+        _state[_INSIDE] = 1
+        _state[_PLACE] = self._collective.encode()[:_PLACE_BYTES]
+        _write()
+        _entered_ns = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
-        left()
+        global _waited_ns
+        _waited_ns += time.monotonic_ns() - _entered_ns
+        _state[_INSIDE], _state[_PLACE] = 0, b""
+        _write()
 
 
 def waited_seconds() -> float:
@@ -217,12 +205,11 @@ def tell_stop(number: int) -> bool:
 
     Returns: False where no fleetrun listens.
     """
-    folder = os.environ.get(EXIT_DIR_VARIABLE, "")
-    if _file is None or not Path(folder).is_dir():
+    folder = launcher_folder()
+    if _file is None or folder is None:
         return False
-    rank = os.environ.get("PADDLE_TRAINER_ID", "0")
     with contextlib.suppress(OSError):
-        (Path(folder) / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
+        (folder / f"stop-{launched_rank()}").write_text(str(int(number)), encoding="utf-8")
     return True
 
 
@@ -252,7 +239,7 @@ def silent(pid: int, timeout: float, limit: float) -> Reading:
 
 def read(path: Path) -> Reading | None:
     """None: this rank has not begun."""
-    found = _read(path, _LAYOUT, 0)
+    found = _read(path, BEAT, 0)
     if found is None or found[0] == 0:
         return None
     pid, phase, inside, step, collectives, beat_ns, timeout, limit, name, *steps = found
@@ -274,7 +261,7 @@ def read(path: Path) -> Reading | None:
 
 def read_work(path: Path) -> Work | None:
     """None: this rank has nothing to say of steps yet, or it cannot be read."""
-    found = _read(path, _WORK, _BEAT_BYTES)
+    found = _read(path, WORK, _BEAT_BYTES)
     if found is None:
         return None
     steps, planned, bad, images, wall, own, waited, loss = found
@@ -303,7 +290,8 @@ def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
     return layout.unpack(data) if len(data) == layout.size else None
 
 
-def _sealed(layout: struct.Struct, *values: object) -> bytes:
+def sealed(layout: struct.Struct, *values: object) -> bytes:
+    """What a file of a rank holds: of BEAT, behind it of WORK."""
     data = layout.pack(*values)
     return data + _SEAL.pack(zlib.crc32(data))
 
@@ -311,8 +299,8 @@ def _sealed(layout: struct.Struct, *values: object) -> bytes:
 # Each block is written at once: packed into the file it would be empty for a moment, then half.
 def _write_work(loss: float) -> None:
     if _file is not None:
-        _file[_BEAT_BYTES:] = _sealed(
-            _WORK, _steps, _planned_steps, _bad_steps, _images,
+        _file[_BEAT_BYTES:] = sealed(
+            WORK, _steps, _planned_steps, _bad_steps, _images,
             _step_seconds, _own_seconds, _data_seconds, loss,
         )  # fmt: skip
 
@@ -320,4 +308,4 @@ def _write_work(loss: float) -> None:
 def _write() -> None:
     if _file is not None:
         _state[_TIME] = time.monotonic_ns()
-        _file[:_BEAT_BYTES] = _sealed(_LAYOUT, *_state)
+        _file[:_BEAT_BYTES] = sealed(BEAT, *_state)

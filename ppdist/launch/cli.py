@@ -34,6 +34,7 @@ from ppdist.common.process import (
     JOB_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
+    USER_ERROR,
 )
 from ppdist.launch.metrics import exporting
 from ppdist.launch.options import TOKEN_VARIABLE, Options, help_text, parse_options
@@ -57,7 +58,6 @@ from ppdist.launch.topology import (
     typed_hosts,
 )
 from ppdist.launch.watchdog import (
-    USER_ERROR,
     Outcome,
     Stopped,
     say,
@@ -212,8 +212,8 @@ class _Job:
             if port is None:
                 return plan, None
             self.say_plan(plan)
-            mine = own_handshake(self.options, plan, self.restarts.attempt, self.restarts.skip)
-            mine = replace(mine, identity=identity).signed(self.token)
+            agreed = self.restarts.attempt, self.restarts.skip
+            mine = own_handshake(self.options, plan, *agreed, identity).signed(self.token)
             look = lookout.look
             try:
                 return plan, rendezvous(mine, port, seconds, say, self.received, self.token, look)

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from ppdist.common.errors import LaunchError, UserError
-from ppdist.common.machine import available_memory
+from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.launch.cli import whose_fleetrun
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import (
@@ -46,6 +45,29 @@ _IMPORT_SECONDS = 300
 _OTHER_NAME = "installed under another name"
 _GIB = 1 << 30
 
+_ROOT = Path("/")
+# First driver branch that runs programs of a CUDA major version, whatever its minor version:
+# docs.nvidia.com/deploy/cuda-compatibility, "Minor Version Compatibility", table 1.
+_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
+_CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+
+_SLOW_COMPUTING = 1.5  # times the median time: well beyond what equal machines differ by
+_SLOW_LINK = 0.5  # of the rate to expect
+_CLOCK_SECONDS = 1.0  # apart; a run measures time by other clocks, its logs are read by these
+# What hosts are compared by (see `facts`), and what helps where they differ.
+_REMEDIES = {
+    "cards": "every step waits for the slowest card, and the smallest memory sets the batch",
+    "driver": "install the same on every host",
+    "CUDA of Paddle": "install the same build of Paddle on every host",
+    "cores": "the host with the fewest sets the pace of loading: give data.workers there its own",
+    "RDMA": "NCCL uses what all hosts have: look at the host with less (ibstat, lspci)",
+    "MTU": "set it alike on all hosts: large packets may vanish, so that only large messages hang",
+    "speed": "every step waits for the slowest link",
+}
+
+Measured = Mapping[str, Any]  # of verify/cluster.py: what was measured between ranks
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,6 +77,11 @@ class Finding:
     subject: str
     found: str
     remedy: str = ""
+
+    @classmethod
+    def warning_if(cls, remedy: str, subject: str, found: str) -> "Finding":
+        """A WARN where there is something to be done, else OK."""
+        return cls(WARN if remedy else OK, subject, found, remedy)
 
     def __str__(self) -> str:
         remedy = f"\n       -> {self.remedy}" if self.remedy else ""
@@ -187,20 +214,18 @@ def check_cards(machine: Machine, variable: str | None) -> Finding:
 def check_resources(cores: int, cards: int) -> list[Finding]:
     """Cores, memory, with several cards shared memory, and disk."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
-    memory = available_memory()
-    remedy = "" if memory >= 2 * _GIB else "close other programs; use fewer processes"
-    level = WARN if remedy else OK
-    findings.append(Finding(level, "memory", f"{memory / _GIB:.1f} GiB available", remedy))
+
+    def room(subject: str, free: int, where: str, least_gib: int, remedy: str) -> None:
+        short = remedy if free < least_gib * _GIB else ""
+        findings.append(Finding.warning_if(short, subject, f"{free / _GIB:.1f} GiB {where}"))
+
+    room("memory", available_memory(), "available", 2, "close other programs; use fewer processes")
     if cards > 1:  # NCCL's; our own workers and sums need none of it
         shared = Path("/dev/shm")
-        free = shutil.disk_usage(shared).free if shared.is_dir() else 0
-        remedy = "" if free >= _GIB else "docker run --shm-size=8g (or --ipc=host)"
-        level = WARN if remedy else OK
-        findings.append(Finding(level, "/dev/shm", f"{free / _GIB:.1f} GiB free", remedy))
-    free = shutil.disk_usage(".").free
-    remedy = "" if free >= 5 * _GIB else "checkpoints and logs need room: free some, or move"
-    level = WARN if remedy else OK
-    findings.append(Finding(level, "disk", f"{free / _GIB:.1f} GiB free here", remedy))
+        free = free_disk(shared) if shared.is_dir() else 0
+        room("/dev/shm", free, "free", 1, "docker run --shm-size=8g (or --ipc=host)")
+    remedy = "checkpoints and logs need room: free some, or move"
+    room("disk", free_disk("."), "free here", 5, remedy)
     return findings
 
 
@@ -209,9 +234,7 @@ def check_writable(folder: Path) -> str:
 
     Raises: LaunchError: it cannot.
     """
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = existing_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"ppdist")
@@ -225,16 +248,13 @@ def check_writable(folder: Path) -> str:
                 "output_dir"
             ),
         ) from error
-    free = shutil.disk_usage(place).free / _GIB
+    free = free_disk(place) / _GIB
     return f"{folder} can be written ({file_system_of(place)}, {free:.1f} GiB free)"
 
 
 def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """The kind of file system that holds the folder, such as ext4 or nfs4."""
-    try:
-        rows = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return "unknown file system"
+    rows = [line.split() for line in kernel_text(mounts).splitlines()]
     inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
     inside.reverse()  # of several mounts on one path the last one is seen
     return max(inside, key=lambda row: len(row[1]))[2] if inside else "unknown file system"
@@ -324,14 +344,6 @@ def _check_host_name(machine: Machine) -> Finding:
     return Finding(OK, "host name", f"{name} is {address}")
 
 
-_ROOT = Path("/")
-# First driver branch that runs programs of a CUDA major version, whatever its minor version:
-# docs.nvidia.com/deploy/cuda-compatibility, "Minor Version Compatibility", table 1.
-_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
-_CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
-
-
 @dataclass(frozen=True)
 class RdmaPort:
     """One port of a device that writes into another host's memory without its processor."""
@@ -400,7 +412,7 @@ def interface_of(
 
 def driver_version(root: Path = _ROOT) -> str:
     """Of NVIDIA's kernel module, such as 535.129.03; "" where there is none."""
-    text = _text(root, "proc/driver/nvidia/version")
+    text = kernel_text(root / "proc/driver/nvidia/version")
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
     return found[1] if found else ""
 
@@ -409,7 +421,7 @@ def cuda_of_paddle() -> str:
     """The CUDA version that the installed Paddle was built for, "" for none; imports nothing."""
     found = importlib.util.find_spec("paddle")
     for folder in (found and found.submodule_search_locations) or ():
-        text = _text(Path(folder), "version/__init__.py")
+        text = kernel_text(Path(folder) / "version/__init__.py")
         version = re.search(r"^cuda_version\s*=\s*'(\d[\d.]*)'", text, re.MULTILINE)
         if version:
             return version[1]
@@ -435,8 +447,9 @@ def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
     """Largest packet and speed of an interface, as far as Linux knows them."""
     if not interface or "/" in interface:
         return {}
-    mtu = _text(root, f"sys/class/net/{interface}/mtu")
-    speed = _text(root, f"sys/class/net/{interface}/speed")  # Mb/s; -1 or no answer in most VMs
+    device = root / "sys/class/net" / interface
+    mtu = kernel_text(device / "mtu")
+    speed = kernel_text(device / "speed")  # Mb/s; -1 or no answer in most VMs
     found = {"MTU": mtu} if mtu else {}
     return found | ({"speed": f"{int(speed) / 1000:g} Gb/s"} if speed.isdigit() else {})
 
@@ -446,12 +459,13 @@ def rdma_ports(root: Path = _ROOT) -> list[RdmaPort]:
     found = []
     for folder in sorted(root.glob("sys/class/infiniband/*/ports/*")):
         device = folder.parents[1]
-        layer = _text(folder, "link_layer")
+        layer = kernel_text(folder / "link_layer")
         kind = {"Ethernet": "RoCE"}.get(layer, layer or "unknown")
         if (device / "device/driver").resolve().name == "efa":
             kind = "EFA"
-        state = _text(folder, "state").rpartition(": ")[2]  # "4: ACTIVE"
-        found.append(RdmaPort(f"{device.name}:{folder.name}", kind, state, _text(folder, "rate")))
+        state = kernel_text(folder / "state").rpartition(": ")[2]  # "4: ACTIVE"
+        rate = kernel_text(folder / "rate")
+        found.append(RdmaPort(f"{device.name}:{folder.name}", kind, state, rate))
     return found
 
 
@@ -478,7 +492,7 @@ def check_rdma(
         troubles.append((f"only {limit} of memory can be locked", remedy))
     said = [text for text, _ in troubles if text]
     remedies = "; ".join(remedy for _, remedy in troubles)
-    return Finding(WARN if troubles else OK, "RDMA", "; ".join([found, *said]), remedies)
+    return Finding.warning_if(remedies, "RDMA", "; ".join([found, *said]))
 
 
 def _is_chosen(wanted: str, port: RdmaPort) -> bool:
@@ -489,8 +503,9 @@ def _is_chosen(wanted: str, port: RdmaPort) -> bool:
 
 def memory_lock_limit(root: Path = _ROOT) -> str:
     """How much memory this process may lock, as a text; "" for any amount."""
-    limits = re.search(r"^Max locked memory\s+(\S+)", _text(root, "proc/self/limits"), re.MULTILINE)
-    capable = re.search(r"^CapEff:\s*(\w+)", _text(root, "proc/self/status"), re.MULTILINE)
+    process = root / "proc/self"
+    limits = re.search(r"^Max locked memory\s+(\S+)", kernel_text(process / "limits"), re.MULTILINE)
+    capable = re.search(r"^CapEff:\s*(\w+)", kernel_text(process / "status"), re.MULTILINE)
     if limits is None or limits[1] == "unlimited":
         return ""
     if capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
@@ -526,30 +541,7 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def _text(folder: Path, name: str) -> str:
-    try:
-        return (folder / name).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # absent, or a device that does not answer
-        return ""
-
-
-Report = Mapping[str, Any]
-_SLOW_COMPUTING = 1.5  # times the median time: well beyond what equal machines differ by
-_SLOW_LINK = 0.5  # of the rate to expect
-_CLOCK_SECONDS = 1.0  # apart; a run measures time by other clocks, its logs are read by these
-# What hosts are compared by (ppdist/launch/doctor.py), and what helps where they differ.
-_REMEDIES = {
-    "cards": "every step waits for the slowest card, and the smallest memory sets the batch",
-    "driver": "install the same on every host",
-    "CUDA of Paddle": "install the same build of Paddle on every host",
-    "cores": "the host with the fewest sets the pace of loading: give data.workers there its own",
-    "RDMA": "NCCL uses what all hosts have: look at the host with less (ibstat, lspci)",
-    "MTU": "set it alike on all hosts: large packets may vanish, so that only large messages hang",
-    "speed": "every step waits for the slowest link",
-}
-
-
-def judge_speed(report: Report) -> Iterator[Finding]:
+def judge_speed(report: Measured) -> Iterator[Finding]:
     """Names the slow rank and the slow link; what all have in common is no finding."""
     yield _judge_computing(report["ranks"])
     if report["world"] == 1:
@@ -564,7 +556,7 @@ def judge_speed(report: Report) -> Iterator[Finding]:
             yield _judge_links(links, kind)
 
 
-def judge_hosts(report: Report) -> Iterator[Finding]:
+def judge_hosts(report: Measured) -> Iterator[Finding]:
     """Of several hosts: what they have not alike, and whose clock is wrong."""
     if len(report["clocks"]) == 1:
         return
@@ -585,7 +577,7 @@ def judge_hosts(report: Report) -> Iterator[Finding]:
     yield Finding(WARN, "clocks", said, "keep them right with chrony or systemd-timesyncd")
 
 
-def _judge_computing(ranks: Sequence[Report]) -> Finding:
+def _judge_computing(ranks: Sequence[Measured]) -> Finding:
     middle = median_low(rank["seconds"] for rank in ranks)  # of two, the faster is the measure
     slow = [rank for rank in ranks if rank["seconds"] > _SLOW_COMPUTING * middle]
     rate = f"{median_high(rank['flops_per_second'] for rank in ranks) / 1e9:.0f} GFLOP/s a rank"
@@ -603,7 +595,7 @@ def _judge_computing(ranks: Sequence[Report]) -> Finding:
     return Finding(WARN, "computing", f"{rate}, but {named}", remedy)
 
 
-def _judge_links(links: Sequence[Report], kind: str) -> Finding:
+def _judge_links(links: Sequence[Measured], kind: str) -> Finding:
     """A rank is slow when its best link is far below that of most ranks; a link, when it is far
     below the best ones of both of its ends."""
     host_of = {rank: host for link in links for rank, host in zip(link["ranks"], link["hosts"])}
@@ -634,7 +626,7 @@ def _judge_links(links: Sequence[Report], kind: str) -> Finding:
     return Finding(WARN, kind, f"{found}; {'; '.join(said)}", remedy)
 
 
-def table(report: Report) -> Iterator[str]:
+def table(report: Measured) -> Iterator[str]:
     """Lines for the terminal."""
     yield f"{report['world']} ranks, {report['device']}"
     if report["sizes"]:

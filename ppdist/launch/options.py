@@ -56,16 +56,16 @@ class Option:
         return self.names[0].lstrip("-")
 
 
-CARDS = Option(
+_CARDS = Option(
     ("--devices", "--selected_gpus", "--selected_gpu", "--gpus"),
     "0-3,6",
     "cards to use, one process each: a list with ranges of their physical ids",
     ("PADDLE_DEVICES",),
 )
-IPS = Option(("--ips",), "A,B", "all hosts of the run, rank 0's first", ("PADDLE_IPS",))
-OURS = (
-    CARDS,
-    IPS,
+_IPS = Option(("--ips",), "A,B", "all hosts of the run, rank 0's first", ("PADDLE_IPS",))
+_OURS = (
+    _CARDS,
+    _IPS,
     Option(
         ("--nproc_per_node",),
         "N",
@@ -79,12 +79,7 @@ OURS = (
         "together (default 0)",
         ("PADDLE_MAX_RESTART",),
     ),
-    Option(
-        ("--host",),
-        "A",
-        "this host in --ips, where it cannot be detected",
-        ("POD_IP",),
-    ),
+    Option(("--host",), "A", "this host in --ips, where it cannot be detected", ("POD_IP",)),
     Option(
         ("--start_port",),
         "P",
@@ -112,7 +107,7 @@ OURS = (
     ),
     Option(("--master",), "IP:PORT", "Paddle's rendezvous server, instead of --ips"),
 )
-PADDLES = (
+_PADDLES = (
     Option(("--nnodes",), "N", "hosts of the run; with --master"),
     Option(("--rank",), "N", "number of this host; with --master"),
     Option(("--sort_ip",), "BOOL", variables=("PADDLE_SORT_IP",)),
@@ -132,10 +127,10 @@ PADDLES = (
     Option(("--gloo_port",), "P", variables=("PADDLE_GLOO_PORT",)),
     Option(("--with_gloo",), "0|1", variables=("PADDLE_WITH_GLOO",)),
 )
-BY_NAME = {name: option for option in OURS + PADDLES for name in option.names}
+_BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
-OPTION_VARIABLES = tuple(name for option in OURS + PADDLES for name in option.variables)
+OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.variables)
 
 
 @dataclass(frozen=True)
@@ -171,21 +166,20 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     refuse_stale_environment(environment)
     if not rest:
         raise LaunchError(
-            f"which script is to be started? None was given.\n{USAGE}",
-            code="script_missing",
+            f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
         )
-    for option in OURS + PADDLES:
+    for option in _OURS + _PADDLES:
         for variable in option.variables:
             if environment.get(variable):
                 values.setdefault(option.key, environment[variable])
-    taken = {option.key for option in OURS}
+    taken = {option.key for option in _OURS}
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
     return Options(
         script=rest[0],
         script_arguments=tuple(rest[1:]),
         typed=tuple(arguments[: len(arguments) - len(rest)]),
-        cards=values.get(CARDS.key),
-        ips=values.get(IPS.key),
+        cards=values.get(_CARDS.key),
+        ips=values.get(_IPS.key),
         processes=_integer(values, "nproc_per_node", 1, 4096),
         host=values.get("host"),
         start_port=_integer(values, "start_port", 1024, 65535),
@@ -203,9 +197,9 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
 def help_text() -> str:
     """What `fleetrun --help` prints."""
     lines = [USAGE, "options:"]
-    for option in OURS:
+    for option in _OURS:
         lines.append(f"  {', '.join(option.names)} {option.metavar}\n      {option.help}")
-    names = ", ".join(name for option in PADDLES for name in option.names)
+    names = ", ".join(name for option in _PADDLES for name in option.names)
     lines.append(f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}")
     return "\n".join(lines)
 
@@ -230,20 +224,20 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
-        option = BY_NAME.get(name)
+        option = _BY_NAME.get(name)
         if option is None:
-            raise LaunchError(
-                _unknown(name),
-                code="option_unknown",
-            )
+            raise LaunchError(_unknown(name), code="option_unknown")
         if not equals:
-            if not rest or rest[0] in BY_NAME:
+            if not rest or rest[0] in _BY_NAME:
                 raise LaunchError(
                     f"{name} needs a value, e.g. {name} {option.metavar}",
                     code="option_without_value",
                 )
             value = rest.pop(0)
-        if option in (CARDS, IPS):  # `0, 1` without quotes is three words to us and one to a reader
+        if option in (
+            _CARDS,
+            _IPS,
+        ):  # `0, 1` without quotes is two words to us, one to a reader
             while len(rest) > 1 and not rest[0].endswith(".py"):
                 if not value.endswith(",") and not rest[0].startswith(","):
                     break
@@ -266,7 +260,7 @@ def _unknown(name: str) -> str:
             "--legacy starts Paddle's old launcher, which leaves its processes running when it is "
             "stopped; leave the option out"
         )
-    close = difflib.get_close_matches(name, BY_NAME, n=1)
+    close = difflib.get_close_matches(name, _BY_NAME, n=1)
     hint = f"did you mean {close[0]}? Otherwise: " if close else ""
     return (
         f"unknown option {name} before the script; {hint}options of the script go after it, and "
@@ -305,9 +299,5 @@ def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
 def _boolean(values: Mapping[str, str], key: str) -> bool:
     text = values.get(key, "0").lower()
     if text not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
-        raise LaunchError(
-            "expected 1 or 0",
-            code="option_invalid",
-            where=f"--{key} {text}",
-        )
+        raise LaunchError("expected 1 or 0", code="option_invalid", where=f"--{key} {text}")
     return text in ("1", "true", "yes", "on")

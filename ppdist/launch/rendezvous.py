@@ -40,23 +40,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
+from ppdist.common.process import STOPPED, USER_ERROR
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
-    CPU_VARIABLE,
     LaunchPlan,
     Network,
     installed_version,
     port_in_use,
     typed_hosts,
 )
-from ppdist.launch.watchdog import STOPPED, USER_ERROR, Outcome, Stopped, at_once
+from ppdist.launch.watchdog import Outcome, Stopped, at_once
+from ppdist.launch.worker import CPU_VARIABLE
 
 _POLL_SECONDS = 0.1
 
@@ -246,7 +247,7 @@ class Handshake:
     max_restart: int = 0
     attempt: int = 0  # how often this host has restarted the run
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
-    identity: str = field(default_factory=lambda: secrets.token_hex(16))  # of this fleetrun
+    identity: str = ""  # of this fleetrun, drawn at random
     proof: str = ""  # that it knows the token of the job
 
     def message(self) -> Message:
@@ -276,9 +277,9 @@ class Handshake:
 
 
 def own_handshake(
-    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
+    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...], identity: str
 ) -> Handshake:
-    """What this host says."""
+    """What this host says, but for its proof."""
     return Handshake(
         host=plan.host,
         hosts=plan.hosts,
@@ -293,6 +294,7 @@ def own_handshake(
         max_restart=options.max_restart,
         attempt=attempt,
         skip=skip,
+        identity=identity,
     )
 
 
@@ -890,7 +892,7 @@ _MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
 
 
 @dataclass(frozen=True)
-class Report:
+class HostEnd:
     """How the ranks of one host ended."""
 
     host: str
@@ -903,7 +905,7 @@ class Report:
     is_guess: bool = False  # the cause of one host that others do not contradict
 
     @classmethod
-    def read(cls, message: Message, host: str) -> "Report":
+    def read(cls, message: Message, host: str) -> "HostEnd":
         code = integer_of(message, "code", 0, 255)
         age = integer_of(message, "age_ms", 0, 3_600_000) or 0
         return cls(
@@ -940,7 +942,7 @@ class Report:
         return not (self.is_consequence or self.is_guess)
 
 
-def verdict(reports: Sequence[Report]) -> Report:
+def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     """The report of the host that decides for all: of the cause, if any failed.
 
     Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
@@ -998,8 +1000,8 @@ class ControlChannel:
         self.stopped_by: int | None = None
         self.cause_known = False
         self._stopping = self._must_stop = self._told_signal = False
-        self._reports: dict[str, Report] = {}  # on the first host: of all that have ended
-        self._verdict: Report | None = None
+        self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
+        self._verdict: HostEnd | None = None
         self._beat = 0.0
         for peer in self._peers.values():
             peer.heard = time.monotonic()
@@ -1055,7 +1057,7 @@ class ControlChannel:
         while self._verdict is None:
             self.watch(received)
             if at_once(received):
-                self._close()
+                self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self._hosts):
                 self._verdict = verdict(list(self._reports.values()))
@@ -1067,7 +1069,7 @@ class ControlChannel:
             select.select(open_ones, [], [], _POLL_SECONDS)
         if self._is_first:
             self._tell(self._verdict.as_message("verdict"))
-        self._close()
+        self.close()
         ended = _as_seen_by(self._own, outcome, self._verdict)
         if self._verdict.stopped and ended.stopped is None:
             ended = replace(ended, stopped=signal.SIGTERM)
@@ -1079,7 +1081,7 @@ class ControlChannel:
     def _report(self, outcome: Outcome, stopped: bool) -> None:
         age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
         told = outcome.told or outcome.message
-        mine = Report(
+        mine = HostEnd(
             host=self._own,
             code=outcome.code,
             message=_shortened(told),
@@ -1100,11 +1102,11 @@ class ControlChannel:
             by_signal, known = bool(message.get("signal")), bool(message.get("known"))
             self._obey(_stop(text_of(message, "host", 300), why, by_signal, known), host)
         elif message["type"] == "ended" and self._is_first and host not in self._reports:
-            self._end(Report.read(message, host))
+            self._end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
-            self._verdict = Report.read(message, text_of(message, "host", 300))
+            self._verdict = HostEnd.read(message, text_of(message, "host", 300))
 
-    def _end(self, report: Report) -> None:
+    def _end(self, report: HostEnd) -> None:
         """The first host has learned how one host ended."""
         self._reports[report.host] = report
         if report.failed:
@@ -1114,7 +1116,7 @@ class ControlChannel:
     def _lose(self, host: str, why: str) -> None:
         if host in self._reports or self._verdict is not None:
             return  # it has said all
-        lost = Report(host, 1, why, False, self._peers[host].heard)
+        lost = HostEnd(host, 1, why, False, self._peers[host].heard)
         self._peers[host].close()
         if self._is_first:
             self._end(lost)
@@ -1150,7 +1152,7 @@ class ControlChannel:
                 caller.send({"type": "busy" if self._restarts else "refused", "text": text})
                 caller.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """The first host leaves last, so that its words arrive before the end."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:
@@ -1166,7 +1168,7 @@ class ControlChannel:
             self._listener.close()
 
 
-def _as_seen_by(own: str, outcome: Outcome, decisive: Report) -> Outcome:
+def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
     """The outcome of the run on one host: everyone's code, and the culprit's message."""
     if decisive.host == own or not decisive.failed:
         return replace(outcome, code=decisive.code)

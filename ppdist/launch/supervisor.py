@@ -76,9 +76,7 @@ def run_job(
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"{error.strerror}",
-            code="folder_unwritable",
-            where=f"--log_dir {options.log_dir}",
+            f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
     afresh = options.log_overwrite and restarts == 0
     orders = {
@@ -177,12 +175,12 @@ class _Job:
 
     def _look(self, launcher: subprocess.Popen) -> None:
         """What has happened since the last look, and what follows from it."""
-        others_stop = self._channel is not None and self._channel.watch(self._received)
-        by_signal = self._channel is not None and self._channel.stopped_by is not None
-        others_failed = others_stop and not by_signal
-        self._watch.look(
-            others_failed and self._channel is not None and not self._channel.cause_known
-        )
+        others_stop = others_failed = others_wait = False
+        if self._channel is not None:
+            others_stop = self._channel.watch(self._received)
+            others_failed = others_stop and self._channel.stopped_by is None
+            others_wait = others_failed and not self._channel.cause_known
+        self._watch.look(others_wait)
         if not self._stop_sent and not self.said:
             self._look_for_failures()
         if others_failed and self._ending is None:

@@ -36,9 +36,9 @@ from ppdist.common.process import (
 )
 from ppdist.launch.options import OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
+from ppdist.launch.worker import CPU_VARIABLE
 
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
-CPU_VARIABLE = "PPDIST_CPU"  # set for workers that shall see no card
 # Of a run around this one.
 _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
@@ -189,9 +189,7 @@ def cards_of_runs(text: str) -> list[list[str]]:
     double = sorted({card for card in every if every.count(card) > 1})
     if double:
         raise LaunchError(
-            f"{', '.join(double)} is of two of them",
-            code="cards_repeated",
-            where=f"cards {text!r}",
+            f"{', '.join(double)} is of two of them", code="cards_repeated", where=f"cards {text!r}"
         )
     return runs_RC
 
@@ -399,10 +397,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     if host is not None:
         address = network.resolve(host)
         if address is None or address not in addresses:
-            raise NotYetKnown(
-                f"--host {host} is not among --ips {listed}",
-                code="host_not_in_ips",
-            )
+            raise NotYetKnown(f"--host {host} is not among --ips {listed}", code="host_not_in_ips")
         return address
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
@@ -452,8 +447,7 @@ def once_known(
                 raise
             if now - begin > seconds:
                 raise LaunchError(
-                    f"{error} (waited {seconds:g} s: --start_timeout)",
-                    code="ips_not_settled",
+                    f"{error} (waited {seconds:g} s: --start_timeout)", code="ips_not_settled"
                 ) from error
             if reported is None or now - reported >= _REPORT_SECONDS:
                 reported = now
@@ -494,8 +488,7 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
     if gloo and gloo not in held:
         problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
         raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}",
-            code="interface_wrong",
+            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
         )
     if gloo and holder and gloo != holder:
         raise LaunchError(
@@ -734,8 +727,7 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
         raise LaunchError(
-            f"there is no script {script!r} (looked from {Path.cwd()})",
-            code="script_not_found",
+            f"there is no script {script!r} (looked from {Path.cwd()})", code="script_not_found"
         )
     if options.max_restart and options.master:
         raise LaunchError(
@@ -754,10 +746,7 @@ def cards_of_run(
     wanted = None if options.cards is None else expand_ids(options.cards)
     visible = visible_labels(machine.cards, variable)
     if wanted is not None and not visible:
-        raise LaunchError(
-            _no_cards(options, wanted, machine, variable),
-            code="no_cards",
-        )
+        raise LaunchError(_no_cards(options, wanted, machine, variable), code="no_cards")
     if visible and machine.build == "cpu":
         problem = (
             f"this machine has {len(visible)} visible GPU{'s' * (len(visible) > 1)}, but the "
@@ -855,9 +844,7 @@ def _with_master(
     address = network.resolve(name)
     if ":" not in master or address is None:
         raise LaunchError(
-            "expected IP:PORT of a known host",
-            code="option_invalid",
-            where=f"--master {master}",
+            "expected IP:PORT of a known host", code="option_invalid", where=f"--master {master}"
         )
     port = master.rpartition(":")[2]
     if port.isascii() and port.isdigit():

@@ -29,11 +29,10 @@ from pathlib import Path
 
 from ppdist.common import errors, process
 from ppdist.common.files import replace_file
+from ppdist.common.process import STOPPED, USER_ERROR
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
-
-USER_ERROR, STOPPED = 2, 75  # exit codes
 
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
@@ -575,8 +574,7 @@ def _of_failed(
     """Args: failed: those of `ends` that did, at least one."""
     user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
     first = min(
-        user_errors or failed,
-        key=lambda end: (end.is_consequence, end.waited_in_vain, end.time),
+        user_errors or failed, key=lambda end: (end.is_consequence, end.waited_in_vain, end.time)
     )
     stall = found_stall(attempt.folder)
     named = stall is not None and first.rank in stall.ranks

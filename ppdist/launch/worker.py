@@ -29,6 +29,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
 from ppdist.common.files import replace_file
 from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_this
 
+CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
 # For a clean checkpoint.  Paddle's launcher kills this process after 30, and then nobody would be
 # left who could end what the script has started.
 GRACE_SECONDS = 28
@@ -187,7 +188,7 @@ def environment(log_dir: str) -> dict[str, str]:
     variables["PADDLE_LOG_DIR"] = log_dir
     if "PADDLE_TRAINER_ENDPOINTS" in variables:
         variables.pop("PADDLE_BACKUP_ENV_PATH", None)  # what forget_environment has removed
-    if variables.pop("PPDIST_CPU", None):
+    if variables.pop(CPU_VARIABLE, None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
             variables.pop(name, None)
         if "CUDA_VISIBLE_DEVICES" in variables:

@@ -60,7 +60,7 @@ def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
 def test_a_rank_that_hangs_is_named_with_its_step(kind: str, scenario: FaultScenario) -> None:
     with scenario.job(f"named-{kind}", f"{kind}@rank1:step7") as job:
         assert job.wait() == 1
-    assert "rank 1" in job.text and "makes no progress" in job.text, job.text
+    assert "rank 1" in job.text and "has made no progress" in job.text, job.text
     stacks = sorted((scenario.folder / f"named-{kind}-log").glob("stacks*"))
     assert len(stacks) == RANKS, job.text
     assert all("(most recent call first)" in path.read_text() for path in stacks), job.text

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 
 from ppdist.common.logging import RunLog
-from tests.unit.common.test_writers import ANALYSIS
+from tests.ports import free_port
+from tests.unit.common.analysis import ANALYSIS
 
 pytestmark = pytest.mark.slow
 STEPS = range(10, 110, 10)
@@ -34,9 +34,7 @@ def address(tmp_path_factory) -> Iterator[str]:
             log.writers.pr_curves(steps[-1], ANALYSIS)
             log.writers.histograms(steps[-1], {"weights/head": np.arange(9.0)})
             log.images("val", steps[-1], [np.full((64, 64, 3), 120, np.uint8)])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program = [sys.executable, "-c", "from visualdl.server.app import main; main()"]
     options = ["--host", "127.0.0.1", "--port", str(port), "--language", "en"]
     server = subprocess.Popen(

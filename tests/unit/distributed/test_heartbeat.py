@@ -162,8 +162,8 @@ def test_a_collective_that_fails_is_left_too(folder: Path) -> None:
 
 def test_names_of_any_length_and_alphabet_fit(folder: Path) -> None:
     heartbeat.begin(1.0, 60.0)
-    heartbeat.entering("ä" * 100)
-    found = heartbeat.read(heartbeat.file_of(folder, 3))
+    with heartbeat.Waiting("ä" * 100):
+        found = heartbeat.read(heartbeat.file_of(folder, 3))
     assert found is not None and found.place.startswith("ä" * 19)
 
 

@@ -32,6 +32,20 @@ tensor = paddle.to_tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(tensor)
 print("sum", tensor.item(), "on rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
 """
+WAITS_FOR_ALL = """
+world = int(os.environ["PADDLE_TRAINERS_NUM"])
+Path(f"up{rank}").touch()
+while not all(Path(f"up{other}").exists() for other in range(world)):
+    time.sleep(0.05)
+"""
+WAITS_FOR_A_RESTART = """
+attempt = int(os.environ.get("PPDIST_RESTART", "0"))
+with open(f"attempts{rank}", "a") as file:
+    print(attempt, file=file)
+if attempt == 0:
+    Path(f"ready{rank}").touch()
+    time.sleep(120)
+"""
 SAVES_AT_SIGTERM = """
 def stop(number, frame):
     print("saved", flush=True)

@@ -2,12 +2,12 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.metrics import Measures, read_cards
+from tests.unit.launch.beats import write_beat
 
 
 class Ranks:
@@ -28,26 +28,11 @@ class Ranks:
     ) -> None:
         """A rank, of this very process, and its last sign of life."""
         worker.begin_report(self.attempt, rank, rank, os.getpid())
-        beat = time.monotonic_ns() - round(silent * 1e9)
-        packed = heartbeat._sealed(
-            heartbeat._LAYOUT,
-            os.getpid(),
-            heartbeat.PHASES.index(phase),
-            inside,
-            step,
-            9,
-            beat,
-            9.0,
-            9.0,
-            b"",
-            1,
-            1,
-            1.0,
+        work = heartbeat.sealed(
+            heartbeat.WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.25
         )
-        work = heartbeat._sealed(
-            heartbeat._WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.25
-        )
-        heartbeat.file_of(self.attempt, rank).write_bytes(packed + work)
+        beat = {"inside": inside, "silent": silent, "work": work}
+        write_beat(self.attempt, rank, os.getpid(), phase, step, collectives=9, **beat)
 
     def tell_run(self, output_dir: Path) -> None:
         told = {"output_dir": str(output_dir), "world": 4}

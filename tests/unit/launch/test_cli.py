@@ -6,7 +6,6 @@ Only the two tests of collectives load Paddle in the ranks; the others need none
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import Failure
 from ppdist.launch.options import STALE_VARIABLES
 from tests.ports import free_port
 from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
@@ -109,7 +107,7 @@ def test_wrong_input_on_one_rank_is_one_message_and_exit_2() -> None:
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-def test_an_exception_names_the_rank_and_shows_its_traceback_once() -> None:
+def test_an_exception_is_shown_once_with_its_rank() -> None:
     code = "def main():\n if rank == 1: raise RuntimeError('boom')\n time.sleep(60)\nrun(main)"
     ended = fleetrun("--nproc_per_node", "2", write(code))
     assert ended.returncode == 1
@@ -119,7 +117,7 @@ def test_an_exception_names_the_rank_and_shows_its_traceback_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_though_its_peer_fails_too_and_a_restart_follows() -> None:
+def test_a_killed_rank_is_named_and_a_restart_follows() -> None:
     code = """
 first = not Path("again").exists()
 print("attempt", 1 if first else 2, flush=True)
@@ -202,7 +200,7 @@ def test_a_script_of_no_rank_reports_what_paddles_launcher_said() -> None:
 
 
 @pytest.mark.parametrize("program", [[str(FLEETRUN)], [sys.executable, f"{ROOT}/tools/launch.py"]])
-def test_cards_on_a_machine_without_any_exit_2_and_say_what_to_type(program: list[str]) -> None:
+def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
     from ppdist.launch.topology import machine_cards
 
     if machine_cards():
@@ -220,11 +218,3 @@ def test_cards_on_a_machine_without_any_exit_2_and_say_what_to_type(program: lis
 def test_fleetrun_starts_without_importing_paddle() -> None:
     code = "import sys, ppdist.launch.cli; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_signals_have_names_in_messages() -> None:
-    from ppdist.launch.watchdog import RankEnd
-
-    nothing = Failure("", "", "")
-    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
-    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

@@ -1,6 +1,7 @@
 """Two hosts of one run on the loopback addresses 127.0.0.2 and 127.0.0.3, with the real fleetrun.
 
-What hosts say to each other in detail is in test_meeting.py and test_line.py, without processes.
+What hosts say to each other in detail is in test_rendezvous.py and
+test_rendezvous_control_channel.py, without processes.
 """
 
 import signal
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.unit.launch.hosts import SAVES_AT_SIGTERM, Host, hosts_of_a_test, wait_for, write
+from tests.unit.launch.hosts import (
+    SAVES_AT_SIGTERM,
+    WAITS_FOR_A_RESTART,
+    WAITS_FOR_ALL,
+    Host,
+    hosts_of_a_test,
+    wait_for,
+    write,
+)
 
 A, B = "127.0.0.2", "127.0.0.3"
-WAITS_FOR_ALL = """
-world = int(os.environ["PADDLE_TRAINERS_NUM"])
-Path(f"up{rank}").touch()
-while not all(Path(f"up{other}").exists() for other in range(world)):
-    time.sleep(0.05)
-"""
 
 
 @pytest.fixture
@@ -52,24 +55,22 @@ def test_ranks_count_through_the_hosts_and_all_end_together(start, port: str) ->
     assert "rank 3" in Path(f"log_{B}/workerlog.1").read_text()
 
 
-def test_a_failing_rank_on_one_host_ends_both_with_its_name_and_code(start, port: str) -> None:
+def test_a_failing_rank_ends_both_hosts_by_its_name(start, port: str) -> None:
     code = """
 def main():
     if rank == 1: raise DataError("a.json: no images", code="no_images")
     time.sleep(120)
 run(main)
 """
-    begin = time.monotonic()
     first, second = [host.ended() for host in both(start, port, write(WAITS_FOR_ALL + code))]
     assert (first.code, second.code) == (2, 2)
     assert f"ppdist: host {B}: error: a.json: no images\n" in first.errors
     assert "ppdist: error: a.json: no images\n" in second.errors
     assert f"fleetrun: host {B}: error: a.json: no images; stopping the ranks here" in first.errors
-    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.slow
-def test_sigterm_on_one_host_lets_all_ranks_save_and_both_exit_75(start, port: str) -> None:
+def test_sigterm_on_one_host_saves_on_both(start, port: str) -> None:
     hosts = both(start, port, write(SAVES_AT_SIGTERM))
     wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
     hosts[1].process.terminate()
@@ -146,14 +147,6 @@ with open(f"attempts{rank}", "a") as file:
 if rank == 1 and attempt == 0: os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0: time.sleep(120)
 """
-WAITS_FOR_A_RESTART = """
-attempt = int(os.environ.get("PPDIST_RESTART", "0"))
-with open(f"attempts{rank}", "a") as file:
-    print(attempt, file=file)
-if attempt == 0:
-    Path(f"ready{rank}").touch()
-    time.sleep(120)
-"""
 
 
 def attempts(rank: int) -> list[str]:
@@ -174,7 +167,7 @@ def test_all_hosts_restart_together(start, port: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [A, B])
-def test_a_host_that_was_lost_joins_the_next_attempt_when_it_is_started_again(
+def test_a_lost_host_started_again_joins_the_next_attempt(
     start, port: str, lost: str, record_property
 ) -> None:
     command = ("--ips", f"{A},{B}", "--start_port", port, "--max_restart", "2")
@@ -195,9 +188,7 @@ def test_a_host_that_was_lost_joins_the_next_attempt_when_it_is_started_again(
 
 
 @pytest.mark.slow
-def test_a_host_that_is_started_again_before_the_others_know_waits_for_the_restart(
-    start, port: str
-) -> None:
+def test_a_host_started_again_too_early_waits(start, port: str) -> None:
     command = ("--ips", f"{A},{B}", "--start_port", port, "--max_restart", "2")
     script = write(WAITS_FOR_ALL + WAITS_FOR_A_RESTART)
     hosts = {host: start(host, "--host", host, *command, script) for host in (B, A)}

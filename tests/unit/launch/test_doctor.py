@@ -10,13 +10,13 @@ from ppdist.cli.doctor import launch_options, parse
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
-from tests.unit.launch.test_topology import A, B, machine
+from tests.unit.launch.machines import A, B, machine
 
 ROOT = Path(__file__).resolve().parents[3]
 STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER_ID": "0"}
 
 
-def test_ranks_of_paddles_launcher_are_told_and_ours_and_lone_processes_are_not() -> None:
+def test_only_ranks_of_paddles_launcher_are_told() -> None:
     assert "python tools/launch.py" in (started_by_stock_launcher(STOCK) or "")
     assert started_by_stock_launcher(STOCK | {"PPDIST_LAUNCHER": "fleetrun"}) is None
     assert started_by_stock_launcher({"PADDLE_TRAINERS_NUM": "2"}) is None  # started by hand
@@ -32,10 +32,7 @@ def test_with_several_hosts_the_notice_says_what_can_go_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("module", "owner", "level"),
-    [
-        ("ppdist.launch.cli", "ppdist", WARN),
-        ("paddle.distributed.launch.main", "paddle", WARN),
-    ],
+    [("ppdist.launch.cli", "ppdist", WARN), ("paddle.distributed.launch.main", "paddle", WARN)],
 )
 def test_the_fleetrun_on_path_is_told_apart(
     tmp_path: Path, module: str, owner: str, level: str
@@ -68,7 +65,7 @@ def test_a_taken_port_fails_on_the_host_that_listens() -> None:
     assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == OK
 
 
-def test_what_fleetrun_takes_from_the_environment_doctor_takes_too(
+def test_doctor_takes_the_environment_as_fleetrun_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--start_timeout", "7", "--gpus", "0-1"])
@@ -102,7 +99,7 @@ def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_the_tool_ends_with_2_when_something_fails_and_says_what_to_do() -> None:
+def test_a_failed_check_exits_2_with_the_remedy() -> None:
     command = [sys.executable, "tools/doctor.py", "--ips", "10.254.1.1,10.254.1.2", "-c", "no.yml"]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
@@ -123,9 +120,7 @@ def test_the_tool_ends_with_2_when_something_fails_and_says_what_to_do() -> None
         ("2.6.2", "4.25.0", WARN),
     ],
 )
-def test_a_paddle_that_cannot_use_the_installed_protobuf_is_found(
-    version: str, protobuf: str, level: str
-) -> None:
+def test_a_protobuf_too_new_for_paddle_is_found(version: str, protobuf: str, level: str) -> None:
     finding = doctor.judge_paddle(version, f"{version}, CPU build", protobuf)
     assert finding.level == level
     assert ("pip install 'protobuf<7'" in finding.remedy) == (level == FAIL)

@@ -9,7 +9,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
 from ppdist.launch.doctor import OK, WARN, RdmaPort, judge_hosts
 from tests.distributed import run_on_ranks
-from tests.unit.launch.test_topology import A, B, machine
+from tests.unit.launch.machines import A, B, machine
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
@@ -88,7 +88,7 @@ def test_a_driver_too_old_for_the_cuda_of_paddle_is_a_warning(
     assert ("install driver" in finding.remedy) == (level == WARN)
 
 
-def test_the_cuda_version_of_the_installed_paddle_is_read_without_importing_it() -> None:
+def test_cuda_of_paddle_is_read_without_importing_it() -> None:
     paddle = pytest.importorskip("paddle")
     built_for = paddle.version.cuda()
     assert doctor.cuda_of_paddle() == (built_for if str(built_for) != "False" else "")
@@ -155,7 +155,7 @@ def test_a_clock_that_nothing_keeps_right_is_a_warning() -> None:
     assert doctor.clock_state() in (None, 0, 1, 2, 3, 4, 5)
 
 
-def test_several_hosts_show_link_clock_and_rdma_and_one_host_its_driver_alone(root: Path) -> None:
+def test_link_clock_and_rdma_are_for_several_hosts(root: Path) -> None:
     there = doctor.check_equipment(machine(cards=2), f"{A},{B}", None, {}, root)
     assert [finding.subject for finding in there] == ["driver", "link", "clock", "RDMA"]
     assert there[1].found == "eth1: MTU 9001, speed 25 Gb/s"
@@ -193,7 +193,7 @@ def compared(argument: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_two_hosts_learn_of_another_packet_size_and_a_wrong_clock() -> None:
+def test_hosts_learn_of_another_mtu_and_a_wrong_clock() -> None:
     first, second = run_on_ranks(2, "tests.unit.launch.test_doctor_equipment:compared", "")
     assert first["differences"] == second["differences"] and len(first["differences"]) == 1
     findings = list(judge_hosts(first))
@@ -213,7 +213,7 @@ def test_equal_hosts_are_no_finding_and_one_host_is_not_compared() -> None:
     assert not list(judge_hosts({"differences": [], "clocks": clocks[:1]}))
 
 
-def test_an_output_folder_that_cannot_be_written_is_named_with_its_file_system(
+def test_an_output_folder_is_named_with_its_file_system(
     tmp_path: Path,
 ) -> None:
     assert " can be written (" in doctor.check_writable(tmp_path / "run/of/today")

@@ -75,7 +75,7 @@ def test_a_slow_link_between_fast_ranks_is_named() -> None:
     assert finding.found.endswith("; rank 1 (host b) to rank 2 (host c) carries 100.0 MB/s")
 
 
-def test_links_within_a_host_are_not_compared_with_those_between_hosts() -> None:
+def test_links_are_compared_with_those_of_their_kind() -> None:
     rates = {(0, 1): 1e11, (0, 2): 1e9, (0, 3): 1e9, (1, 2): 1e9, (1, 3): 1e9, (2, 3): 1e11}
     findings = list(judge_speed(report(rates, (1.0,) * 4, "aabb")))
     assert [finding.level for finding in findings] == [OK] * 4

@@ -71,16 +71,14 @@ def test_restarts_and_ended_stalls_are_counted_over_attempts(ranks: Ranks, tmp_p
     assert samples["ppdist_host_ranks"][0]["run"] == "demo"  # as long as nobody says otherwise
 
 
-def test_before_any_rank_began_there_are_numbers_of_the_host_only(tmp_path: Path) -> None:
+def test_before_any_rank_began_the_host_has_numbers(tmp_path: Path) -> None:
     found = Measures(tmp_path, metrics.read_cards, pytest.fail).samples()
     assert {name for name, _, _ in found} == {
         "ppdist_host_ranks", "ppdist_host_restarts_total", "ppdist_host_stalls_total",
     }  # fmt: skip
 
 
-def test_checkpoint_and_evaluation_come_from_the_files_of_the_run(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_checkpoint_and_evaluation_are_read_from_files(ranks: Ranks, tmp_path: Path) -> None:
     output = tmp_path / "demo"
     ranks.say(0, "step", 20)
     ranks.tell_run(output)
@@ -241,11 +239,9 @@ def test_a_driver_that_hangs_costs_the_cards_and_no_more(
 
     cards = metrics.Cards(said.append, read)
     whole = Measures(ranks.folder, cards, said.append)
-    began = time.monotonic()
     for _ in range(20):
         names = {name for name, _, _ in whole.samples()}
         assert "ppdist_rank_step" in names and "ppdist_gpu_power_watts" not in names
-    assert time.monotonic() - began < 0.2 * 20  # it is waited for once
     assert len(asked_of_it) == 1 and len(said) == 1 and "driver does not answer" in said[0]
     answers.set()
     wait_for(lambda: "ppdist_gpu_power_watts" in {name for name, _, _ in whole.samples()}, 20)

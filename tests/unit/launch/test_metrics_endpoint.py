@@ -205,7 +205,7 @@ def test_what_is_no_port_is_refused_before_anything_starts(typed: str) -> None:
         (["--ips", "127.0.0.2,127.0.0.3", "--metrics_port", "0.0.0.0:9410"], ("0.0.0.0", 9410)),
     ],
 )  # fmt: skip
-def test_it_listens_on_the_address_of_its_host_unless_told_otherwise(
+def test_it_listens_on_the_address_of_its_host(
     typed: list[str], endpoint: tuple[str, int] | None
 ) -> None:
     options = parse_options([*typed, "t.py"], {})

@@ -60,7 +60,7 @@ def test_a_wrong_command_line_is_one_clear_message(typed: list[str], says: str) 
 
 
 @pytest.mark.parametrize("name", STALE_VARIABLES)
-def test_a_variable_left_over_from_another_launch_is_refused_by_name(name: str) -> None:
+def test_a_variable_left_over_is_refused_by_name(name: str) -> None:
     with pytest.raises(LaunchError) as caught:
         parse_options(SCRIPT, {name: "10.0.0.9:6070", "HOME": "/root"})
     assert f"{name}='10.0.0.9:6070'" in str(caught.value)
@@ -78,7 +78,7 @@ def test_a_variable_left_over_from_another_launch_is_refused_by_name(name: str) 
         (["--start_port=7200"], {"PADDLE_START_PORT": "7100"}, 7200),
     ],
 )
-def test_one_port_comes_from_the_option_or_else_from_either_variable(
+def test_the_port_comes_from_option_or_variable(
     typed: list[str], environment: dict[str, str], port: int | None
 ) -> None:
     assert parse_options([*typed, *SCRIPT], environment).start_port == port

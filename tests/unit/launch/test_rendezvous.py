@@ -1,81 +1,30 @@
-"""Hosts that meet: each is a thread of this process with a loopback address of its own."""
+"""Hosts find each other and compare, whichever way they are started."""
 
 import json
 import signal
 import socket
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import rendezvous
-from ppdist.launch.rendezvous import ControlChannel, Handshake, differences, read_handshake, remarks
+from ppdist.launch.rendezvous import Handshake, differences, read_handshake, remarks
 from tests.ports import free_port
-
-A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-TRAIN = Handshake(
-    host=A,
-    hosts=(A, B),
-    processes=2,
-    device="cpu",
-    script="tools/train.py",
-    arguments=("-c", "cfg.yml", "-o", "seed=1"),
-    ppdist="0.1.0",
-    paddle="3.3.1",
-    python="3.11.7",
-)
+from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
 
 
-@dataclass
-class Host:
-    """One fleetrun that waits for the others, in a thread."""
-
-    greeting: Handshake
-    port: int
-    seconds: float = 8
-    said: list[str] = field(default_factory=list)
-    line: ControlChannel | None = None
-    error: str = ""
-    received: list[int] = field(default_factory=list)
-
-    def start(self) -> None:
-        self.thread = threading.Thread(target=self._meet, daemon=True)
-        self.thread.start()
-
-    def _meet(self) -> None:
-        try:
-            self.line = rendezvous.rendezvous(
-                self.greeting, self.port, self.seconds, self.said.append, self.received
-            )
-        except LaunchError as error:
-            self.error = str(error)
-        except rendezvous.Stopped:
-            self.error = "stopped"
-
-    def end(self) -> None:
-        self.thread.join(30)
-        assert not self.thread.is_alive(), f"{self.greeting.host} hangs: {self.said}"
-        if self.line is not None:
-            self.line._close()
-
-
-def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
-    return replace(TRAIN, host=own, hosts=tuple(hosts), identity=own + str(time.time()), **changes)
-
-
-def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
+def met(*handshakes: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
     """All of them, started one after another."""
     port = free_port()
-    hosts = [Host(greeting, port, seconds) for greeting in greetings]
+    hosts = [Host(handshake, port, seconds) for handshake in handshakes]
     for each in hosts:
         each.start()
         time.sleep(pause)
     for each in hosts:
         each.thread.join(30)
-    for each in sorted(hosts, key=lambda each: each.greeting.is_first):  # which leaves last
+    for each in sorted(hosts, key=lambda each: each.handshake.is_first):  # which leaves last
         each.end()
     return hosts
 
@@ -84,7 +33,7 @@ def met(*greetings: Handshake, seconds: float = 8, pause: float = 0.0) -> list[H
 def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> None:
     hosts = met(*(host(own, (A, B, C)) for own in order), pause=0.1)
     assert [each.error for each in hosts] == ["", "", ""]
-    assert all(each.line is not None and "all 3 hosts are here" in each.said for each in hosts)
+    assert all(each.channel is not None and "all 3 hosts are here" in each.said for each in hosts)
 
 
 @pytest.mark.slow
@@ -117,7 +66,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped: int) -> None:
+def test_before_a_restart_a_signal_ends_all_waiting(stopped: int) -> None:
     port, all_hosts = free_port(), (A, B, C, "127.0.0.5")  # which does not come
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
     for each in hosts:
@@ -129,7 +78,7 @@ def test_before_a_restart_a_signal_for_one_host_ends_the_waiting_of_all(stopped:
     assert [each.error for each in hosts] == ["stopped"] * 3
 
 
-def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -> None:
+def test_at_the_start_others_wait_for_a_command_typed_anew() -> None:
     port = free_port()
     hosts = [Host(host(own), port) for own in (A, B, B)]
     hosts[1].received.append(signal.SIGINT)
@@ -144,26 +93,26 @@ def test_at_the_very_start_the_others_wait_for_a_command_that_is_typed_again() -
 def test_two_hosts_that_both_think_they_are_first_find_out() -> None:
     hosts = met(host(A, (A, B)), host(B, (B, A)))
     for each, other in zip(hosts, hosts[::-1]):
-        own, theirs = (",".join(side.greeting.hosts) for side in (each, other))
-        assert f"host {other.greeting.host} was started otherwise" in each.error
-        assert f"has {own}, {other.greeting.host} has {theirs}" in each.error
+        own, theirs = (",".join(side.handshake.hosts) for side in (each, other))
+        assert f"host {other.handshake.host} was started otherwise" in each.error
+        assert f"has {own}, {other.handshake.host} has {theirs}" in each.error
         assert "the same order everywhere" in each.error
 
 
-def test_an_order_that_differs_on_the_last_host_reaches_every_host() -> None:
+def test_another_order_on_one_host_reaches_all() -> None:
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, C, B)), pause=0.3)
     assert all("127.0.0.2,127.0.0.4,127.0.0.3" in each.error for each in hosts)
 
 
 @pytest.mark.slow
-def test_a_host_that_is_not_in_the_list_is_refused_and_the_others_say_whom_they_miss() -> None:
+def test_a_host_not_in_the_list_is_refused() -> None:
     first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
     assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
     assert "refused 127.0.0.4, which has called and is not among --ips of this host" in first.said
     assert "still waiting for host 127.0.0.3" in first.error
 
 
-def test_a_second_fleetrun_for_one_host_is_refused_and_the_run_goes_on() -> None:
+def test_a_second_fleetrun_for_one_host_is_refused() -> None:
     hosts = met(*(host(own, (A, B, C)) for own in (A, B, B, C)), pause=0.4)
     assert "another fleetrun is host 127.0.0.3 of this run already" in hosts[2].error
     assert [hosts[place].error for place in (0, 1, 3)] == ["", "", ""]
@@ -179,8 +128,8 @@ def test_a_call_during_the_run_is_answered() -> None:
         each.thread.join(20)
     late.start()
     while late.thread.is_alive():
-        assert hosts[0].line is not None
-        hosts[0].line.watch([])
+        assert hosts[0].channel is not None
+        hosts[0].channel.watch([])
         time.sleep(0.05)
     assert "host 127.0.0.2 refused this one, 127.0.0.3: a run is in progress there" in late.error
     for each in hosts[::-1]:
@@ -281,7 +230,7 @@ def test_what_may_differ_between_hosts_is_let_through(change: dict) -> None:
     assert not changed or changed in " ".join(remarks(TRAIN, other))
 
 
-def test_an_option_that_only_sets_a_hosts_own_paths_may_be_on_one_host_alone() -> None:
+def test_per_host_keys_may_be_on_one_host_alone() -> None:
     plain = replace(TRAIN, arguments=("-c", "cfg.yml", "--eval"))
     own = replace(plain, host=B, arguments=("-c", "cfg.yml", "-o", "output_dir=/b", "--eval"))
     assert differences(plain, own) == []
@@ -299,7 +248,7 @@ def test_an_option_that_only_sets_a_hosts_own_paths_may_be_on_one_host_alone() -
         {"processes": 10**9},
     ],
 )
-def test_a_greeting_that_is_none_is_not_taken_for_one(change: dict) -> None:
+def test_what_is_no_handshake_is_not_taken_for_one(change: dict) -> None:
     message = json.loads(json.dumps(TRAIN.message()))
     assert read_handshake(message) == TRAIN
     assert read_handshake(message | change) is None

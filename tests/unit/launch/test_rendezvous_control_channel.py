@@ -1,4 +1,4 @@
-"""The line between the hosts of a run; each host is a thread with one end of it."""
+"""The channel between the hosts of a run; each host is a thread with one end of it."""
 
 import signal
 import socket
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ppdist.launch.rendezvous import Connection, ControlChannel, Report, verdict
+from ppdist.launch.rendezvous import Connection, ControlChannel, HostEnd, verdict
 from ppdist.launch.watchdog import Outcome
 
 A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
@@ -19,9 +19,9 @@ class Host:
     """A host whose ranks end as `end` says, or stop when the others want it."""
 
     def __init__(
-        self, own: str, line: ControlChannel, end: Callable[[bool], Outcome | None]
+        self, own: str, channel: ControlChannel, end: Callable[[bool], Outcome | None]
     ) -> None:
-        self.own, self.line, self.end = own, line, end
+        self.own, self.channel, self.end = own, channel, end
         self.received: list[int] = []
         self.outcome: Outcome | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -30,13 +30,13 @@ class Host:
     def _run(self) -> None:
         outcome = None
         while outcome is None:
-            must_stop = self.line.watch(self.received)
+            must_stop = self.channel.watch(self.received)
             outcome = self.end(must_stop or bool(self.received))
             time.sleep(0.02)
-        self.outcome = self.line.finish(outcome, self.received)
+        self.outcome = self.channel.finish(outcome, self.received)
 
 
-def lines(
+def channels(
     hosts: Sequence[str], silence: float = 60.0
 ) -> tuple[dict[str, ControlChannel], dict[str, list]]:
     said: dict[str, list[str]] = {host: [] for host in hosts}
@@ -52,8 +52,8 @@ def lines(
 
 
 def ran(ends: dict[str, Callable[[bool], Outcome | None]]) -> tuple[dict[str, Host], dict]:
-    made, said = lines(list(ends))
-    hosts = {own: Host(own, line, ends[own]) for own, line in made.items()}
+    made, said = channels(list(ends))
+    hosts = {own: Host(own, channel, ends[own]) for own, channel in made.items()}
     join(hosts)
     return hosts, said
 
@@ -98,7 +98,7 @@ def test_a_failure_on_one_host_stops_all_and_is_named_everywhere(culprit: str) -
             assert said[own] == [stopping]
 
 
-def test_the_cause_is_named_even_when_a_consequence_is_reported_first() -> None:
+def test_the_cause_wins_over_an_earlier_report() -> None:
     now = time.time()
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=now)
     cause = Outcome(1, "rank 1: SIGSEGV", told="rank 1: SIGSEGV", time=now - 0.1)
@@ -117,16 +117,16 @@ def test_wrong_input_on_one_host_is_exit_2_on_all() -> None:
     assert hosts[B].outcome == wrong
 
 
-def test_the_same_wrong_input_on_all_hosts_is_said_by_each_as_its_own() -> None:
+def test_the_same_wrong_input_is_said_by_each_host() -> None:
     wrong = Outcome(2, "error: unknown key", told="error: unknown key")
     hosts, _ = ran({A: lambda stop: wrong, B: lambda stop: wrong})
     assert [host.outcome for host in hosts.values()] == [wrong, wrong]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_others_hear_whether_a_host_knows_why_its_ranks_failed(known: bool) -> None:
+def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
     failed = Outcome(1, "x", told="x", is_consequence=not known)
-    made, _ = lines([A, B, C])
+    made, _ = channels([A, B, C])
     made[B].tell_failure(failed)
     deadline = time.monotonic() + 10
     while not (made[A].watch([]) and made[C].watch([])) and time.monotonic() < deadline:
@@ -137,24 +137,25 @@ def test_the_others_hear_whether_a_host_knows_why_its_ranks_failed(known: bool) 
 
 @pytest.mark.parametrize("stopped", [A, B, C])
 def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
-    made, said = lines([A, B, C])
+    made, said = channels([A, B, C])
     save = Outcome(75, "")
     hosts = {
-        own: Host(own, line, lambda stop: save if stop else None) for own, line in made.items()
+        own: Host(own, channel, lambda stop: save if stop else None)
+        for own, channel in made.items()
     }
     time.sleep(0.2)
     hosts[stopped].received.append(signal.SIGTERM)
     join(hosts)
     for own, host in hosts.items():
         assert host.outcome is not None and host.outcome.code == 75
-        assert (host.line.stopped_by == signal.SIGTERM) == (own != stopped)
+        assert (host.channel.stopped_by == signal.SIGTERM) == (own != stopped)
         if own != stopped:
             assert said[own] == [f"host {stopped}: got SIGTERM; stopping the ranks here too"]
 
 
 @pytest.mark.parametrize("gone", [A, B])
 def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> None:
-    made, _ = lines([A, B, C])
+    made, _ = channels([A, B, C])
     hosts = {own: Host(own, made[own], killed_when_asked) for own in (A, B, C) if own != gone}
     for peer in made[gone]._peers.values():
         peer.close()
@@ -165,8 +166,8 @@ def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> Non
 
 
 @pytest.mark.parametrize("silent", [A, B])
-def test_a_host_that_falls_silent_is_lost_though_gloo_failed_first(silent: str) -> None:
-    made, _ = lines([A, B], silence=0.6)
+def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
+    made, _ = channels([A, B], silence=0.6)
     other = B if silent == A else A
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
     hosts = {other: Host(other, made[other], lambda stop: lost)}
@@ -175,7 +176,7 @@ def test_a_host_that_falls_silent_is_lost_though_gloo_failed_first(silent: str) 
     assert hosts[other].outcome.message.startswith(f"host {silent}: no word from it for 1 s")
 
 
-def test_hosts_that_lost_each_other_are_not_sent_round_in_a_circle() -> None:
+def test_hosts_that_lost_each_other_name_no_culprit() -> None:
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
     hosts, _ = ran({A: lambda stop: lost, B: lambda stop: lost})
     for host in hosts.values():
@@ -183,25 +184,26 @@ def test_hosts_that_lost_each_other_are_not_sent_round_in_a_circle() -> None:
         assert host.outcome.message.count("No host knows a cause, each lost another one") == 1
 
 
-def test_the_verdict_prefers_wrong_input_then_the_cause_then_the_earliest() -> None:
-    clean, stopped = Report(A, 0, "", False, 0.0), Report(B, 75, "", False, 0.0)
-    early, late = Report(A, 1, "x", False, 1.0), Report(B, 1, "y", False, 2.0)
-    wrong, echo = Report(C, 2, "z", False, 3.0), Report(C, 2, "rank 0 (host a) failed:", True, 0.5)
+def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
+    clean, stopped = HostEnd(A, 0, "", False, 0.0), HostEnd(B, 75, "", False, 0.0)
+    early, late = HostEnd(A, 1, "x", False, 1.0), HostEnd(B, 1, "y", False, 2.0)
+    wrong = HostEnd(C, 2, "z", False, 3.0)
+    echo = HostEnd(C, 2, "rank 0 (host a) failed:", True, 0.5)
     assert verdict([clean, stopped]) == stopped
     assert verdict([clean, late, early]) == early
     assert verdict([late, early, wrong]) == wrong
     assert verdict([late, early, echo]) == early
-    guess, lost = Report(A, 1, "g", False, 0.1, is_guess=True), Report(B, 1, "l", True, 0.05)
+    guess, lost = HostEnd(A, 1, "g", False, 0.1, is_guess=True), HostEnd(B, 1, "l", True, 0.05)
     assert verdict([late, guess]) == late and verdict([lost, guess]) == guess
 
 
 def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
     one, other = socket.socketpair()
-    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
     other.sendall(b'{"type": "ended", "code": -7, "age_ms": "x", "message": 1}\n')
-    assert line.watch([])
-    assert line._reports[B].code == 1 and line._reports[B].message == ""
+    assert channel.watch([])
+    assert channel._reports[B].code == 1 and channel._reports[B].message == ""
     one, other = socket.socketpair()
-    line = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
+    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
     other.sendall(b"nonsense\n")
-    assert line.watch([]) and line._reports[B].code == 1
+    assert channel.watch([]) and channel._reports[B].code == 1

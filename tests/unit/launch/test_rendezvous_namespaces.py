@@ -5,21 +5,17 @@ Each is a host for everything that fleetrun, gloo and Paddle see; only the disk 
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.hosts import ALL_REDUCE, ROOT, Ended, Host, hosts_of_a_test, wait_for, write
+from tests.unit.launch.hosts import ALL_REDUCE, ROOT, hosts_of_a_test, wait_for, write
+from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, ended, ip
 
 pytestmark = pytest.mark.slow
-A, B = "10.213.7.1", "10.213.7.2"
-MANAGEMENT = "10.214.7.1"  # a second network of the first host
 TRAINING = (
     "data.workers=0",
     "train.epochs=2",
@@ -30,79 +26,10 @@ TRAINING = (
 )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@dataclass
-class Cable:
-    """Two namespaces and the cable between them."""
-
-    namespaces: tuple[str, str]
-
-    def prefix(self, host: str) -> Sequence[str]:
-        return ("ip", "netns", "exec", self.namespaces[host == B])
-
-    def pull(self) -> None:
-        ip("-n", self.namespaces[1], "link", "set", "cable1", "down")
-
-    def block(self, target: str) -> None:
-        """B finds no way to the target any more."""
-        ip("-n", self.namespaces[1], "route", "add", "blackhole", target)
-
-    def unblock(self, target: str) -> None:
-        ip("-n", self.namespaces[1], "route", "del", "blackhole", target)
-
-
-@pytest.fixture
-def cable() -> Iterator[Cable]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the program ip (iproute2)")
-    names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-            pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
-            for end, (other, name) in pairs.items():
-                peer = ("peer", "name", other, "netns", name)
-                ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
-        ip("-n", names[0], "link", "set", "manage0", "up")
-        for place, address in enumerate((A, B)):
-            ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
-            ip("-n", names[place], "link", "set", f"cable{place}", "up")
-        yield Cable(names)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-@pytest.fixture
-def start(
-    cable: Cable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Host]]:
-    """Starts fleetrun on one of the two hosts; neither gets --host."""
-    monkeypatch.chdir(tmp_path)
-    with hosts_of_a_test() as starter:
-
-        def started(host: str, *words: str, **more) -> Host:
-            return starter(host, "--ips", f"{A},{B}", *words, prefix=cable.prefix(host), **more)
-
-        yield started
-
-
-def ended(hosts: Sequence[Host], seconds: float = 100) -> list[Ended]:
-    return [host.ended(seconds) for host in hosts]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
-def test_two_hosts_sum(start, processes: int) -> None:
+def test_two_hosts_sum(cabled, processes: int) -> None:
     words = ("--nproc_per_node", str(processes), write(ALL_REDUCE))
-    first, second = ended([start(A, *words), start(B, *words)])
+    first, second = ended([cabled(A, *words), cabled(B, *words)])
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     world = 2 * processes
     total = world * (world + 1) / 2
@@ -110,20 +37,20 @@ def test_two_hosts_sum(start, processes: int) -> None:
     assert second.output == f"sum {total} on rank {processes} of {world}\n"
 
 
-def test_a_host_that_starts_30_seconds_late_is_waited_for_and_named(start) -> None:
+def test_a_host_that_starts_late_is_waited_for(cabled) -> None:
     script = write(ALL_REDUCE)
-    first = start(A, script)
+    first = cabled(A, script)
     time.sleep(30)
-    late = start(B, script)
+    late = cabled(B, script)
     one, other = ended([first, late])
     assert (one.code, other.code) == (0, 0), one.errors + other.errors
     waiting = [line for line in one.errors.splitlines() if "still waiting for host" in line]
     assert len(waiting) >= 2 and all(f"host {B} ({B}:6070: " in line for line in waiting)
 
 
-def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, start) -> None:
+def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, cabled) -> None:
     script = write("")
-    first = start(A, script)
+    first = cabled(A, script)
     with hosts_of_a_test() as starter:
         other = starter("other", "--ips", f"{B},{A}", script, prefix=cable.prefix(B))
         for end in ended([first, other]):
@@ -131,7 +58,7 @@ def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, start) -> None:
             assert f"{A},{B}" in end.errors and f"{B},{A}" in end.errors
 
 
-def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, start) -> None:
+def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, cabled) -> None:
     with hosts_of_a_test() as starter:
         words = ("--ips", f"{A},10.213.7.9", write(""))
         end = starter("stranger", *words, prefix=cable.prefix(B)).ended()
@@ -139,17 +66,17 @@ def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, start) -> None:
     assert f"none of --ips {A}, 10.213.7.9 is this machine (its addresses: {B}" in end.errors
 
 
-def test_a_blocked_way_is_named_and_the_run_begins_once_it_is_open(cable: Cable, start) -> None:
+def test_a_blocked_way_is_named_until_it_is_open(cable: Cable, cabled) -> None:
     script = write(ALL_REDUCE)
     cable.block(A)
-    hosts = [start(A, script), start(B, script)]
+    hosts = [cabled(A, script), cabled(B, script)]
     wait_for(lambda: f"host {A} ({A}:6070: no way to it from here" in hosts[1].said, 30)
     wait_for(lambda: f"host {B} ({B}:6070: " in hosts[0].said, 30)
     cable.unblock(A)
     assert [end.code for end in ended(hosts)] == [0, 0], hosts[0].said + hosts[1].said
 
 
-def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, start) -> None:
+def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, cabled) -> None:
     listen = f"import socket,time; s=socket.create_server(('{A}', 6070)); print(1, flush=True); "
     program = subprocess.Popen(
         [*cable.prefix(A), sys.executable, "-c", listen + "time.sleep(60)"], stdout=subprocess.PIPE
@@ -157,8 +84,8 @@ def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, start) -
     try:
         assert program.stdout is not None and program.stdout.readline()
         script = write("")
-        first = start(A, script)
-        second = start(B, "--start_timeout", "15", script)
+        first = cabled(A, script)
+        second = cabled(B, "--start_timeout", "15", script)
         one, other = ended([first, second])
     finally:
         program.kill()
@@ -168,19 +95,19 @@ def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, start) -
     assert "what answers there is not a fleetrun: another program has the port" in other.errors
 
 
-def test_the_interface_of_another_network_is_refused(start) -> None:
-    end = start(A, write(""), variables={"GLOO_SOCKET_IFNAME": "manage0"}).ended()
+def test_the_interface_of_another_network_is_refused(cabled) -> None:
+    end = cabled(A, write(""), variables={"GLOO_SOCKET_IFNAME": "manage0"}).ended()
     assert end.code == 2
     assert f"GLOO_SOCKET_IFNAME=manage0 holds {MANAGEMENT}, but this host" in end.errors
     assert f"{A}, which is on cable0" in end.errors
 
 
 def test_a_cable_pulled_during_the_run_ends_both_hosts_by_name(
-    cable: Cable, start, record_property
+    cable: Cable, cabled, record_property
 ) -> None:
     code = ALL_REDUCE + "Path(f'ready{rank}').touch()\nwhile True: dist.all_reduce(tensor)\n"
     script = write(code)
-    hosts = [start(A, script), start(B, script)]
+    hosts = [cabled(A, script), cabled(B, script)]
     wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
     cable.pull()
     begin = time.monotonic()
@@ -194,7 +121,7 @@ def test_a_cable_pulled_during_the_run_ends_both_hosts_by_name(
 
 
 def test_two_hosts_train_with_the_losses_of_one(
-    start, tmp_path: Path, request: pytest.FixtureRequest
+    cabled, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     config, *overrides = _training(tmp_path, request)
     tool = str(ROOT / "tools/train.py")
@@ -202,7 +129,7 @@ def test_two_hosts_train_with_the_losses_of_one(
     def words(output: str) -> tuple[str, ...]:
         return (tool, "-c", config, "-o", *TRAINING, *overrides, f"output_dir={output}")
 
-    ends = ended([start(host, *words("two")) for host in (A, B)], 600)
+    ends = ended([cabled(host, *words("two")) for host in (A, B)], 600)
     assert [end.code for end in ends] == [0, 0], ends[0].errors + ends[1].errors
     with hosts_of_a_test() as starter:
         alone = starter("alone", "--nproc_per_node", "2", *words("one")).ended(600)
@@ -231,9 +158,7 @@ def _losses(metrics: Path) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_the_doctor_says_on_both_hosts_that_their_packets_differ_in_size(
-    cable: Cable, tmp_path: Path
-) -> None:
+def test_the_doctor_finds_another_mtu_on_both_hosts(cable: Cable, tmp_path: Path) -> None:
     ip("-n", cable.namespaces[1], "link", "set", "cable1", "mtu", "1400")
     running = []
     for host in (A, B):

@@ -22,7 +22,7 @@ from ppdist.launch.topology import make_plan
 from tests.distributed import run_on_ranks
 from tests.ports import free_port
 from tests.unit.launch import hosts as launched
-from tests.unit.launch.test_rendezvous import TRAIN, A, B, Host, host
+from tests.unit.launch.waiting import TRAIN, A, B, Host, host
 
 TOKEN = "correct horse battery staple"
 assert "proof" in asdict(TRAIN)
@@ -31,14 +31,14 @@ assert "proof" in asdict(TRAIN)
 class Member(Host):
     """A fleetrun with a token of its own."""
 
-    def __init__(self, greeting: Handshake, port: int, token: str, seconds: float = 15) -> None:
-        super().__init__(greeting.signed(token), port, seconds)
+    def __init__(self, handshake: Handshake, port: int, token: str, seconds: float = 15) -> None:
+        super().__init__(handshake.signed(token), port, seconds)
         self.token = token
 
     def _meet(self) -> None:
         try:
-            self.line = rendezvous.rendezvous(
-                self.greeting, self.port, self.seconds, self.said.append, (), self.token
+            self.channel = rendezvous.rendezvous(
+                self.handshake, self.port, self.seconds, self.said.append, (), self.token
             )
         except ValueError as error:
             self.error = str(error)
@@ -47,7 +47,7 @@ class Member(Host):
 def finished(*members: Member) -> None:
     for each in members:
         each.thread.join(30)
-    for each in sorted(members, key=lambda each: each.greeting.is_first):
+    for each in sorted(members, key=lambda each: each.handshake.is_first):
         each.end()
 
 
@@ -58,7 +58,7 @@ def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
         each.start()
     finished(*members)
     assert [each.error for each in members] == ["", ""]
-    drawn = {each.line.drawn for each in members if each.line is not None}
+    drawn = {each.channel.drawn for each in members if each.channel is not None}
     assert len(drawn) == 1
     assert name_of_job(TOKEN, *drawn) == name_of_job(TOKEN, *drawn)
     assert name_of_job(TOKEN, *drawn) != name_of_job("", *drawn), "the token is part of it"
@@ -67,7 +67,7 @@ def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
 
 
 @pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
-def test_a_host_without_the_token_is_refused_and_the_right_one_still_joins(others: str) -> None:
+def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
     first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)
     first.start()
@@ -92,10 +92,10 @@ def test_a_first_host_without_the_token_of_the_others_is_told_so() -> None:
     finished(*members)
     said = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
     assert said in members[0].error or said in members[1].error
-    assert all(each.error and each.line is None for each in members)
+    assert all(each.error and each.channel is None for each in members)
 
 
-def test_a_greeting_that_was_changed_on_the_way_is_not_signed() -> None:
+def test_a_handshake_changed_on_the_way_is_not_signed() -> None:
     signed = host(B).signed(TOKEN)
     assert signed.is_signed(TOKEN) and TOKEN not in json.dumps(signed.message())
     for change in ({"processes": 3}, {"arguments": ("-c", "other.yml")}, {"identity": "x"}):
@@ -105,7 +105,7 @@ def test_a_greeting_that_was_changed_on_the_way_is_not_signed() -> None:
     assert not signed.is_signed("") and host(B).is_signed("")
 
 
-def test_a_stranger_who_speaks_as_fleetrun_does_cannot_end_a_job_with_a_token() -> None:
+def test_a_stranger_cannot_end_a_job_with_a_token() -> None:
     port = free_port()
     first = Member(host(A), port, TOKEN)
     first.start()
@@ -147,7 +147,7 @@ def sending(address: str, port: int, content: bytes) -> Iterator[None]:
         thread.join(10)
 
 
-def meeting_seconds(port: int) -> float:
+def rendezvous_seconds(port: int) -> float:
     """How long a host takes that finds the first one waiting."""
     first, second = Member(host(A), port, ""), Member(host(B), port, "")
     first.start()
@@ -166,7 +166,7 @@ def meeting_seconds(port: int) -> float:
 def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
     port = free_port()
     with sending(A, port, content):
-        assert meeting_seconds(port) < 15
+        assert rendezvous_seconds(port) < 15
 
 
 @pytest.mark.slow
@@ -187,11 +187,11 @@ def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> N
     thread = threading.Thread(target=crowd, daemon=True)
     thread.start()
     try:
-        seconds = meeting_seconds(port)
+        seconds = rendezvous_seconds(port)
     finally:
         over.set()
         thread.join(20)
-    record_property("meeting_seconds", seconds)
+    record_property("rendezvous_seconds", seconds)
     assert seconds < 20
 
 
@@ -230,7 +230,7 @@ def joins_late(argument: object) -> list[list[int]]:
     return [comm.all_gather_object(0), comm.all_gather_object(3)]
 
 
-def test_a_rank_of_an_earlier_job_is_refused_and_disturbs_no_meeting() -> None:
+def test_a_rank_of_an_earlier_job_disturbs_nothing() -> None:
     results = run_on_ranks(2, "tests.unit.launch.test_rendezvous_strangers:joins_late")
     assert results == [[[0, 1], [3, 2]]] * 2
 
@@ -253,7 +253,7 @@ def what_was_left(*folders: Path) -> list[str]:
     "ending",
     ["well", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failure", "killed"))],
 )
-def test_no_file_of_a_run_holds_what_the_environment_keeps_secret(
+def test_no_file_of_a_run_holds_secrets(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -299,7 +299,7 @@ def alive(mark: Path) -> list[str]:
 
 def test_the_token_stays_with_fleetrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ppdist.launch.options import parse_options
-    from tests.unit.launch.test_topology import machine
+    from tests.unit.launch.machines import machine
 
     monkeypatch.chdir(tmp_path)
     Path("t.py").touch()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.launch import paddle_launcher
+from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.worker import started_by
 from tests.unit.launch.hosts import FLEETRUN, ROOT, Host, hosts_of_a_test, wait_for, write
 
@@ -99,9 +99,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 @pytest.mark.slow
-def test_the_first_failure_is_said_within_2_s_and_its_peer_is_gone_within_5(
-    job, record_property
-) -> None:
+def test_the_first_failure_is_said_at_once(job, record_property) -> None:
     code = IGNORES.replace(
         "time.sleep(300)",
         """
@@ -159,7 +157,7 @@ def test_nothing_is_left_when_fleetrun_itself_is_killed(job) -> None:
 
 
 @slow
-def test_ranks_that_ignore_the_signal_are_killed_after_a_grace_when_fleetrun_is(job) -> None:
+def test_ranks_that_ignore_signals_die_with_fleetrun(job) -> None:
     running = job(IGNORES)
     running.ready()
     os.kill(running.pid, signal.SIGKILL)
@@ -202,7 +200,7 @@ def test_paddles_launcher_hears_the_first_signal_alone(monkeypatch) -> None:
 
 @slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_for_all_processes_of_a_job_leaves_the_ranks_their_grace(job, name: str) -> None:
+def test_a_signal_for_all_processes_leaves_ranks_grace(job, name: str) -> None:
     running = job(STOPS.replace("time.sleep(0.5)", "time.sleep(14)"))  # Paddle's: 10 s
     running.ready()
     (rank_0, watcher_0), (rank_1, watcher_1) = running.rank(0), running.rank(1)
@@ -214,7 +212,7 @@ def test_a_signal_for_all_processes_of_a_job_leaves_the_ranks_their_grace(job, n
 
 
 @pytest.mark.slow
-def test_signals_of_others_do_not_end_a_rank_that_is_just_starting(
+def test_other_signals_do_not_end_a_starting_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -239,7 +237,7 @@ def test_fleetrun_works_without_streams_that_were_closed(
 
 
 @pytest.mark.slow
-def test_who_is_killed_after_reporting_why_it_failed_is_read_all_the_same(job) -> None:
+def test_the_report_of_a_rank_killed_later_is_read(job) -> None:
     code = """
 class Slow:  # a terminal that takes its time
     def write(self, text): time.sleep(20)
@@ -262,15 +260,13 @@ def test_a_second_signal_ends_everything_at_once(job, name: str, code: int) -> N
     os.kill(running.pid, getattr(signal, name))
     time.sleep(1.2)
     os.kill(running.pid, getattr(signal, name))
-    begin = time.monotonic()
-    ended = running.host.ended()
-    print(f"ended after {time.monotonic() - begin:.2f} s")
+    ended = running.host.ended(worker.GRACE_SECONDS - 5)  # not only when their grace is over
     assert ended.code == code and f"{name} again: the ranks were killed at once" in ended.errors
-    assert running.living() == [] and time.monotonic() - begin < 15
+    assert running.living() == []
 
 
 @pytest.mark.slow
-def test_a_job_is_restarted_and_a_step_that_failed_twice_is_left_out(job) -> None:
+def test_a_restarted_job_leaves_out_a_failing_step(job) -> None:
     code = """
 attempt, skip = os.environ.get("PPDIST_RESTART", "0"), os.environ.get("PPDIST_SKIP_STEP")
 with open(f"attempts{rank}", "a") as file:
@@ -300,7 +296,7 @@ if skip is None: time.sleep(300)
 
 
 @slow
-def test_after_the_last_restart_the_code_is_that_of_the_last_attempt(job) -> None:
+def test_the_code_is_that_of_the_last_attempt(job) -> None:
     code = "heartbeat.beat('start')\nrun(lambda: 1 / 0)\n"
     ended = job(code, "--max_restart", "1").host.ended()
     assert ended.code == 1 and "restart 1 of 1 in 1 s" in ended.errors
@@ -327,7 +323,7 @@ def test_a_rank_that_ends_well_amid_training_is_a_failure(job) -> None:
 
 
 @slow
-def test_a_rank_that_ends_well_when_it_should_leaves_the_others_alone(job) -> None:
+def test_a_rank_that_ends_well_leaves_others_alone(job) -> None:
     running = job("heartbeat.beat('end')\nif rank == 0: time.sleep(5)\n")
     assert running.host.ended().code == 0
 

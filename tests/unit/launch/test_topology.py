@@ -1,5 +1,7 @@
 """What Paddle's launcher is given on a made-up machine."""
 
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,47 +14,15 @@ from ppdist.launch.topology import (
     Card,
     LaunchPlan,
     Machine,
-    Network,
     cards_of_runs,
     deal_out,
     expand_ids,
     make_plan,
     parse_nvidia_smi,
+    port_holder,
     visible_labels,
 )
-
-A, B = "10.9.0.1", "10.9.0.2"
-
-
-class FakeNetwork(Network):
-    """A machine that holds `addresses`, where the ports in `taken` are in use."""
-
-    def __init__(self, addresses: dict[str, str], taken: tuple[int, ...] = ()) -> None:
-        self.addresses, self.taken = addresses, taken
-        self.names = {"node-a": A, "node-b": B, "self": "127.0.1.1"}
-
-    def resolve(self, name: str) -> str | None:
-        return name if name[0].isdigit() else self.names.get(name)
-
-    def is_local(self, address: str) -> bool:
-        return address in self.addresses.values() or address.startswith("127.")
-
-    def is_free(self, port: int, address: str = "") -> bool:
-        return port not in self.taken
-
-    def interfaces(self) -> dict[str, str]:
-        return self.addresses
-
-    def interface_names(self) -> list[str]:
-        return [*self.addresses, "sit0"]  # which has no IPv4 address
-
-    def towards(self, address: str) -> str | None:
-        return self.addresses["eth1"]
-
-
-def machine(cards: int = 0, build: str = "gpu", own: str = A, taken: tuple[int, ...] = ()):
-    network = FakeNetwork({"lo": "127.0.0.1", "eth1": own}, taken)
-    return Machine([Card(index, uuid=f"GPU-{index}") for index in range(cards)], build, 8, network)
+from tests.unit.launch.machines import A, B, machine
 
 
 @pytest.fixture(autouse=True)
@@ -91,12 +61,12 @@ def test_with_cards_every_form_becomes_devices(name: str, value: str, cards: str
         assert "OMP_NUM_THREADS" not in made.environment
 
 
-def test_nothing_asked_for_means_every_card_and_nproc_the_first_ones() -> None:
+def test_by_default_every_card_is_used() -> None:
     assert given(plan("", machine(cards=4)), "--devices") == "0,1,2,3"
     assert given(plan("--nproc_per_node 2", machine(cards=4)), "--devices") == "0,1"
 
 
-def test_without_cards_processes_run_on_the_cpu_and_share_its_cores() -> None:
+def test_without_cards_processes_share_the_cores() -> None:
     made = plan("--nproc_per_node 2", machine())
     assert given(made, "--nproc_per_node") == "2" and "--devices" not in made.arguments
     assert made.environment["OMP_NUM_THREADS"] == "4"
@@ -116,7 +86,7 @@ def test_asking_for_cards_where_there_are_none_says_what_to_type(typed: str) -> 
     )
 
 
-def test_the_two_host_command_without_cards_is_suggested_with_its_hosts() -> None:
+def test_a_command_for_two_hosts_is_suggested_whole() -> None:
     with pytest.raises(
         LaunchError, match=r"fleetrun --ips 10\.9\.0\.1,10\.9\.0\.2 --nproc_per_nod"
     ):
@@ -136,7 +106,7 @@ def test_ids_are_physical_and_must_be_in_cuda_visible_devices() -> None:
     )
 
 
-def test_an_empty_cuda_visible_devices_means_cpu_and_the_workers_still_see_no_card() -> None:
+def test_empty_cuda_visible_devices_means_cpu() -> None:
     made = plan("--nproc_per_node 3", machine(cards=8), CUDA_VISIBLE_DEVICES="")
     assert given(made, "--nproc_per_node") == "3"
     # Paddle's launcher reads "" as one card and fails for 3 processes; the worker hides them again.
@@ -181,7 +151,7 @@ def test_cards_that_cannot_be_had_are_refused(command: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_a_cpu_build_of_paddle_on_a_machine_with_cards_is_pointed_out() -> None:
+def test_a_cpu_build_beside_cards_is_pointed_out() -> None:
     with pytest.raises(LaunchError, match="8 visible GPUs, but the installed paddlepaddle is the "):
         plan("--selected_gpus 0-7", machine(cards=8, build="cpu"))
     made = plan("--nproc_per_node 2", machine(cards=8, build="cpu"))
@@ -210,13 +180,13 @@ def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
     assert ("host 1 of 2" if own == A else "host 2 of 2") in made.description
 
 
-def test_host_names_are_resolved_and_spaces_in_the_list_do_not_matter() -> None:
+def test_host_names_are_resolved_with_any_spaces() -> None:
     made = plan("--ips node-a, node-b --nproc_per_node 1", machine(own=B))
     assert (given(made, "--ips"), given(made, "--host")) == (f"{A},{B}", B)
 
 
 @pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
-def test_the_users_own_interfaces_are_kept_and_nccl_may_use_another_than_gloo(nccl: str) -> None:
+def test_interfaces_that_the_user_chose_are_kept(nccl: str) -> None:
     made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME=nccl)
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
@@ -252,7 +222,7 @@ def test_on_one_host_any_interface_that_exists_will_do() -> None:
         plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
 
 
-def test_an_address_that_is_no_interfaces_first_leaves_the_interface_open() -> None:
+def test_a_second_address_leaves_the_interface_open() -> None:
     made = plan("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
     assert given(made, "--host") == "127.0.0.3"
     assert "GLOO_SOCKET_IFNAME" not in made.environment
@@ -318,9 +288,7 @@ def test_a_taken_port_is_refused_on_the_host_that_listens_there(
         (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
     ],
 )
-def test_a_metrics_port_that_the_run_needs_is_refused_on_all_hosts(
-    command: str, own: str, needs: str
-) -> None:
+def test_a_metrics_port_that_the_run_needs_is_refused(command: str, own: str, needs: str) -> None:
     with pytest.raises(LaunchError, match=rf"--metrics_port \d+: the run itself needs {needs};"):
         plan(command, machine(own=own, taken=(9440,)))
     free = command.replace("metrics_port 9440", "metrics_port 9441")
@@ -333,7 +301,7 @@ def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.Monkey
     assert given(made, "--start_port") == "20002"
 
 
-def test_the_port_variables_reach_paddle_as_the_option_and_not_again() -> None:
+def test_port_variables_reach_paddle_once() -> None:
     made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
     assert made.rendezvous_port == 7000 and given(made, "--start_port") == "7001"
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
@@ -349,7 +317,7 @@ def test_a_master_gets_this_hosts_address_and_paddles_options() -> None:
         plan(f"--master {B}:33000 --ips {A},{B}", machine())
 
 
-def test_restarts_are_refused_with_paddles_rendezvous_rather_than_pretended() -> None:
+def test_restarts_are_refused_with_paddles_rendezvous() -> None:
     with pytest.raises(LaunchError, match="--max_restart does not work with --master"):
         plan(f"--master {B}:33000 --max_restart 2", machine())
 
@@ -371,7 +339,7 @@ def test_runs_side_by_side_have_cards_of_their_own() -> None:
         deal_out(["0", "1", "2"], 2, 2)
 
 
-def test_the_listing_of_nvidia_smi_is_read_and_mig_slices_are_left_out() -> None:
+def test_nvidia_smi_is_read_without_mig_slices() -> None:
     listing = (
         "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c8)\n"
         "  MIG 1g.5gb     Device  0: (UUID: MIG-1)\n"
@@ -395,3 +363,10 @@ def test_the_plan_leaves_the_machine_as_it_is() -> None:
     on = machine(cards=2)
     assert make_plan(parse_options(["t.py"], {}), {}, on).processes == 2
     assert replace(on) == on
+
+
+def test_the_process_that_has_a_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_holder(port).startswith(f"process {os.getpid()} (")
+    assert port_holder(port) == ""

@@ -1,6 +1,6 @@
 """The watch over the ranks of a host: who makes no progress is named, and nobody else.
 
-Most ranks here are pulses written by hand over processes that sleep, and time is a number; the
+Most ranks here are heartbeats written by hand over processes that sleep, and time is a number; the
 last tests run the installed fleetrun with ranks that load no Paddle.
 """
 
@@ -21,13 +21,14 @@ from ppdist.common.errors import Failure
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Watch, found_stall, judge
+from tests.unit.launch.beats import write_beat
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
 
 LIMIT, TIMEOUT = 60.0, 1800.0
 
 
 class Ranks:
-    """Ranks of a host whose pulses a test writes, and a watch whose time the test moves."""
+    """Ranks of a host whose heartbeats a test writes, and a watch whose time the test moves."""
 
     def __init__(self, folder: Path, several_hosts: bool = False) -> None:
         self.folder, self.time = folder, 100.0
@@ -70,12 +71,11 @@ class Ranks:
         """Args: place: of the collective it is in, else it works alone; steps: since the start or
         an evaluation; measured: in all, else as many as were made; seconds: of the last."""
         measured = step if measured is None else measured
-        packed = heartbeat._sealed(
-            heartbeat._LAYOUT, self.processes[rank].pid, heartbeat.PHASES.index(phase), bool(place),
-            step, collectives, time.monotonic_ns(), TIMEOUT, LIMIT, place.encode(),
-            steps, measured, seconds,
+        write_beat(
+            self.folder, rank, self.processes[rank].pid, phase, step, collectives=collectives,
+            place=place, timeout=TIMEOUT, limit=LIMIT, steps=steps, measured=measured,
+            seconds=seconds,
         )  # fmt: skip
-        heartbeat.file_of(self.folder, rank).write_bytes(packed)
 
     def train(self, steps: int, seconds: float, first: int = 0) -> None:
         """All ranks make steps of so many seconds."""
@@ -126,7 +126,7 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             process.wait()
 
 
-def test_a_stopped_rank_is_named_with_its_collective_and_all_stacks_are_kept(host) -> None:
+def test_a_stopped_rank_is_named_and_stacks_are_kept(host) -> None:
     ranks = host(3)
     ranks.train(5, 1.0)
     for rank in range(3):
@@ -165,7 +165,7 @@ def test_ten_times_the_slow_steps_of_this_run_are_waited_for(host) -> None:
 
 
 @pytest.mark.parametrize("phase", ["start", "evaluate", "save", "end"])
-def test_outside_of_steps_a_rank_has_the_patience_of_the_meetings(host, phase: str) -> None:
+def test_outside_of_steps_the_barrier_timeout_holds(host, phase: str) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     for rank in range(2):
@@ -174,7 +174,7 @@ def test_outside_of_steps_a_rank_has_the_patience_of_the_meetings(host, phase: s
     assert ranks.wait(20) != ""
 
 
-def test_the_first_step_may_be_slow_also_after_an_evaluation_but_not_for_ever(host) -> None:
+def test_the_first_step_may_be_slow(host) -> None:
     ranks = host(1)
     ranks.beat(0, steps=0)
     assert ranks.wait(10 * LIMIT - 10) == ""  # the very first
@@ -188,7 +188,7 @@ def test_the_first_step_may_be_slow_also_after_an_evaluation_but_not_for_ever(ho
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_hang_before_any_step_was_timed_is_found_after_ten_times_the_limit(host, step) -> None:
+def test_a_hang_in_the_first_steps_is_found(host, step) -> None:
     ranks = host(2)
     for rank in range(2):
         ranks.beat(rank, step=step, steps=step, measured=0)
@@ -197,7 +197,7 @@ def test_a_hang_before_any_step_was_timed_is_found_after_ten_times_the_limit(hos
     assert ranks.wait(20).startswith("rank 0 (host ")
 
 
-def test_a_hang_in_the_step_after_a_checkpoint_is_found_like_any_other(host) -> None:
+def test_a_hang_after_a_checkpoint_is_found(host) -> None:
     ranks = host(1)
     ranks.train(5, 1.0)
     ranks.beat(0, "save", step=6)
@@ -206,9 +206,9 @@ def test_a_hang_in_the_step_after_a_checkpoint_is_found_like_any_other(host) -> 
     assert ranks.wait(LIMIT + 10).startswith("rank 0 ")
 
 
-def test_a_rank_that_is_stopped_before_it_can_say_anything_is_named(host) -> None:
+def test_a_rank_stopped_before_its_first_beat_is_named(host) -> None:
     ranks = host(2)
-    ranks.beat(1, "start", collectives=1, place="meeting ppdist/store")
+    ranks.beat(1, "start", collectives=1, place="barrier ppdist/store")
     ranks.stop(0)
     assert ranks.wait(LIMIT - 5) == ""
     found = ranks.wait(10)
@@ -223,7 +223,7 @@ def test_ranks_that_never_say_anything_are_left_alone(host) -> None:
     assert ranks.wait(10 * TIMEOUT) == "" and ranks.alive() == [0, 1]
 
 
-def test_an_evaluation_or_a_loader_that_gives_signs_of_life_goes_on_for_ever(host) -> None:
+def test_signs_of_life_let_an_evaluation_go_on(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.beat(0, step=5, collectives=11, place="sum of 10 values")
@@ -261,14 +261,14 @@ def test_ranks_that_wait_in_different_collectives_are_told_apart(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.beat(0, step=5, collectives=11, place="all_reduce of 10 values")
-    ranks.beat(1, "evaluate", step=6, collectives=11, place="meeting ppdist/barrier/3")
+    ranks.beat(1, "evaluate", step=6, collectives=11, place="barrier ppdist/barrier/3")
     found = ranks.wait(70)
     assert found.startswith("the ranks of this host wait for one another in different places")
     assert "in all_reduce of 10 values, its collective 11, in step 6; rank 1" in found
-    assert "in meeting ppdist/barrier/3, its collective 11, in the evaluation after step 6" in found
+    assert "in barrier ppdist/barrier/3, its collective 11, in the evaluation after step 6" in found
 
 
-def test_a_host_whose_ranks_all_wait_leaves_the_word_to_the_others_first(host) -> None:
+def test_a_host_whose_ranks_all_wait_lets_others_speak(host) -> None:
     ranks = host(2, several_hosts=True)
     ranks.train(5, 1.0)
     for rank in range(2):
@@ -301,7 +301,7 @@ def test_whoever_gave_up_waiting_lets_the_stopped_rank_be_named(host, code: str)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_by_itself_is_not_excused_by_one_that_stands_still(host) -> None:
+def test_a_hung_rank_excuses_no_failure_of_another(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.stop(1)
@@ -312,7 +312,7 @@ def test_a_rank_that_fails_by_itself_is_not_excused_by_one_that_stands_still(hos
     assert "rank 0 failed first" in outcome.message
 
 
-def test_when_another_host_waited_in_vain_who_stands_still_here_is_named_at_once(host) -> None:
+def test_who_let_another_host_wait_is_named_at_once(host) -> None:
     ranks = host(1, several_hosts=True)
     ranks.train(5, 1.0)
     assert ranks.wait(20) == ""
@@ -377,7 +377,7 @@ run(main)
         ("heartbeat.at('waiting for its images'); time.sleep(1000)", "waiting for its images"),
     ],
 )
-def test_a_rank_that_hangs_under_fleetrun_is_named_and_all_are_ended(
+def test_a_rank_that_hangs_under_fleetrun_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: str, why: str, record_property
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -394,7 +394,7 @@ def test_a_rank_that_hangs_under_fleetrun_is_named_and_all_are_ended(
         r"fleetrun: rank 1 \(host \S+, pid \d+\) has made no progress for \d+ s: ", end.errors
     )
     assert f"{why}, after 7 collectives, in step 8; rank 0 waits for it" in end.errors
-    assert "out of memory" not in end.errors and end.errors.count("makes no progress") == 1
+    assert "out of memory" not in end.errors and end.errors.count("has made no progress") == 1
     assert "in hang" in Path("log_a/stacks.1").read_text()
     assert "in sum" in Path("log_a/stacks.0").read_text()
     print(f"{why}: all ended {seconds:.1f} s after the hang, limit 3 s")

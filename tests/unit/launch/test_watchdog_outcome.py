@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
-from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.watchdog import Attempt, Outcome, judge
+from ppdist.launch.watchdog import Attempt, Outcome, RankEnd, judge
+from tests.unit.launch.beats import write_beat
 
 TERM = -signal.SIGTERM
 GLOO = failure_of(RuntimeError("[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:584] TIMEOUT"))
@@ -59,14 +59,14 @@ def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
     assert outcome == Outcome(2, "error: unknown key")
 
 
-def test_ranks_told_of_rank_0s_failure_do_not_make_it_wrong_input(tmp_path: Path) -> None:
+def test_ranks_told_of_a_failure_do_not_change_it(tmp_path: Path) -> None:
     outcome = ended(
         tmp_path, (1, 2.0, 1, crash("Traceback: boom")), (2, 1.9, 2, wrong("boom").of_rank(0, "a"))
     )
     assert outcome.code == 1 and "rank 0 failed first" in outcome.message
 
 
-def test_the_cause_is_named_even_when_a_consequence_was_seen_earlier(tmp_path: Path) -> None:
+def test_the_cause_is_named_before_its_consequence(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (1, 1.0, 1, GLOO), (-signal.SIGSEGV, 1.2), (TERM, 1.1))
     assert outcome.code == 1
     assert outcome.message.startswith("rank 1 failed first: it was killed by SIGSEGV")
@@ -93,14 +93,10 @@ def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
 
 def say(folder: Path, rank: int, phase: str, steps: int) -> None:
     """The last sign of life of a rank."""
-    number = heartbeat.PHASES.index(phase)
-    packed = heartbeat._sealed(
-        heartbeat._LAYOUT, 1, number, 0, 7, 0, 1, 9.0, 9.0, b"", steps, steps, 1.0
-    )
-    heartbeat.file_of(folder, rank).write_bytes(packed)
+    write_beat(folder, rank, 1, phase, 7, steps=steps, measured=steps)
 
 
-def test_stopped_before_the_first_step_of_an_attempt_is_75_because_nothing_is_lost(
+def test_stopped_before_the_first_step_is_75(
     tmp_path: Path,
 ) -> None:
     before = "stopped by SIGINT before any rank began"
@@ -121,7 +117,7 @@ def test_how_far_an_attempt_came_is_known_in_every_phase(tmp_path: Path) -> None
         assert ended(tmp_path, (-signal.SIGSEGV, 1.0)).reached == reached
 
 
-def test_a_rank_that_gave_up_on_the_store_says_so_unless_another_is_the_cause(
+def test_a_rank_that_gave_up_on_the_store_says_so(
     tmp_path: Path,
 ) -> None:
     said = (
@@ -167,3 +163,9 @@ def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
     assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
     assert (outcome.is_consequence, outcome.time) == (False, 5.0)
     assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence
+
+
+def test_signals_have_names_in_messages() -> None:
+    nothing = Failure("", "", "")
+    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
+    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how

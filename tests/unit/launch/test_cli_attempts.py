@@ -15,7 +15,7 @@ from ppdist.launch import cli as front
 from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
 from ppdist.launch.topology import Machine
 from ppdist.launch.watchdog import Outcome, signals_noted
-from tests.unit.launch.test_topology import machine
+from tests.unit.launch.machines import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
 FAILED = Outcome(1, "rank 1 failed first", told="rank 1 failed first")
@@ -44,7 +44,7 @@ def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
     return code, len(ends) - len(left)
 
 
-def test_an_attempt_that_cannot_be_started_counts_as_one_and_another_follows() -> None:
+def test_an_attempt_that_cannot_start_counts_as_one() -> None:
     missing = LaunchError("port 6070 is taken", code="port_in_use")
     assert attempts(FAILED, missing, Outcome(0, "")) == (0, 3)
     assert attempts(FAILED, missing, missing, restarts=2) == (1, 3)

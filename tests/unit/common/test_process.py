@@ -1,0 +1,80 @@
+"""Whether processes live, and that children do not outlive who started them."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from ppdist.common.process import end_with_parent, ends_with_this, is_alive, process_stat
+from tests.unit.launch.hosts import wait_for
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
+# Starts a child that is to end with it, says which, and waits.
+PARENT = """
+import subprocess, sys, time
+from ppdist.common.process import ends_with_this
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(subprocess.Popen(command, preexec_fn=ends_with_this(15)).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_zombie_is_there_and_does_not_live() -> None:
+    child = subprocess.Popen(SLEEPS)
+    stat = process_stat(child.pid)
+    assert stat is not None and stat.is_alive and stat.parent == os.getpid()
+    child.kill()
+    wait_for(lambda: not is_alive(child.pid))
+    zombie = process_stat(child.pid)
+    assert zombie is not None and (zombie.state, zombie.began) == ("Z", stat.began)
+    child.wait()
+    assert process_stat(child.pid) is None and not is_alive(child.pid)
+
+
+def test_a_name_with_brackets_and_blanks_is_no_field() -> None:
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b') Z 7 (', 0, 0, 0); print(1, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        stat = process_stat(child.pid)
+        assert stat is not None and stat.is_alive and stat.parent == os.getpid()
+        child.kill()
+
+
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+    wait_for(lambda: not is_alive(child))
+
+
+def test_a_parent_that_ended_before_is_noticed() -> None:
+    child = os.fork()
+    if not child:
+        end_with_parent(signal.SIGKILL, os.getppid() + 1)  # as if it had another by now
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_in_a_thread_nothing_is_asked_for() -> None:
+    """Else the end of the thread would be that of the child."""
+    made: list[Callable[[], None]] = []
+    thread = threading.Thread(target=lambda: made.append(ends_with_this(signal.SIGKILL)))
+    thread.start()
+    thread.join()
+    before = death_signal()
+    made[0]()
+    assert death_signal() == before
+
+
+def death_signal() -> int:
+    """What this process gets when its parent ends, 0: nothing."""
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+    return number.value

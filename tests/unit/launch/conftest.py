@@ -1,0 +1,51 @@
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.hosts import Host, hosts_of_a_test
+from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, ip
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the program ip (iproute2)")
+    names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
+            for end, (other, name) in pairs.items():
+                peer = ("peer", "name", other, "netns", name)
+                ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
+        ip("-n", names[0], "link", "set", "manage0", "up")
+        for place, address in enumerate((A, B)):
+            ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
+            ip("-n", names[place], "link", "set", f"cable{place}", "up")
+        yield Cable(names)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def cabled(
+    cable: Cable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Host]]:
+    """Starts fleetrun on one of the two hosts; neither gets --host."""
+    monkeypatch.chdir(tmp_path)
+    with hosts_of_a_test() as starter:
+
+        def started(host: str, *words: str, **more) -> Host:
+            return starter(host, "--ips", f"{A},{B}", *words, prefix=cable.prefix(host), **more)
+
+        yield started

@@ -1,0 +1,60 @@
+"""Hosts that wait for each other: threads of this process, each with a loopback address."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch import rendezvous
+from ppdist.launch.rendezvous import ControlChannel, Handshake
+
+A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+TRAIN = Handshake(
+    host=A,
+    hosts=(A, B),
+    processes=2,
+    device="cpu",
+    script="tools/train.py",
+    arguments=("-c", "cfg.yml", "-o", "seed=1"),
+    ppdist="0.1.0",
+    paddle="3.3.1",
+    python="3.11.7",
+)
+
+
+@dataclass
+class Host:
+    """One fleetrun that waits for the others, in a thread."""
+
+    handshake: Handshake
+    port: int
+    seconds: float = 8
+    said: list[str] = field(default_factory=list)
+    channel: ControlChannel | None = None
+    error: str = ""
+    received: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self._meet, daemon=True)
+        self.thread.start()
+
+    def _meet(self) -> None:
+        try:
+            self.channel = rendezvous.rendezvous(
+                self.handshake, self.port, self.seconds, self.said.append, self.received
+            )
+        except LaunchError as error:
+            self.error = str(error)
+        except rendezvous.Stopped:
+            self.error = "stopped"
+
+    def end(self) -> None:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), f"{self.handshake.host} hangs: {self.said}"
+        if self.channel is not None:
+            self.channel.close()
+
+
+def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:
+    return replace(TRAIN, host=own, hosts=tuple(hosts), identity=own + str(time.time()), **changes)
