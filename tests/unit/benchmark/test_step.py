@@ -37,7 +37,7 @@ def run(monkeypatch, capsys, what, *options):
 
 
 @pytest.mark.slow
-def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, capsys):
+def test_training_variants_alternate(monkeypatch, capsys):
     options = ["--vs", "train.cpu_convolutions=plain", "--steps", "2", "--warmup", "1"]
     report = run(monkeypatch, capsys, "train", *options)
     assert report["machine"]["ranks"] == 1
@@ -58,9 +58,7 @@ def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_cocos_numbers_are_computed_faster_than_by_pycocotools_and_are_the_same(
-    monkeypatch, capsys, tmp_path
-):
+def test_cocos_numbers_are_faster_and_the_same(monkeypatch, capsys, tmp_path):
     command = ["benchmark.py", "coco", "--images", "100", "--json", str(tmp_path / "coco.json")]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
@@ -84,9 +82,7 @@ def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_is_measured_interleaved_with_a_straightforward_one(
-    monkeypatch, capsys, workers
-):
+def test_the_loader_is_measured_beside_another(monkeypatch, capsys, workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
     result = run(monkeypatch, capsys, "loader", *options)["result"]
     assert result["images"] > 0 and result["workers"] == workers
@@ -101,7 +97,7 @@ def test_the_loader_is_measured_interleaved_with_a_straightforward_one(
     assert 1 < memory["own_mb"][1] <= memory["pss_mb"][1] <= memory["rss_mb"][1]
 
 
-def test_memory_that_is_shared_counts_once_in_pss_and_not_as_own():
+def test_shared_memory_counts_once_in_pss():
     shared = np.ones(64 << 20, np.uint8)
     child = os.fork()
     if child == 0:
@@ -118,7 +114,7 @@ def test_memory_that_is_shared_counts_once_in_pss_and_not_as_own():
 
 
 @pytest.mark.slow
-def test_evaluation_on_two_processes_finds_the_same_as_on_one(monkeypatch, capsys):
+def test_two_processes_evaluate_as_one_does(monkeypatch, capsys):
     options = ["--repeats", "1", "--processes", "1", "2"]
     result = run(monkeypatch, capsys, "eval", *options)["result"]
     assert result["metrics_identical"] and result["images"] == 4
@@ -141,7 +137,7 @@ def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
     assert result["metrics"]["val_loss"] > 0 and result["metrics"]["mAP"] >= 0
 
 
-def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monkeypatch):
+def test_a_step_is_timed_without_a_pause(monkeypatch):
     now = [0.0]
 
     def passes(seconds, result):
@@ -162,7 +158,7 @@ def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monke
     assert variant.wall == [pytest.approx(3.5)]
 
 
-def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
+def test_ratios_are_of_neighbouring_steps():
     first, other = (_Variant(name, None, iter(())) for name in ("a", "b"))
     first.wall, other.wall = [1.0, 1.0, 10.0, 2.0], [50.0, 3.0, 30.0, 6.0]
     first.cpu, other.cpu = [1.0] * 4, [2.0] * 4
@@ -173,7 +169,7 @@ def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
     assert found["largest_relative_loss_difference"] == pytest.approx(0.05)
 
 
-def test_a_step_that_is_slow_once_in_a_period_counts_as_often_as_it_comes():
+def test_a_slow_step_counts_once_a_period():
     local, plain = _Variant("local", None, iter(()), every=8), _Variant("plain", None, iter(()))
     for number in range(18):  # two of warm-up, then two periods
         synchronises = (number + 1) % 8 == 0
@@ -252,7 +248,7 @@ def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
     ) in capsys.readouterr().err
 
 
-def test_scaling_compares_within_rounds_and_tells_the_machine_from_communication(monkeypatch):
+def test_scaling_compares_within_rounds(monkeypatch):
     drift = iter([1.0, 0.5, 3.0])  # of the machine's speed, from round to round
     slice_seconds = []
 
@@ -290,7 +286,7 @@ def test_scaling_compares_within_rounds_and_tells_the_machine_from_communication
     assert two["sent_bytes_per_step"] == 7
 
 
-def test_a_failed_run_of_scaling_is_an_error_with_its_command():
+def test_a_failed_scaling_run_names_its_command():
     fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
     with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train") as error:
         launch(fails, ["benchmark.py", "train"], 2, environment=os.environ)

@@ -63,7 +63,7 @@ def flat(cards: int) -> Cluster:
 # Network
 
 
-def test_a_ring_and_a_tree_of_eight_take_what_the_formulas_say():
+def test_a_ring_and_a_tree_take_what_formulas_say():
     link = Link(1e-5, 1e9)
     assert ring_seconds(8, 64e6, link) == pytest.approx(14e-5 + 2 * 7 / 8 * 0.064)
     assert tree_seconds(8, 64e6, link) == pytest.approx(6e-5 + 0.128)
@@ -73,14 +73,14 @@ def test_a_ring_and_a_tree_of_eight_take_what_the_formulas_say():
     ("millions", "milliseconds"),
     [(7.9, (38, 15, 4, 2)), (23.5, (113, 45, 11, 6)), (52.2, (251, 100, 25, 12.5))],
 )
-def test_across_four_hosts_float32_gradients_take_a_known_time(millions, milliseconds):
+def test_gradients_across_hosts_take_a_known_time(millions, milliseconds):
     for gigabits, expected in zip((10, 25, 100, 200), milliseconds):
         joined = Cluster(4, 8, ANY_LINK, Link(0.0, gigabits * GIGABIT))
         found = all_reduces(4e6 * millions, joined)["two levels"]
         assert 1000 * found == pytest.approx(expected, rel=0.04, abs=0.5)
 
 
-def test_two_levels_beat_a_flat_ring_by_its_latency_and_one_card_needs_nothing():
+def test_two_levels_beat_a_flat_ring():
     found = all_reduces(1e3, cluster(4, 8))
     assert found["two levels"] < found["ring"] / 5
     assert all_reduce_seconds(1e9, cluster(1, 1)) == 0
@@ -91,7 +91,7 @@ def test_two_levels_beat_a_flat_ring_by_its_latency_and_one_card_needs_nothing()
 # Step
 
 
-def test_the_slowest_of_n_lies_where_tables_of_normal_order_statistics_have_it():
+def test_the_slowest_of_n_is_that_of_the_tables():
     for count, expected in {
         1: 0,
         2: 0.56,
@@ -105,7 +105,7 @@ def test_the_slowest_of_n_lies_where_tables_of_normal_order_statistics_have_it()
         assert slowest_of(count) == pytest.approx(expected, abs=0.01)
 
 
-def test_the_skew_of_image_sizes_is_the_expected_maximum_over_ranks():
+def test_size_skew_is_the_expected_maximum():
     sizes = tuple(range(320, 769, 32))
     draws = np.random.default_rng(0).choice(np.square(sizes), (200_000, 8))
     assert size_skew(8, sizes) == pytest.approx(draws.max(1).mean() / draws.mean(), rel=0.005)
@@ -125,7 +125,7 @@ def test_a_step_by_hand():
     assert alone.seconds == alone.compute == pytest.approx(0.17)
 
 
-def test_the_network_hides_behind_the_backward_pass_and_what_does_not_fit_is_exposed():
+def test_the_network_hides_behind_backward():
     slow, fast = cluster(4, 8, 10), cluster(4, 8, 100)
     last_bucket = all_reduce_seconds(1 << 20, fast)
     assert network_seconds(JOB, fast) == pytest.approx(last_bucket)
@@ -138,7 +138,7 @@ def test_the_network_hides_behind_the_backward_pass_and_what_does_not_fit_is_exp
     assert half == pytest.approx(network_seconds(unhidden, slow) / 2, rel=0.01)
 
 
-def test_the_slowest_of_card_host_and_storage_feeds_the_step():
+def test_the_slowest_reader_feeds_the_step():
     assert input_seconds(JOB, cluster(4, 8)) == 0
     for key, seconds in (
         ("card_input", 8 / 40),
@@ -154,7 +154,7 @@ def test_the_slowest_of_card_host_and_storage_feeds_the_step():
     assert step_time(replace(JOB, card_input=1e6), cluster(4, 8)).input == 0
 
 
-def test_accumulation_repeats_the_arithmetic_but_not_the_gradients_and_averages_jitter():
+def test_accumulation_repeats_arithmetic_alone():
     one, four = step_time(JOB, cluster(4, 8)), step_time(replace(JOB, accumulate=4), cluster(4, 8))
     assert four.compute == pytest.approx(4 * one.compute)
     assert four.stragglers == pytest.approx(2 * one.stragglers)
@@ -189,7 +189,7 @@ def test_the_parts_of_the_hours_add_up(hosts, cards):
     assert found.images_per_second == pytest.approx(found.total_batch / found.step.seconds)
 
 
-def test_evaluation_on_one_card_does_not_shrink_with_the_cards():
+def test_evaluation_on_one_card_does_not_shrink():
     on_one = replace(JOB, sharded_evaluation=False)
     ratio = [predict(on_one, flat(n)).parts["evaluation"] for n in (1, 32)]
     assert ratio[1] >= ratio[0]
@@ -217,7 +217,7 @@ def test_each_limit_is_named_where_it_bites(limit, changes, gigabits):
     assert predict(replace(job, **changes), cluster(4, 8, gigabits)).limit == limit
 
 
-def test_what_would_help_most_comes_first_and_each_change_is_only_itself():
+def test_what_would_help_most_comes_first():
     slow = cluster(4, 8, 1)
     before = predict(JOB, slow)
     changes = what_ifs(JOB, slow)
@@ -359,7 +359,7 @@ def test_files_that_are_no_benchmark_are_named(tmp_path):
     assert error.value.code == "not_json"
 
 
-def test_a_doctor_file_is_a_link_inside_a_host_or_between_hosts(tmp_path):
+def test_a_doctor_report_gives_links(tmp_path):
     path = tmp_path / "doctor.json"
     ring = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 3e9}
     pairs = [
@@ -384,7 +384,7 @@ def test_a_doctor_file_is_a_link_inside_a_host_or_between_hosts(tmp_path):
 # Published measurements
 
 
-def test_the_published_tables_are_reproduced_and_more_rows_than_were_fitted():
+def test_the_published_tables_are_reproduced():
     yolov5l, paddledetection, throughput, minutes = backtest()
     assert yolov5l.worst <= 0.03 and len(yolov5l.outcomes) == 4
     assert paddledetection.worst <= 0.15 and len(paddledetection.outcomes) == 5
@@ -397,12 +397,12 @@ def test_the_published_tables_are_reproduced_and_more_rows_than_were_fitted():
     assert [o.fitted for o in throughput.outcomes[:5]] == [True, False, False, False, True]
 
 
-def test_the_throughput_of_the_largest_entries_is_not_claimed():
+def test_the_largest_entries_are_not_claimed():
     throughput = backtest()[2]
     assert any(abs(o.error) > throughput.tolerance for o in throughput.outcomes if not o.required)
 
 
-def test_a_table_that_the_model_cannot_explain_does_not_hold(monkeypatch):
+def test_an_unexplained_table_does_not_hold(monkeypatch):
     rows = [row._replace(seconds=row.seconds * (2 if row.cards == 2 else 1))
             for row in reference_runs.YOLOV5L]  # fmt: skip
     monkeypatch.setattr(reference_runs, "YOLOV5L", tuple(rows))

@@ -51,7 +51,7 @@ def test_images_and_plots_take_letters_from_the_same_file(fonts):
     assert plots.fonts() == ["DejaVu Sans", "DejaVu Serif"]
 
 
-def test_a_text_beyond_ascii_is_written_where_it_belongs_also_over_the_edge():
+def test_a_text_beyond_ascii_is_in_its_place():
     if readable(GREEK, 0) != GREEK:
         pytest.skip("no font with Greek letters is installed")
     canvas_HW3 = np.zeros((60, 120, 3), np.uint8)
