@@ -18,15 +18,7 @@ from typing import Any
 
 from ppdist.common.logging import duration
 from ppdist.report.charts import COLOURS, Chart, Point, Series, chart
-from ppdist.report.run import (
-    ClassRow,
-    Confusion,
-    Evaluation,
-    Numbers,
-    Picture,
-    Run,
-    written,
-)
+from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
 
 # An evaluation.
 

@@ -107,9 +107,7 @@ def test_ending_the_measurement_ends_its_groups(tmp_path, monkeypatch, number):
 def test_who_does_not_end_when_asked_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(interleaved, "_END_SECONDS", 0.3)
     deaf = group(
-        tmp_path / "1",
-        tmp_path,
-        code=f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}",
+        tmp_path / "1", tmp_path, code=f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
     )
     deaf.start()
     deaf.end()

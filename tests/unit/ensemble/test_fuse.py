@@ -163,9 +163,7 @@ def test_ids_need_not_be_in_order(tmp_path: Path) -> None:
     np.testing.assert_allclose(rows_of(read_saved(tmp_path / "a.json"), turned), rows_R7, atol=2e-3)
 
 
-def test_a_data_set_of_predictions_is_read(
-    tmp_path: Path,
-) -> None:
+def test_a_data_set_of_predictions_is_read(tmp_path: Path) -> None:
     entry = {"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4], "score": 0.5, "id": 1}
     for name, image in (("a", "cat.jpg"), ("b", "dog.jpg")):
         images = [{"id": 1, "file_name": image}]

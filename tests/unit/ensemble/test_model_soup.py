@@ -98,9 +98,7 @@ def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
     assert error.value.code == "weights_too_few"
 
 
-def test_the_greedy_soup_leaves_out_the_worse(
-    tmp_path: Path,
-) -> None:
+def test_the_greedy_soup_leaves_out_the_worse(tmp_path: Path) -> None:
     model, paths = several(tmp_path, 4)
     key = next(key for key, value in model.named_parameters() if not value.stop_gradient)
     # Each file is a point; the score is how near the mean of the points taken is to 10.

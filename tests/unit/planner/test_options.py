@@ -37,12 +37,7 @@ def milliseconds(asked, cards, batch):
 
 @pytest.mark.parametrize("more", [[], SLOW, [*SLOW, "--parallel-ms", "7"]])
 @pytest.mark.parametrize(
-    "rows",
-    [
-        {(8, 8): 300},
-        {(1, 8): 250, (2, 8): 290},
-        {(1, 8): 250, (1, 16): 470, (2, 8): 310},
-    ],
+    "rows", [{(8, 8): 300}, {(1, 8): 250, (2, 8): 290}, {(1, 8): 250, (1, 16): 470, (2, 8): 310}]
 )
 def test_a_row_that_is_asked_for_comes_back(rows, more):
     words = [f"{cards}x{batch}={ms}" for (cards, batch), ms in rows.items()]

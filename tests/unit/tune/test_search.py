@@ -93,9 +93,7 @@ def test_a_grid_is_made_once_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
-def test_a_killed_study_loses_and_repeats_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_study_loses_and_repeats_nothing(tmp_path: Path) -> None:
     study, folder = write_study(tmp_path, GRID), tmp_path / "out"
     first = process_in(study, folder, 2, FAKE_WAIT="1")
     waited_for(lambda: epochs_made(folder) == [1, 1])
@@ -150,9 +148,7 @@ def test_hopeless_trials_are_stopped_and_told_as_pruned(tmp_path: Path, monkeypa
     assert any("trial 002 is not worth going on at epoch 1" in line for line in said)
 
 
-def test_what_was_given_up_is_told_as_pruned(
-    tmp_path: Path,
-) -> None:
+def test_what_was_given_up_is_told_as_pruned(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, GRID + "trials: 2"))
     claim = store.claim(begin=True, retry_failed=False)
     assert isinstance(claim, Claim)
@@ -240,16 +236,14 @@ def test_what_costs_like_another_is_as_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failed_calibration_ends_its_copies(tmp_path: Path, failing: int) -> None:
-    copy = f"import sys, time\nif sys.argv[1] == 'place{failing}': sys.exit(1)\ntime.sleep(60)\n"
+    copy = f"import sys, time\nif sys.argv[1] == 'place{failing}': sys.exit(1)\ntime.sleep(3600)\n"
     store = Store(tmp_path / "out", study_of(tmp_path, GRID + "minutes_per_trial: 1"))
     search, _ = search_in(store)
     search.launcher = dataclasses.replace(LAUNCHER, command=[sys.executable, "-c", copy])
     search.places = [["place0"], ["place1"]]
-    began = time.monotonic()
     with pytest.raises(LaunchError, match="plain: its calibration ended with exit code 1") as error:
         search.run()
     assert error.value.code == "calibration_failed"
-    assert time.monotonic() - began < 30
     store.close()
 
 

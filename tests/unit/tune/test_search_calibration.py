@@ -95,9 +95,7 @@ def test_a_set_of_few_steps_an_epoch_is_measured_longer(tmp_path: Path) -> None:
     assert epochs_for_calibration(write_run(tmp_path / "a", 0.5)) == 4
 
 
-def test_the_miniature_has_all_phases(
-    tmp_path: Path,
-) -> None:
+def test_the_miniature_has_all_phases(tmp_path: Path) -> None:
     study = study_of(tmp_path, GRID)
     config = load_config(study.config, [*PHASES, *for_calibration(study, PHASES, 2)])
     assert config.train.epochs == 2 and config.evaluate.every_epochs == 1

@@ -66,9 +66,7 @@ def test_processes_never_get_the_same_cell(tmp_path: Path) -> None:
     assert len(cells) == 16 and len(set(cells)) == 16
 
 
-def test_trials_of_a_killed_process_are_adopted(
-    tmp_path: Path,
-) -> None:
+def test_trials_of_a_killed_process_are_adopted(tmp_path: Path) -> None:
     study = write_study(tmp_path, GRID)
     other = claimant(study, tmp_path / "out", 60)
     go(other)
@@ -103,9 +101,7 @@ def test_a_training_that_has_not_ended_yet_is_waited_for(tmp_path: Path) -> None
     store.close()
 
 
-def test_suggestions_outlive_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_suggestions_outlive_a_restart(tmp_path: Path) -> None:
     def suggested(name: str, restarts: bool, seed: int, sign: int = 1) -> list[dict]:
         text = SEARCH.replace("trials: 6", "trials: 14") + f"seed: {seed}"
         study = study_of(tmp_path, text)
@@ -176,9 +172,7 @@ def test_a_study_grows_but_does_not_change(tmp_path: Path) -> None:
     assert error.value.code == "study_settings_differ"
 
 
-def test_a_changed_experiment_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_changed_experiment_is_refused(tmp_path: Path) -> None:
     study = study_of(tmp_path, GRID)
     Store(tmp_path / "out", study).close()
     experiment = tmp_path / "experiment.yml"

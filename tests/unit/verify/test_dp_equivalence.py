@@ -120,10 +120,7 @@ def right(config_file: Path) -> tuple[Trace, Trace]:
     """One rank, and the same moved by roundings."""
     config = set_up(config_file, *UNCLIPPED)
     rounding = Rounding.of(config)
-    return (
-        train_steps(config, STEPS),
-        train_steps(config, STEPS, rounding),
-    )
+    return (train_steps(config, STEPS), train_steps(config, STEPS, rounding))
 
 
 def judged(trained: Trace, right: tuple[Trace, Trace]):
