@@ -80,25 +80,21 @@ def _round(
 ) -> Round:
     """What the runs of one round found, by the number of processes: of one run, and of as many as
     there are processes.  Their files are in the folder."""
-    groups, files = [], []
+    groups: list[Group] = []
+    files_apart: dict[int, list[Path]] = {}
     for count in counts:
         logs = ["--log_dir", str(folder / f"log{count}")]
-        file = folder / f"together{count}.json"
-        command = [*launcher, *_cards(count), *logs, *script, "--json", str(file)]
+        command = [*launcher, *_cards(count), *logs, *script]
+        command += ["--json", str(folder / f"together{count}.json")]
         groups.append(Group([command], [_environment()], folder / f"slices{count}", count))
-        files.append([file])
         if count > 1:
-            files.append([folder / f"apart{count}-{number}.json" for number in range(count)])
-            groups.append(_apart(script, files[-1], folder / f"slices-apart{count}"))
+            files = [folder / f"apart{count}-{number}.json" for number in range(count)]
+            files_apart[count] = files
+            groups.append(_apart(script, files, folder / f"slices-apart{count}"))
     for those in [[each] for each in groups] if comm.has_card() else [groups]:
         interleave(those, slice_seconds)
-    results = iter([_results(its) for its in files])
-    together, apart = {}, {}
-    for count in counts:
-        together[count] = next(results)[0]
-        if count > 1:
-            apart[count] = next(results)
-    return together, apart
+    together = {count: _result(folder / f"together{count}.json") for count in counts}
+    return together, {count: [*map(_result, files)] for count, files in files_apart.items()}
 
 
 def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
@@ -111,10 +107,10 @@ def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
     return Group(commands, environments, folder)
 
 
-def _results(files: Sequence[Path]) -> list[Report]:
-    """Of the runs of a group: the first variant of each, with all that it found as `result`."""
-    reports = [json.loads(file.read_text(encoding="utf-8"))["result"] for file in files]
-    return [next(iter(each["variants"].values())) | {"result": each} for each in reports]
+def _result(file: Path) -> Report:
+    """Of a run: its first variant, with all that it found as `result`."""
+    report = json.loads(file.read_text(encoding="utf-8"))["result"]
+    return next(iter(report["variants"].values())) | {"result": report}
 
 
 def _communication(found: Sequence[Round], first: int, count: int) -> Report:
@@ -219,15 +215,8 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        command = [
-            *launcher,
-            *_cards(count),
-            "--log_dir",
-            f"{folder}/log",
-            *script,
-            "--json",
-            str(file),
-        ]
+        command = [*launcher, *_cards(count), "--log_dir", f"{folder}/log", *script]
+        command += ["--json", str(file)]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=False)
         if done.returncode not in verdicts or not file.exists():
             raise LaunchError(

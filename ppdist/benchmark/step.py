@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 
 from ppdist.benchmark.interleaved import wait_for_slice
 from ppdist.common.errors import ConfigError
+from ppdist.config import ExperimentConfig
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.distributed import comm, store
 from ppdist.engine.build import (
@@ -38,9 +39,6 @@ from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.models.base import Detector
 from ppdist.optim.grad_sync import AllReduceSync
-
-if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
@@ -125,7 +123,7 @@ class _Variant:
 
 
 def measure_training(
-    variants: Mapping[str, "ExperimentConfig"], *, steps: int, warmup: int, scratch: Path
+    variants: Mapping[str, ExperimentConfig], *, steps: int, warmup: int, scratch: Path
 ) -> Report:
     """Speed of training steps; steps of several variants are interleaved.  Collective.
 
@@ -166,7 +164,7 @@ def measure_training(
     return report
 
 
-def _require_same_joining(variants: Mapping[str, "ExperimentConfig"]) -> None:
+def _require_same_joining(variants: Mapping[str, ExperimentConfig]) -> None:
     (base, first), *others = variants.items()
     for name, config in others:
         for key in ("device", "distributed.bucket_mb", "distributed.timeout_seconds"):
@@ -181,7 +179,7 @@ def _require_same_joining(variants: Mapping[str, "ExperimentConfig"]) -> None:
                 )
 
 
-def _start(name: str, config: "ExperimentConfig", folder: Path) -> _Variant:
+def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
     with redirect_stdout(sys.stderr):
         experiment = build_training(
             config, output_dir=folder, evaluate=False, resume=None, command=["benchmark"]
@@ -232,7 +230,7 @@ def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
 
 
 def measure_evaluation(
-    config: "ExperimentConfig", dataset: DetectionSet, model: Detector, repeats: int
+    config: ExperimentConfig, dataset: DetectionSet, model: Detector, repeats: int
 ) -> Report:
     """An evaluation as training makes it, validation loss included.  Collective.
 
@@ -272,7 +270,7 @@ def measure_evaluation(
     }
 
 
-def require_detector(config: "ExperimentConfig", what: str) -> None:
+def require_detector(config: ExperimentConfig, what: str) -> None:
     """Raises: ConfigError: the model is a classifier."""
     if config.model.task == "classify":
         raise ConfigError(

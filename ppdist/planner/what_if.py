@@ -96,10 +96,7 @@ def all_reduces(size: float, cluster: Cluster) -> dict[str, float]:
         slower = across
     within = min(f(cluster.cards, size, inside) for f in (ring_seconds, tree_seconds))
     between = min(f(cluster.hosts, size, across) for f in (ring_seconds, tree_seconds))
-    return {
-        "ring": ring_seconds(cluster.size, size, slower),
-        "two levels": within + between,
-    }
+    return {"ring": ring_seconds(cluster.size, size, slower), "two levels": within + between}
 
 
 def all_reduce_seconds(size: float, cluster: Cluster) -> float:

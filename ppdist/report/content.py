@@ -10,7 +10,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -18,15 +18,7 @@ from typing import Any
 
 from ppdist.common.logging import duration
 from ppdist.report.charts import COLOURS, Chart, Point, Series, chart
-from ppdist.report.run import (
-    ClassRow,
-    Confusion,
-    Evaluation,
-    Numbers,
-    Picture,
-    Run,
-    written,
-)
+from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
 
 # An evaluation.
 
@@ -312,7 +304,7 @@ class OneRun:
 def show(run: Run) -> OneRun:
     """Works out everything the page of one run shows."""
     page = OneRun(run, status_of(run), list(_tiles(run)))
-    page.training = training_charts([(run, "", "", 0, False)])
+    page.training = _course(run)
     page.speed = [each for each in (_throughput(run), _seconds(run), *_of_ranks(run)) if each]
     page.slow_ranks = slow_ranks(run)
     page.happened = list(_happened(run))
@@ -395,62 +387,42 @@ def _waiting(records: Sequence[Numbers]) -> float | None:
     return sum(each["data_seconds"] for each in both) / total if total > 0 else None
 
 
-Drawn = tuple[Run, str, str, int, bool]  # a run, its name and its group's, colour, whether dashed
+def _axis(*runs: Run) -> str:
+    """`epoch`, or `step` where a record does not know its epoch."""
+    records = [each for run in runs for each in [*run.train, *run.evaluations]]
+    return "epoch" if all("epoch" in each for each in records) else "step"
 
 
-def training_charts(runs: Sequence[Drawn]) -> list[Chart]:
-    """Losses, scores, rate and gradients over the epochs; of several runs over one another."""
-    one = len(runs) == 1
-    in_epochs = all(
-        "epoch" in record for run, *_ in runs for record in [*run.train, *run.evaluations]
-    )
-    x = "epoch" if in_epochs else "step"
+def _course(run: Run) -> list[Chart]:
+    """Losses, scores, rate and gradients over the epochs."""
+    x = _axis(run)
 
-    def curves(kind: str, keys: dict[str, tuple[str, int]]) -> Iterator[Series]:
-        for run, name, group, colour, dashed in runs:
-            records = run.train if kind == "train" else run.evaluations
-            for key, (label, own_colour) in keys.items():
-                points: list[Point] = [(each[x], each.get(key)) for each in records]
-                if one:
-                    yield Series(label, points, own_colour)
-                else:
-                    yield Series(name, points, colour, dashed, group)
+    def series(records: Sequence[Numbers], key: str, *look: Any) -> Series:
+        return Series(look[0], [(each[x], each.get(key)) for each in records], *look[1:])
 
-    def make(title: str, *series: Iterator[Series], **limits: Any) -> Chart | None:
-        return chart(title, [each for part in series for each in part], x_label=x, **limits)
-
-    train, val = {"loss": ("training", 0)}, {"val_loss": ("validation", 1)}
-    charts = []
-    if one:
-        charts += [make("loss", curves("train", train), curves("evaluation", val))]
-        charts += [make("parts of the loss", *_loss_parts(runs[0][0], curves))]
-        scores = curves("evaluation", _PARTS_OF_EVALUATION)
-        charts += [make("scores on the validation set", scores)]
-        f1 = curves("evaluation", _PARTS_OF_F1)
-        charts += [make("precision, recall, F1 at the best confidence", f1)]
-    else:
-        charts += [make("training loss", curves("train", train))]
-        charts += [make("validation loss", curves("evaluation", val))]
-        for key in dict.fromkeys([runs[0][0].metric, "mAP", "mAP50", "f1"]):
-            charts += [make(key, curves("evaluation", {key: (key, 0)}))]
-    rate = {"lr": ("learning rate", 0)}
-    charts += [make("learning rate", curves("train", rate), from_zero=True)]
-    norm = {"gradient_norm": ("gradient norm", 0)}
-    charts += [make("gradient norm", curves("train", norm), from_zero=True)]
-    if not one:
-        speed = {"images_per_second": ("images per second", 0)}
-        charts += [make("images per second", curves("train", speed), from_zero=True)]
-    return [each for each in charts if each]
-
-
-def _loss_parts(run: Run, curves: Any) -> Iterator[Iterator[Series]]:
-    """Each part in one colour: training, and validation dashed."""
     parts = [key for key in (run.train[-1] if run.train else {}) if key.startswith("loss_")]
-    for colour, part in enumerate(parts):
-        name = part.removeprefix("loss_")
-        yield curves("train", {part: (name, colour)})
-        measured = {f"val_{part}": (f"{name}, validation", colour)}
-        yield (replace(series, dashed=True) for series in curves("evaluation", measured))
+    losses = []  # each part in one colour: training, and validation dashed
+    for colour, key in enumerate(parts):
+        name, measured = key.removeprefix("loss_"), f"val_{key}"
+        losses.append(series(run.train, key, name, colour))
+        losses.append(series(run.evaluations, measured, f"{name}, validation", colour, True))
+    whole = [series(run.train, "loss", "training", 0)]
+    whole.append(series(run.evaluations, "val_loss", "validation", 1))
+    scores, f1 = (
+        [series(run.evaluations, key, *look) for key, look in keys.items()]
+        for keys in (_PARTS_OF_EVALUATION, _PARTS_OF_F1)
+    )
+    rate = [series(run.train, "lr", "learning rate", 0)]
+    norm = [series(run.train, "gradient_norm", "gradient norm", 0)]
+    charts = [
+        chart("loss", whole, x_label=x),
+        chart("parts of the loss", losses, x_label=x),
+        chart("scores on the validation set", scores, x_label=x),
+        chart("precision, recall, F1 at the best confidence", f1, x_label=x),
+        chart("learning rate", rate, x_label=x, from_zero=True),
+        chart("gradient norm", norm, x_label=x, from_zero=True),
+    ]
+    return [each for each in charts if each]
 
 
 def _over(run: Run, key: str) -> list[Point]:
@@ -581,11 +553,6 @@ def compare(runs: Sequence[Run]) -> SeveralRuns:
     for run, name in zip(runs, distinct([run.folder for run in runs])):
         run.name = name
     groups = grouped(runs)
-    lines: list[Drawn] = [
-        (run, run.name, group.name, group.colour, group.dashed)
-        for group in groups
-        for run in group.runs
-    ]
     several = any(len(group.runs) > 1 for group in groups)
     note = "± is the standard deviation over the runs of a group." if several else ""
     one_each = [Group(run.name, [run], 0, False) for group in groups for run in group.runs]
@@ -594,7 +561,7 @@ def compare(runs: Sequence[Run]) -> SeveralRuns:
         summary=_summary(groups),
         each=_summary(one_each) if several else None,
         differing=_differing(groups),
-        charts=training_charts(lines),
+        charts=_courses(groups),
         classes=_classes_of_best(groups),
         note=note,
     )
@@ -706,6 +673,30 @@ def _ratio(speed: float | None, first: float | None) -> str | None:
 def _mean_time(group: Group) -> str | None:
     times = [seconds for run in group.runs if (seconds := seconds_of(run)) is not None]
     return duration(statistics.fmean(times)) if times else None
+
+
+def _courses(groups: Sequence[Group]) -> list[Chart]:
+    """Losses, scores, rate, gradients and speed of all runs over one another."""
+    drawn = [(group, run) for group in groups for run in group.runs]
+    x, metric = _axis(*(run for _, run in drawn)), drawn[0][1].metric
+
+    def over(title: str, key: str, evaluated: bool = False, **limits: Any) -> Chart | None:
+        series = []
+        for group, run in drawn:
+            records = run.evaluations if evaluated else run.train
+            points: list[Point] = [(each[x], each.get(key)) for each in records]
+            series.append(Series(run.name, points, group.colour, group.dashed, group.name))
+        return chart(title, series, x_label=x, **limits)
+
+    charts = [
+        over("training loss", "loss"),
+        over("validation loss", "val_loss", True),
+        *(over(key, key, True) for key in dict.fromkeys([metric, "mAP", "mAP50", "f1"])),
+        over("learning rate", "lr", from_zero=True),
+        over("gradient norm", "gradient_norm", from_zero=True),
+        over("images per second", "images_per_second", from_zero=True),
+    ]
+    return [each for each in charts if each]
 
 
 def _differing(groups: Sequence[Group]) -> Table | None:

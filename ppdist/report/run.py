@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.config import ExperimentConfig
 from ppdist.config.yaml import Reader
 
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
@@ -514,11 +515,6 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
     """
     if not tree:
         return [], "there is no configuration"
-    try:
-        # Here alone, because it needs Paddle; a page about a run that was copied does without.
-        from ppdist.config import ExperimentConfig
-    except ImportError as error:
-        return [], f"this machine cannot tell the defaults: {error}"
     try:
         config = ExperimentConfig.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:

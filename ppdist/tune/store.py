@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,7 @@ class Store:
         self.folder, self.config = folder, study
         self.lock = StudyLock(folder / "study.lock")
         self._mine: dict[int, StudyLock] = {}  # number of a trial -> its lock
-        with warnings.catch_warnings(), self.lock:
-            # The journal and multivariate TPE are marked experimental.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with _experimental(), self.lock:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             self._agree()
             journal = folder / "journal.log"
@@ -302,6 +300,14 @@ class Store:
         self._mine = {}
 
 
+@contextmanager
+def _experimental() -> Iterator[None]:
+    """Without Optuna's warning: the journal, fixed values and multivariate TPE are marked so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
 def _digest(study: StudyConfig) -> str:
     """Of what all trials have in common, whatever its file is called.  Defaults are left out: a new
     key of a later version changes no experiment."""
@@ -312,8 +318,7 @@ def _digest(study: StudyConfig) -> str:
 
 
 def _fixed(values: dict[str, Any]) -> optuna.samplers.BaseSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with _experimental():
         return optuna.samplers.PartialFixedSampler(values, optuna.samplers.RandomSampler(0))
 
 
@@ -321,8 +326,7 @@ def _sampler(study: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
     seed = (study.seed * _SEEDS_APART + number) % 2**32
     if study.sampler == "random":
         return optuna.samplers.RandomSampler(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with _experimental():
         # constant_liar: trials that run now count as bad, so that workers do not crowd one place.
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 

@@ -62,12 +62,7 @@ class Cell:
         return items + ([] if self.seed is None else [f"seed={self.seed}"])
 
     def record(self) -> dict[str, Any]:
-        return {
-            "variant": self.variant,
-            "variant_overrides": list(self.variant_overrides),
-            "params": dict(self.params),
-            "seed": self.seed,
-        }
+        return asdict(self)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Cell":

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 
+from ppdist.config import ExperimentConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
@@ -28,12 +30,6 @@ from ppdist.engine.preflight import (
     within,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ppdist.config import ExperimentConfig
-
-
 Report = dict[str, Any]
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes, 1 KiB to 64 MiB
 _STAGE_SECONDS = 60.0
@@ -46,7 +42,7 @@ _PIECE_BYTES = {"cpu": 4 << 20, "gpu": 64 << 20}  # sent to find the rate of a l
 _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbours in rank
 
 
-def check_ranks(config: "ExperimentConfig | None", output_dir: "Path | None") -> list[str]:
+def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> list[str]:
     """Joins the other ranks and compares them, in the end also their data.  Collective.
 
     Args:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import paddle
@@ -39,15 +39,13 @@ import paddle
 from ppdist.benchmark.scaling import launch
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE
+from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.models.layers import take_gloo_batch_norm
 from ppdist.optim.ema import Decay
-
-if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
 
 Report = dict[str, Any]
 # What training leaves, float64; S steps:
@@ -73,7 +71,7 @@ _PARTS = 64  # of an array in a sketch
 # The ranks, then one alone.
 
 
-def require_comparable(config: "ExperimentConfig") -> None:
+def require_comparable(config: ExperimentConfig) -> None:
     """Raises: ConfigError: many ranks differ from one by design; names the keys to change."""
     reasons = []
     if config.train.batch_size_per_card == "auto":
@@ -97,7 +95,7 @@ def require_comparable(config: "ExperimentConfig") -> None:
         )
 
 
-def alone_overrides(config: "ExperimentConfig", world: int) -> list[str]:
+def alone_overrides(config: ExperimentConfig, world: int) -> list[str]:
     """What makes one rank train as `world` ranks would."""
     train = config.train
     if train.sync_bn:
@@ -107,7 +105,7 @@ def alone_overrides(config: "ExperimentConfig", world: int) -> list[str]:
     return [f"train.accumulate_steps={world * train.accumulate_steps}"]
 
 
-def verify_ranks(config: "ExperimentConfig", steps: int, command: Sequence[str]) -> Report:
+def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -> Report:
     """Trains on all ranks, then on rank 0 alone, and compares.  Collective.
 
     Args:
@@ -151,7 +149,7 @@ def _alone(command: Sequence[str], ranks: Trace, job: Report) -> Report:
         return json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
 
 
-def judge(config: "ExperimentConfig", folder: Path) -> None:
+def judge(config: ExperimentConfig, folder: Path) -> None:
     """Trains alone what the ranks trained that left their trace in the folder; a report joins it.
 
     Args: config: with `alone_overrides`.
@@ -207,7 +205,7 @@ class Rounding:
     of_update: float
 
     @classmethod
-    def of(cls, config: "ExperimentConfig") -> "Rounding":
+    def of(cls, config: ExperimentConfig) -> "Rounding":
         amp = config.train.amp
         of_weight = ROUNDINGS[amp.dtype if amp.enabled else "float32"]
         of_update = ROUNDINGS[config.distributed.gradient_dtype]
@@ -249,7 +247,7 @@ class Average:
         return (off / max(size, 1e-24)) ** 0.5
 
 
-def train_steps(config: "ExperimentConfig", steps: int, rounding: Rounding | None = None) -> Trace:
+def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None = None) -> Trace:
     """Trains and returns what it left.  Collective.
 
     Args:
@@ -371,7 +369,7 @@ def _digest(step: TrainStep) -> np.ndarray:
 # How far two traces are apart.
 
 
-def tolerance_of(config: "ExperimentConfig") -> float:
+def tolerance_of(config: ExperimentConfig) -> float:
     """How far ranks may be off, of the lowest precision that is configured."""
     names = [config.distributed.gradient_dtype]
     names += [config.train.amp.dtype] if config.train.amp.enabled else []

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_folder
 from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.config.data import DataConfig
 from ppdist.config.yaml import Reader
 from ppdist.data.statistics import objects_of
+from ppdist.data.types import DetectionSet
 from ppdist.viz.draw import write_jpeg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ppdist.config.data import DataConfig
-    from ppdist.data.types import DetectionSet
 
 _LOGGER = logging.getLogger("ppdist")
 _ENDS = {"total": "completed", "early_stopping": "early stopping", "signal": "stopped by a signal"}
@@ -51,8 +51,8 @@ def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> l
 
 def draw_labels(
     output_dir: Path,
-    sets: "Mapping[str, DetectionSet]",
-    config: "DataConfig",
+    sets: Mapping[str, DetectionSet],
+    config: DataConfig,
     image_size: tuple[int, int],
 ) -> list[Path]:
     """Draws what objects the sets of a run hold into `plots` of its folder; raises as little.

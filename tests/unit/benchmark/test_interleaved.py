@@ -78,14 +78,14 @@ def test_a_program_that_fails_ends_all_groups(tmp_path):
     assert not alive(place)
 
 
-def test_a_program_that_fails_before_its_first_slice_is_no_hang(tmp_path):
+def test_a_failure_before_a_slice_is_no_hang(tmp_path):
     with pytest.raises(LaunchError, match="exit code 4") as error:
         interleave([group(tmp_path / "1", "", code="raise SystemExit(4)")], 0.1)
     assert error.value.code == "run_failed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_whoever_ends_the_measurement_ends_what_it_measures(tmp_path, monkeypatch, number):
+def test_ending_the_measurement_ends_its_groups(tmp_path, monkeypatch, number):
     place = tmp_path / "numbers"
     place.mkdir()
     monkeypatch.setattr(Group, "pause", lambda group: None)  # nobody waits for these
@@ -107,9 +107,7 @@ def test_whoever_ends_the_measurement_ends_what_it_measures(tmp_path, monkeypatc
 def test_who_does_not_end_when_asked_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(interleaved, "_END_SECONDS", 0.3)
     deaf = group(
-        tmp_path / "1",
-        tmp_path,
-        code=f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}",
+        tmp_path / "1", tmp_path, code=f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
     )
     deaf.start()
     deaf.end()
@@ -117,7 +115,7 @@ def test_who_does_not_end_when_asked_is_killed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_turn_begins_when_all_have_seen_that_it_is_theirs(tmp_path):
+def test_a_slice_begins_when_all_have_seen_it(tmp_path):
     code = WAIT.replace("0.01", "1.0") + "wait(); time.sleep(60)"
     slow = group(tmp_path / "1", "", code=code)
     try:
@@ -185,7 +183,7 @@ def boundary(folder):
 
 
 @pytest.mark.slow
-def test_ranks_wait_for_their_slice_together_and_waiting_for_a_later_rank_is_no_pause(tmp_path):
+def test_ranks_wait_for_their_slice_together(tmp_path):
     first, second = run_on_ranks(
         2, "tests.unit.benchmark.test_interleaved:boundary", str(tmp_path), hosts=1
     )

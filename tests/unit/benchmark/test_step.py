@@ -1,45 +1,21 @@
 """The benchmark measures the product's own parts and says what it measured, as JSON."""
 
 import json
-import os
-import runpy
-import signal
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import paddle
 import pytest
 
-from ppdist.benchmark import loader, scaling, step
-from ppdist.benchmark.scaling import launch, measure_scaling
+from ppdist.benchmark import step
 from ppdist.benchmark.step import _averaging_seconds, _compare, _Variant
-from ppdist.common.errors import LaunchError
 from ppdist.optim.grad_sync import AllReduceSync
-
-ROOT = Path(__file__).resolve().parents[3]
-CONFIG = ROOT / "configs" / "examples" / "demo.yml"
-SMALL = ["model.image_size=[64,64]", "train.batch_size_per_card=2", "data.workers=0",
-         "model.width_multiple=0.125", "evaluate.batch_size_per_card=16"]  # fmt: skip
-
-
-def run(monkeypatch, capsys, what, *options):
-    """The report that tools/benchmark.py prints, on data it draws itself."""
-    command = ["benchmark.py", what, "-c", str(CONFIG), "--synthetic", "8", "-o", *SMALL, *options]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, printed.err
-    return json.loads(printed.out)
+from tests.unit.benchmark.tool import CONFIG, ROOT, refusal_of, report_of, run_tool
 
 
 @pytest.mark.slow
-def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, capsys):
+def test_training_variants_alternate(monkeypatch, capsys):
     options = ["--vs", "train.cpu_convolutions=plain", "--steps", "2", "--warmup", "1"]
-    report = run(monkeypatch, capsys, "train", *options)
+    report = report_of(monkeypatch, capsys, "train", *options)
     assert report["machine"]["ranks"] == 1
     variants = report["result"]["variants"]
     assert list(variants) == ["base", "train.cpu_convolutions=plain"]
@@ -58,80 +34,8 @@ def test_training_variants_alternate_and_are_compared_pairwise(monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_cocos_numbers_are_computed_faster_than_by_pycocotools_and_are_the_same(
-    monkeypatch, capsys, tmp_path
-):
-    command = ["benchmark.py", "coco", "--images", "100", "--json", str(tmp_path / "coco.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    report = json.loads(capsys.readouterr().out)
-    assert ended.value.code == 0
-    assert json.loads((tmp_path / "coco.json").read_text()) == report
-    result, ours = report["result"], report["result"]["packages"]["hotcoco"]
-    assert ours["largest_difference"] <= 1e-9 and ours["times_faster"] > 1
-    assert result["detections"] == 10_000 and 0 < result["metrics"]["mAP"] < 1
-    assert ours["times_less_cpu"] > 1 and set(result["ours"]) == {"evaluation", "evaluation.json"}
-
-
-def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "train"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert "the following arguments are required: -c/--config" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_is_measured_interleaved_with_a_straightforward_one(
-    monkeypatch, capsys, workers
-):
-    options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
-    result = run(monkeypatch, capsys, "loader", *options)["result"]
-    assert result["images"] > 0 and result["workers"] == workers
-    assert result["images_per_second_per_worker"] == result["images_per_second"] > 0
-    assert result["without_cache"]["images_per_second"] > 0
-    assert result["times_straightforward"]["clock"] == pytest.approx(
-        result["images_per_second"] / result["straightforward"]["images_per_second"]
-    )
-    memory = result["memory"]
-    assert set(memory) == {"rss_mb", "pss_mb", "own_mb"}
-    assert all(len(row) == 2 for row in memory.values())
-    assert 1 < memory["own_mb"][1] <= memory["pss_mb"][1] <= memory["rss_mb"][1]
-
-
-def test_memory_that_is_shared_counts_once_in_pss_and_not_as_own():
-    shared = np.ones(64 << 20, np.uint8)
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-    try:
-        one, both = (loader.memory_of(those) for those in ([child], [child, os.getpid()]))
-        assert child in loader._children()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert shared[0] == 1
-    assert one["rss_mb"] > 64 > one["own_mb"] and one["pss_mb"] > 32
-    assert both["rss_mb"] - both["pss_mb"] > 64
-
-
-@pytest.mark.slow
-def test_evaluation_on_two_processes_finds_the_same_as_on_one(monkeypatch, capsys):
-    options = ["--repeats", "1", "--processes", "1", "2"]
-    result = run(monkeypatch, capsys, "eval", *options)["result"]
-    assert result["metrics_identical"] and result["images"] == 4
-    one, two = (result["processes"][count] for count in ("1", "2"))
-    assert one["of_first"] == 1 and two["of_first"] == two["seconds"] / one["seconds"]
-    assert [len(each["parts"]) for each in (one, two)] == [1, 2]
-    losses = [each["metrics"]["val_loss"] for each in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
-    report = run(monkeypatch, capsys, "eval", "--repeats", "1")
+    report = report_of(monkeypatch, capsys, "eval", "--repeats", "1")
     assert report["result"]["images"] == 4
     result = report["result"]
     assert result["images_per_second"] == pytest.approx(4 / result["seconds"])
@@ -141,7 +45,7 @@ def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
     assert result["metrics"]["val_loss"] > 0 and result["metrics"]["mAP"] >= 0
 
 
-def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monkeypatch):
+def test_a_step_is_timed_without_a_pause(monkeypatch):
     now = [0.0]
 
     def passes(seconds, result):
@@ -162,7 +66,7 @@ def test_a_step_is_timed_with_the_wait_for_other_ranks_but_without_a_pause(monke
     assert variant.wall == [pytest.approx(3.5)]
 
 
-def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
+def test_ratios_are_of_neighbouring_steps():
     first, other = (_Variant(name, None, iter(())) for name in ("a", "b"))
     first.wall, other.wall = [1.0, 1.0, 10.0, 2.0], [50.0, 3.0, 30.0, 6.0]
     first.cpu, other.cpu = [1.0] * 4, [2.0] * 4
@@ -173,7 +77,7 @@ def test_ratios_are_of_neighbouring_steps_and_skip_the_warm_up():
     assert found["largest_relative_loss_difference"] == pytest.approx(0.05)
 
 
-def test_a_step_that_is_slow_once_in_a_period_counts_as_often_as_it_comes():
+def test_a_slow_step_counts_once_a_period():
     local, plain = _Variant("local", None, iter(()), every=8), _Variant("plain", None, iter(()))
     for number in range(18):  # two of warm-up, then two periods
         synchronises = (number + 1) % 8 == 0
@@ -239,62 +143,33 @@ def test_averaging_is_timed_as_the_run_does_it():
     assert step.averaging.asked == [both, 0, both, 1, both, 2] * 2
 
 
+# The command
+
+
+@pytest.mark.slow
+def test_cocos_numbers_are_faster_and_the_same(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "coco.json"
+    code, printed, _ = run_tool(monkeypatch, capsys, "coco", "--images", "100", "--json", file)
+    report = json.loads(printed)
+    assert code == 0 and json.loads(file.read_text()) == report
+    result, ours = report["result"], report["result"]["packages"]["hotcoco"]
+    assert ours["largest_difference"] <= 1e-9 and ours["times_faster"] > 1
+    assert result["detections"] == 10_000 and 0 < result["metrics"]["mAP"] < 1
+    assert ours["times_less_cpu"] > 1 and set(result["ours"]) == {"evaluation", "evaluation.json"}
+
+
+def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
+    said = refusal_of(monkeypatch, capsys, "train")
+    assert "the following arguments are required: -c/--config" in said
+
+
 def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
     key = "distributed.bucket_mb=1"
-    command = ["benchmark.py", "train", "-c", str(CONFIG), "--synthetic", "2", "--vs", key]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
+    said = refusal_of(monkeypatch, capsys, "train", "-c", CONFIG, "--synthetic", "2", "--vs", key)
     assert (
         "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': ranks "
         "settle it once, when they join; measure the two in runs of their own"
-    ) in capsys.readouterr().err
-
-
-def test_scaling_compares_within_rounds_and_tells_the_machine_from_communication(monkeypatch):
-    drift = iter([1.0, 0.5, 3.0])  # of the machine's speed, from round to round
-    slice_seconds = []
-
-    def interleave(groups, seconds):
-        """Leaves what each run would have found: together, and apart."""
-        slice_seconds.append(seconds)
-        speed = next(drift)
-        for group in groups:
-            for command in group.commands:
-                file = Path(command[command.index("--json") + 1])
-                processes = int(command[2]) if command[0] == "fleetrun" else 1
-                rate, step = {1: (5.0, 0.8), 2: (8.0, 1.0)}[processes]
-                if command[0] != "fleetrun":
-                    rate, step = 4.5, 0.9
-                variant = {"images_per_second": rate * speed, "step_seconds": step / speed,
-                           "sent_bytes_per_step": 7}  # fmt: skip
-                result = {"variants": {"base": variant}, "gradient_all_reduce_seconds": 0.4}
-                file.write_text(json.dumps({"result": result}))
-
-    monkeypatch.setattr(scaling, "interleave", interleave)
-    report = measure_scaling(
-        ["fleetrun"], ["train"], counts=[1, 2], rounds=3, slice_seconds=2.5
-    )  # fmt: skip
-    assert slice_seconds == [2.5] * 3
-    assert report["1"]["speed_up"] == report["1"]["efficiency"] == 1
-    two = report["2"]
-    assert two["images_per_second"] == 8.0 and two["of_rounds"] == [8.0, 4.0, 24.0]
-    assert two["speed_up"] == pytest.approx(8 / 5)
-    assert two["efficiency_of_rounds"] == pytest.approx([4 / 5] * 3)
-    assert two["efficiency"] == pytest.approx(4 / 5)
-    assert two["machine_limit"] == pytest.approx(9 / 10)
-    assert two["efficiency_of_limit"] == pytest.approx(8 / 9)
-    assert two["exposed_seconds"] == two["exposed_share_of_step"] == pytest.approx(0.1)
-    assert two["hidden_share"] == pytest.approx(0.75)
-    assert two["sent_bytes_per_step"] == 7
-
-
-def test_a_failed_run_of_scaling_is_an_error_with_its_command():
-    fails = [sys.executable, "-c", "import sys; sys.exit(3)"]
-    with pytest.raises(LaunchError, match=r"2 processes ended with exit code 3: .* train") as error:
-        launch(fails, ["benchmark.py", "train"], 2, environment=os.environ)
-    assert error.value.code == "run_failed"
+    ) in said
 
 
 @pytest.mark.parametrize(
@@ -306,47 +181,22 @@ def test_a_failed_run_of_scaling_is_an_error_with_its_command():
         (["infer", "--json", "/dev/null/x"], "/dev/null: cannot be written to"),
     ],
 )  # fmt: skip
-def test_what_a_classifier_has_not_is_refused_in_one_line(monkeypatch, capsys, options, message):
+def test_what_a_classifier_has_not_is_refused(monkeypatch, capsys, options, message):
     config = ROOT / "configs" / "yolov5" / "yolov5s_cls_imagenet.yml"
     small = ["-o", "model.width_multiple=0.125", "model.image_size=[64,64]"]
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *options, "-c", str(config), *small])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal_of(monkeypatch, capsys, *options, "-c", config, *small)
 
 
-def test_a_number_of_processes_that_comes_twice_is_refused(monkeypatch, capsys):
-    command = ["benchmark.py", "scaling", "-c", str(CONFIG), "--processes", "1", "2", "1"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert "--processes 1 2 1: give each number once" in capsys.readouterr().err
-
-
-def test_nonsense_is_refused_in_one_line(monkeypatch, capsys):
-    command = [
-        "benchmark.py",
-        "train",
-        "-c",
-        str(CONFIG),
-        "--synthetic",
-        "2",
-        "--vs",
-        "train.nope=1",
-    ]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert "train.nope" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [["-w", "x"], ["-o", "seed=1"], ["--synthetic"]])
-def test_what_belongs_to_a_config_is_refused_without_one(monkeypatch, capsys, option):
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "infer", "--model", "export", *option])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert "-w, -o and --synthetic go with -c/--config" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scaling", "-c", CONFIG, "--processes", "1", "2", "1"],
+         "--processes 1 2 1: give each number once"),
+        (["train", "-c", CONFIG, "--synthetic", "2", "--vs", "train.nope=1"], "train.nope"),
+        *((["infer", "--model", "export", *option],
+           "-w, -o and --synthetic go with -c/--config")
+          for option in (["-w", "x"], ["-o", "seed=1"], ["--synthetic"])),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_in_one_line(monkeypatch, capsys, arguments, message):
+    assert message in refusal_of(monkeypatch, capsys, *arguments)

@@ -81,7 +81,7 @@ def of_truth() -> np.ndarray:
     return np.array(rows, np.float32)
 
 
-def test_two_ranks_get_the_bytes_and_scores_of_one_rank_and_a_failure_of_one_ends_both() -> None:
+def test_two_ranks_fuse_as_one_does() -> None:
     alone = fuse_members(some_members(), WBF, 300).tobytes().hex()
     scored = member_of("scored", of_truth(), 1.0, five_images())
     assert scored.boxes == 10 and scored.scores["mAP50"] == 1 > scored.scores["mAP"]
@@ -114,7 +114,7 @@ def test_each_image_and_class_is_fused_alone() -> None:
             np.testing.assert_array_equal(found[:, 3:], boxes_K4.astype(np.float32))
 
 
-def test_one_member_alone_keeps_its_scores_where_nothing_overlaps() -> None:
+def test_one_member_alone_keeps_its_scores() -> None:
     rows_R7 = np.array([[0, 0, 0.9, 0, 0, 9, 9], [0, 1, 0.8, 0, 0, 9, 9]], np.float32)
     for fuse in (WBF, partial(hard_suppression, iou=0.5)):
         np.testing.assert_array_equal(
@@ -122,7 +122,7 @@ def test_one_member_alone_keeps_its_scores_where_nothing_overlaps() -> None:
         )
 
 
-def test_keep_limits_the_boxes_of_an_image_and_what_is_not_finite_is_left_out() -> None:
+def test_keep_limits_the_boxes_of_an_image() -> None:
     members = some_members()
     all_R7 = fuse_members(members, WBF, 300)
     kept_R7 = fuse_members(members, WBF, 3)
@@ -163,9 +163,7 @@ def test_ids_need_not_be_in_order(tmp_path: Path) -> None:
     np.testing.assert_allclose(rows_of(read_saved(tmp_path / "a.json"), turned), rows_R7, atol=2e-3)
 
 
-def test_a_data_set_of_predictions_is_read_too_and_must_be_of_the_same_images(
-    tmp_path: Path,
-) -> None:
+def test_a_data_set_of_predictions_is_read(tmp_path: Path) -> None:
     entry = {"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4], "score": 0.5, "id": 1}
     for name, image in (("a", "cat.jpg"), ("b", "dog.jpg")):
         images = [{"id": 1, "file_name": image}]
@@ -202,7 +200,7 @@ def test_an_entry_that_is_no_detection_is_named(entry, tmp_path: Path) -> None:
     assert error.value.code == "not_detections"
 
 
-def test_files_that_hold_no_detections_say_what_is_expected(tmp_path: Path) -> None:
+def test_files_without_detections_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"info": 1}')
     with pytest.raises(
         DataError, match=r"a.json: expected a list of detections as tools/eval.py"

@@ -29,7 +29,7 @@ def several(tmp_path: Path, count: int, model: str = "yolov5"):
 
 
 @pytest.mark.parametrize("name", ["yolov5", "ppyoloe", "yolov5_cls"])
-def test_all_weights_and_statistics_are_averaged_and_constants_kept(name, tmp_path: Path) -> None:
+def test_weights_are_averaged_constants_kept(name, tmp_path: Path) -> None:
     model, paths = several(tmp_path, 3, name)
     before = arrays_of(model)
     put(model, uniform(model, paths).mean())
@@ -45,7 +45,7 @@ def test_all_weights_and_statistics_are_averaged_and_constants_kept(name, tmp_pa
     )
 
 
-def test_the_mean_of_equals_is_exactly_the_same_and_nothing_differs(tmp_path: Path) -> None:
+def test_the_mean_of_equals_is_the_same(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
     arrays = read(model, path)
     soup = begin(model, path, arrays).plus(path, arrays).plus(path, arrays)
@@ -61,7 +61,7 @@ def test_what_differs_is_known_by_key(tmp_path: Path) -> None:
     assert begin(model, path, arrays).plus(path, other).differs == {key}
 
 
-def test_other_anchors_are_refused_because_their_mean_is_nothing(tmp_path: Path) -> None:
+def test_other_anchors_are_refused(tmp_path: Path) -> None:
     model, (first, second) = several(tmp_path, 2)
     arrays = dict(np.load(second))
     write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
@@ -98,9 +98,7 @@ def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
     assert error.value.code == "weights_too_few"
 
 
-def test_the_greedy_soup_takes_the_best_first_and_leaves_out_what_makes_it_worse(
-    tmp_path: Path,
-) -> None:
+def test_the_greedy_soup_leaves_out_the_worse(tmp_path: Path) -> None:
     model, paths = several(tmp_path, 4)
     key = next(key for key, value in model.named_parameters() if not value.stop_gradient)
     # Each file is a point; the score is how near the mean of the points taken is to 10.

@@ -51,7 +51,7 @@ def digest(folder):
     return hashlib.sha256(content).hexdigest()
 
 
-def test_they_are_the_means_over_the_images_of_what_micro_batches_hold(folder: Path) -> None:
+def test_statistics_are_means_over_images(folder: Path) -> None:
     model, epoch = prepared(folder)
     seen: dict[int, list] = {}
 
@@ -80,7 +80,7 @@ def test_two_ranks_make_those_of_one_rank_bit_for_bit(folder: Path) -> None:
     assert run_on_ranks(2, function, str(folder)) == [alone] * 2
 
 
-def test_the_model_is_ready_to_evaluate_and_trains_on_as_before(folder: Path) -> None:
+def test_the_model_trains_on_as_before(folder: Path) -> None:
     model, epoch = prepared(folder, images=3)
     weights = {key: value.numpy().copy() for key, value in model.named_parameters()
                if not value.stop_gradient}  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_model_is_ready_to_evaluate_and_trains_on_as_before(folder: Path) ->
     assert all((named[key].numpy() == value).all() for key, value in weights.items())
 
 
-def test_statistics_that_all_members_share_stay_as_they_are(folder: Path) -> None:
+def test_shared_statistics_are_kept(folder: Path) -> None:
     model, epoch = prepared(folder, images=2)
     keys = [key for key in model.state_dict() if key.endswith(("._mean", "._variance"))]
     frozen = frozenset(key for key in model.state_dict() if key.startswith("backbone."))
@@ -109,7 +109,7 @@ def test_statistics_that_all_members_share_stay_as_they_are(folder: Path) -> Non
     assert any((after[key] != model.state_dict()[key].numpy()).any() for key in frozen & {*keys})
 
 
-def test_images_are_those_of_the_last_epoch_which_is_augmented_less(folder: Path) -> None:
+def test_images_are_those_of_the_last_epoch(folder: Path) -> None:
     _, epoch = prepared(folder)
     keys = [key for keys in epoch.plan() for key in keys]
     assert {key.epoch for key in keys} == {2}
@@ -119,7 +119,7 @@ def test_images_are_those_of_the_last_epoch_which_is_augmented_less(folder: Path
     assert paddle.is_tensor(next(iter(epoch.batches())).boxes_BM4)
 
 
-def test_the_last_epoch_is_that_of_a_run_that_its_batch_has_lengthened(folder: Path) -> None:
+def test_the_last_epoch_is_of_the_longer_run(folder: Path) -> None:
     lengthened = (
         "train.total_batch=8",
         "train.epochs_compensation=auto",

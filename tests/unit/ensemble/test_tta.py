@@ -30,7 +30,7 @@ class Brightest(Detector):
         return paddle.ones([len(boxes), 1, 1]), paddle.to_tensor(np.array(boxes, np.float32))
 
 
-def test_a_mirrored_detector_gives_boxes_of_the_image_as_it_is() -> None:
+def test_boxes_of_mirrored_views_are_mirrored_back() -> None:
     images = np.zeros((2, 3, 32, 64), np.uint8)
     images[0, :, 4, 10] = images[1, :, 30, 63] = 255
     plain_BN4 = Brightest().predict(paddle.to_tensor(images))[1]
@@ -40,7 +40,7 @@ def test_a_mirrored_detector_gives_boxes_of_the_image_as_it_is() -> None:
     assert mirrored_BN4.numpy().tolist() == [[[6, 4, 11, 7]], [[59, 30, 64, 33]]]
 
 
-def test_the_evaluator_takes_a_mirrored_detector_for_any_other() -> None:
+def test_the_evaluator_takes_mirrored_detectors() -> None:
     dataset = five_images()
     model = Oracle(dataset)
     evaluator = Evaluator(dataset, Loader(dataset, list(range(IMAGES))), NMSConfig())
@@ -56,7 +56,7 @@ def test_the_evaluator_takes_a_mirrored_detector_for_any_other() -> None:
     assert {tuple(row.round(2)) for row in expected_R7.astype(float)} <= found
 
 
-def test_sizes_are_multiples_near_the_scales_and_none_counts_twice() -> None:
+def test_sizes_are_multiples_near_the_scales() -> None:
     assert sizes_of((256, 320), (0.83, 1, 1.2), 32) == [(224, 256), (256, 320), (320, 384)]
     assert sizes_of((64, 64), (0.1,), 32) == [(32, 32)]
     with pytest.raises(ConfigError) as error:

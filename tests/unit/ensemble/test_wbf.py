@@ -111,7 +111,7 @@ def test_each_method_is_what_its_paper_says(method, seed) -> None:
     np.testing.assert_allclose(found_K4, [box for box, _ in expected], rtol=1e-12)
 
 
-def test_with_equal_weights_the_score_is_the_mean_times_min_of_t_and_n_over_n() -> None:
+def test_with_equal_weights_wbf_is_the_papers() -> None:
     box = np.array([[0.0, 0, 10, 10]])
     for count in (1, 2, 3, 5):
         scores_R = np.linspace(0.3, 0.9, count)
@@ -128,7 +128,7 @@ def test_a_fused_box_lies_where_the_surer_boxes_are() -> None:
     np.testing.assert_allclose(found_K, [0.6])
 
 
-def test_what_one_of_two_members_found_is_half_as_sure_after_wbf_and_as_sure_after_nms() -> None:
+def test_what_one_member_found_is_half_as_sure() -> None:
     boxes_R4, scores_R, weight_R = np.array([[0.0, 0, 5, 5]]), np.array([0.8]), np.ones(1)
     assert METHODS["wbf"](boxes_R4, scores_R, weight_R, 2.0)[1].tolist() == [0.4]
     assert METHODS["nms"](boxes_R4, scores_R, weight_R, 2.0)[1].tolist() == [0.8]
@@ -141,7 +141,7 @@ def test_no_boxes_give_no_boxes(method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_scores_stay_within_0_and_1_best_first_and_boxes_within_what_was_found(method) -> None:
+def test_scores_and_boxes_stay_within_bounds(method) -> None:
     for seed in range(5):
         boxes_R4, scores_R, weight_R = some_boxes(seed)
         boxes_K4, scores_K = METHODS[method](boxes_R4, scores_R, weight_R, 1.75)
@@ -151,7 +151,7 @@ def test_scores_stay_within_0_and_1_best_first_and_boxes_within_what_was_found(m
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_order_of_boxes_of_other_scores_does_not_matter(method) -> None:
+def test_the_order_of_boxes_does_not_matter(method) -> None:
     boxes_R4, scores_R, weight_R = some_boxes(3)
     turned = np.random.default_rng(0).permutation(len(scores_R))
     first = METHODS[method](boxes_R4, scores_R, weight_R, 1.75)
@@ -186,7 +186,7 @@ SCORES_R, WEIGHT_R = np.array([0.9, 0.5]), np.ones(2)
         ("soft-nms-gaussian", None, 2.0, [0.9, 0.5 * np.exp(-0.36 / 2)]),
     ],
 )
-def test_each_method_has_the_setting_of_its_paper_until_told(method, iou, sigma, scores) -> None:
+def test_each_method_has_its_papers_setting(method, iou, sigma, scores) -> None:
     found_K = fuse_class(method, iou, sigma)(BOXES_R4, SCORES_R, WEIGHT_R, 2.0)[1]
     np.testing.assert_allclose(found_K, scores)
 
@@ -230,7 +230,5 @@ def test_a_setting_of_another_method_is_refused(settings, code, message) -> None
         ("soft-nms-linear", None, 0.9, 0.7, 0.9),
     ],
 )
-def test_views_are_suppressed_more_strictly_than_a_cluster_is_wide(
-    method, iou, asked, written, expected
-) -> None:
+def test_views_are_suppressed_more_strictly(method, iou, asked, written, expected) -> None:
     assert view_iou(method, iou, asked, written) == expected

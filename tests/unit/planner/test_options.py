@@ -37,12 +37,7 @@ def milliseconds(asked, cards, batch):
 
 @pytest.mark.parametrize("more", [[], SLOW, [*SLOW, "--parallel-ms", "7"]])
 @pytest.mark.parametrize(
-    "rows",
-    [
-        {(8, 8): 300},
-        {(1, 8): 250, (2, 8): 290},
-        {(1, 8): 250, (1, 16): 470, (2, 8): 310},
-    ],
+    "rows", [{(8, 8): 300}, {(1, 8): 250, (2, 8): 290}, {(1, 8): 250, (1, 16): 470, (2, 8): 310}]
 )
 def test_a_row_that_is_asked_for_comes_back(rows, more):
     words = [f"{cards}x{batch}={ms}" for (cards, batch), ms in rows.items()]
@@ -53,7 +48,7 @@ def test_a_row_that_is_asked_for_comes_back(rows, more):
         assert milliseconds(asked, cards, batch) == pytest.approx(ms, rel=1e-6)
 
 
-def test_the_step_of_one_card_is_shorter_than_that_of_the_slowest_of_eight():
+def test_one_card_waits_for_no_slowest():
     asked = ask("--rows", "8x8=300", "--cards", 8)
     assert milliseconds(asked, 1, 8) == pytest.approx(300 / (1 + 0.096 * 1.4236), rel=1e-4)
     assert "no fixed cost of several cards" in "\n".join(asked.assumed)
@@ -61,7 +56,7 @@ def test_the_step_of_one_card_is_shorter_than_that_of_the_slowest_of_eight():
     assert milliseconds(alone, 1, 8) == milliseconds(asked, 1, 8)
 
 
-def test_an_assumed_jitter_gives_way_to_rows_that_leave_no_room_for_it():
+def test_an_assumed_jitter_gives_way_to_rows():
     asked = ask("--rows", "1x8=250", "2x8=255", "--cards", 2)
     assert milliseconds(asked, 2, 8) == pytest.approx(255)
     assert 0.03 < asked.job.jitter < 0.0355
@@ -73,7 +68,7 @@ def test_a_row_that_is_missed_is_named():
     assert "1x8 comes out -1.7 % off" in asked.assumed[-1]
 
 
-def test_a_row_faster_than_its_all_reduce_could_be_is_refused():
+def test_a_row_faster_than_its_network_is_refused():
     with pytest.raises(
         ConfigError, match=r"8x8=300 ms \(of these .* is a link, --parameters or"
     ) as error:
@@ -98,7 +93,7 @@ def scaling(folder, ranks, device="cpu"):
     return path
 
 
-def test_cpu_ranks_are_joined_by_the_link_that_their_own_all_reduce_was_measured_on(tmp_path):
+def test_cpu_ranks_have_the_measured_link(tmp_path):
     asked = ask("--benchmark", scaling(tmp_path, (1, 2)), "--cards", 2)
     step = step_time(asked.job, asked.cluster)
     assert step.network == pytest.approx(0.041)
@@ -151,20 +146,20 @@ JOB = Job(
 CLUSTER = Cluster(1, 8, Link(0.0, 5e9), Link(0.0, 5e9))
 
 
-def test_gradients_of_two_bytes_are_sent_after_backward_and_are_no_gain_behind_it():
+def test_gradients_of_two_bytes_hide_nothing():
     assert network_seconds(replace(JOB, gradient_bytes=2), CLUSTER) == pytest.approx(0.035)
     assert network_seconds(JOB, CLUSTER) < 0.001
     said = tables.helps(JOB, predict(JOB, CLUSTER))
     assert "bfloat16 gradients (+" in said.split("Worse: ")[1]
 
 
-def test_epochs_are_those_of_the_trainer_and_at_least_a_whole_one_where_they_are_whole():
+def test_epochs_are_those_of_the_trainer():
     assert epochs_needed(JOB, 8) == 0.4
     assert epochs_needed(JOB, 500) == pytest.approx(0.4 * 2 / 1.128)
     assert epochs_needed(replace(JOB, whole_epochs=True), 8) == 1
 
 
-def test_accumulation_is_among_what_could_help_and_what_harms_is_kept_apart():
+def test_what_harms_is_kept_apart():
     job = replace(JOB, images=100_000, critical_batch=None, parallel_seconds=0.1)
     assert "twice the accumulation" in dict(what_ifs(job, CLUSTER))
     helping, _, rest = tables.helps(job, predict(job, CLUSTER)).partition("Worse: ")

@@ -37,7 +37,7 @@ def test_ticks_say_what_their_values_are() -> None:
     assert [text for _, text in ticks(0, 400)] == ["0", "100", "200", "300", "400"]
 
 
-def test_long_curves_are_thinned_to_means_and_keep_their_end() -> None:
+def test_long_curves_are_thinned_to_means() -> None:
     points = [(float(x), float(x % 2)) for x in range(10_001)]
     thin = thinned(points)
     assert len(thin) <= 401 and thin[-1] == points[-1]
@@ -53,7 +53,7 @@ def test_points_lie_where_the_axes_say() -> None:
     assert line.path.count("M") == 2  # the gap
 
 
-def test_a_first_loss_far_above_the_others_does_not_flatten_them() -> None:
+def test_a_high_first_loss_flattens_no_curve() -> None:
     points = [(step, 1 / step) for step in range(1, 60)]
     drawn = chart("a", [Series("s", [(0, 500.0), *points])])
     assert drawn is not None and drawn.note == "1 value lies above the chart"

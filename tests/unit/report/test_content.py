@@ -66,7 +66,7 @@ def test_runs_without_records_can_be_compared(tmp_path: Path) -> None:
     assert "best" not in page.summary.note
 
 
-def test_a_run_that_was_never_evaluated_leaves_the_metric_of_the_others(tmp_path: Path) -> None:
+def test_an_unevaluated_run_leaves_the_metric(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, lr=lr) for name, lr in (("a", 0.01), ("b", 0.02))]
     (folders[1] / "evaluation.json").unlink()
     file = folders[1] / "metrics.jsonl"

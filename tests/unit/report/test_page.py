@@ -69,7 +69,7 @@ def made(out: Path, *folders: Path) -> tuple[str, Elements]:
     return text, elements
 
 
-def test_the_page_of_a_run_shows_everything_its_folder_says(tmp_path: Path) -> None:
+def test_the_page_shows_all_that_a_folder_says(tmp_path: Path) -> None:
     text, elements = made(tmp_path / "page.html", make_run(tmp_path / "run"))
     for heading in ("Curves", "Evaluation", "Plots", "Events", "Settings", "Files"):
         assert f">{heading}</h2>" in text
@@ -234,7 +234,7 @@ def test_any_number_of_classes_has_a_page_of_bounded_size(count: int, tmp_path: 
     assert len(text) < 1_500_000
 
 
-def test_pictures_that_are_none_are_left_out_and_large_ones_made_smaller(tmp_path: Path) -> None:
+def test_large_pictures_are_made_smaller(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     secret = tmp_path / "secret.txt"
     secret.write_text("secret", encoding="utf-8")
@@ -252,7 +252,7 @@ def test_pictures_that_are_none_are_left_out_and_large_ones_made_smaller(tmp_pat
     assert (tmp_path / "page.html").stat().st_size < 2_500_000
 
 
-def test_a_configuration_that_names_other_files_is_not_followed(tmp_path: Path) -> None:
+def test_bases_of_a_configuration_are_not_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "secret.yml").write_text("password: hunter2\n", encoding="utf-8")
     for text in ("_BASE_: [../secret.yml]", '{"\\x5fBASE_": ../secret.yml}'):
@@ -261,7 +261,7 @@ def test_a_configuration_that_names_other_files_is_not_followed(tmp_path: Path) 
         assert "hunter2" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_settings_are_the_keys_that_differ_from_the_defaults(tmp_path: Path) -> None:
+def test_settings_are_keys_that_are_not_default(tmp_path: Path) -> None:
     config = load_config(REPOSITORY / "configs/examples/demo.yml", ["seed=7"])
     (tmp_path / "config.yml").write_text(dump_yaml(config), encoding="utf-8")
     settings, why_none = settings_of(read_run(tmp_path).config_tree)
@@ -362,7 +362,7 @@ document.querySelectorAll(".key")[0].click();
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_values_can_be_read_off_tables_sorted_and_curves_hidden(tmp_path: Path) -> None:
+def test_the_script_reads_sorts_and_hides(tmp_path: Path) -> None:
     write_report([make_run(tmp_path / "run")], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if "Content-Security-Policy" not in line]
@@ -375,7 +375,7 @@ def test_values_can_be_read_off_tables_sorted_and_curves_hidden(tmp_path: Path) 
     assert len(aps) == 3 and aps == sorted(aps, reverse=True)
 
 
-def test_the_tool_writes_the_page_into_the_folder_of_a_single_run(tmp_path: Path) -> None:
+def test_the_tool_writes_into_a_single_runs_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, pictures=False) for name in ("a", "b")]
     shutil.rmtree(tmp_path / "a/plots", ignore_errors=True)
 

@@ -12,9 +12,7 @@ from tests.unit.report.folders import make_run
 
 
 @pytest.mark.parametrize("ending", ["total", "early_stopping"])
-def test_a_run_that_ended_went_on_and_was_killed_is_not_finished(
-    ending: str, tmp_path: Path
-) -> None:
+def test_a_continued_and_killed_run_is_not_finished(ending: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", pictures=False, steps=200)
     text = (run / "metrics.jsonl").read_text(encoding="utf-8").replace('"total"', f'"{ending}"')
     records = [
@@ -28,7 +26,7 @@ def test_a_run_that_ended_went_on_and_was_killed_is_not_finished(
     )  # fmt: skip
 
 
-def test_the_best_is_none_that_was_taken_back_and_the_page_says_why(tmp_path: Path) -> None:
+def test_the_best_is_none_that_was_taken_back(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", pictures=False, steps=200)
     reason = "ranks held different weights"
     records: list[dict[str, Any]] = [
@@ -54,7 +52,7 @@ def test_records_without_epochs_have_a_page(tmp_path: Path) -> None:
     assert (tiles[0].name, tiles[0].beside) == ("best mAP", "step 400")
 
 
-def test_a_run_that_went_on_with_more_ranks_shows_those_it_has_now(tmp_path: Path) -> None:
+def test_a_run_shows_the_ranks_it_has_now(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", pictures=False, ranks=4)
     alone = {"step": 1, "rank_step_seconds": [1.0], "rank_own_seconds": [1.0]}
     text = json.dumps(alone) + "\n" + (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -64,7 +62,7 @@ def test_a_run_that_went_on_with_more_ranks_shows_those_it_has_now(tmp_path: Pat
     assert "rank 1 1.50x" in page.slow_ranks
 
 
-def test_the_most_frequent_mistakes_of_very_many_classes_are_named(tmp_path: Path) -> None:
+def test_mistakes_of_many_classes_are_named(tmp_path: Path) -> None:
     names = [f"class {number}" for number in range(300)]
     run = make_run(tmp_path / "run", names=names, pictures=False)
     content = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))

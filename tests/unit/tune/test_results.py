@@ -22,7 +22,7 @@ def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
 PLAIN = seeds_of("plain", 0.50, 0.52, 0.51)
 
 
-def test_differences_are_those_of_the_same_seeds_with_the_interval_of_student() -> None:
+def test_differences_are_of_the_same_seeds() -> None:
     table = lines(PLAIN + seeds_of("mal", 0.53, 0.55, 0.55))
     assert table[0] == ["plain", "", "3", "9.5", "4.0", "0.5100 ± 0.0100", "0.5200", "", ""]
     # Differences 0.03 0.03 0.04: mean 0.0333, deviation 0.00577; 4.30 * 0.00577 / sqrt(3) = 0.0143
@@ -50,14 +50,14 @@ def test_of_a_loss_lower_is_better() -> None:
     assert lines([{**each, "lower_is_better": True} for each in rows])[1][-1] == "better"
 
 
-def test_what_failed_or_was_pruned_is_not_counted_and_failures_are_shown() -> None:
+def test_failures_are_shown_not_counted() -> None:
     bad = [row("odd", 0, 0.9, state="fail"), row("mal", 0, 0.9, state="pruned")]
     table = lines(PLAIN + bad)
     assert [cells[0] for cells in table] == ["plain", "odd"]
     assert table[1][5] == "failed"
 
 
-def test_sessions_are_put_together_and_a_repeated_seed_counts_once(tmp_path: Path) -> None:
+def test_a_repeated_seed_counts_once(tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     first.write_text("".join(json.dumps(each) + "\n" for each in PLAIN), encoding="utf-8")
     later = seeds_of("plain", 0.6) + seeds_of("mal", 0.53)
@@ -66,14 +66,14 @@ def test_sessions_are_put_together_and_a_repeated_seed_counts_once(tmp_path: Pat
     assert table[0][2] == "3" and table[1][-2] == "-0.0700 against plain"
 
 
-def test_what_was_not_measured_alike_stands_in_tables_of_its_own() -> None:
+def test_other_conditions_have_other_tables() -> None:
     other = [{**each, "minutes_per_trial": 3} for each in seeds_of("mal", 0.6, 0.6, 0.6)]
     text = ablations(PLAIN + other)
     assert text.count("**cells**") == 2 and "better" not in text
     assert "4 minutes a trial" in text and "3 minutes a trial" in text
 
 
-def test_a_setting_is_compared_with_the_base_that_its_rows_name() -> None:
+def test_a_setting_is_compared_with_its_base() -> None:
     ten = seeds_of("mal", 0.53, 0.55, 0.55)
     fifty = [{**each, "setting": "odd", "base": "mal"} for each in seeds_of("mal", 0.4, 0.4, 0.4)]
     table = lines(PLAIN + [{**each, "base": "mal"} for each in ten] + fifty)
@@ -88,7 +88,7 @@ def test_the_quantiles_of_student_are_those_of_the_books() -> None:
         assert results._quantile(degrees) == pytest.approx(value, abs=0.003)
 
 
-def test_the_ranking_has_the_best_first_and_says_how_to_use_it() -> None:
+def test_the_ranking_has_the_best_first() -> None:
     rows = [*PLAIN, row("mal", 7, 0.9), row("odd", 8, 0.95, state="pruned")]
     text = ranking(rows).splitlines()
     assert text[0] == "cells: 4 complete, 1 pruned"

@@ -54,7 +54,7 @@ def taken(store: Store) -> Claim:
 
 
 @pytest.mark.slow
-def test_processes_that_ask_at_once_never_get_the_same_cell(tmp_path: Path) -> None:
+def test_processes_never_get_the_same_cell(tmp_path: Path) -> None:
     study = write_study(tmp_path, GRID.replace("[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]"))
     processes = [claimant(study, tmp_path / "out", 3) for _ in range(2)]
     for process in processes:
@@ -66,9 +66,7 @@ def test_processes_that_ask_at_once_never_get_the_same_cell(tmp_path: Path) -> N
     assert len(cells) == 16 and len(set(cells)) == 16
 
 
-def test_the_trials_of_a_killed_process_are_taken_over_and_those_of_a_living_one_are_not(
-    tmp_path: Path,
-) -> None:
+def test_trials_of_a_killed_process_are_adopted(tmp_path: Path) -> None:
     study = write_study(tmp_path, GRID)
     other = claimant(study, tmp_path / "out", 60)
     go(other)
@@ -103,9 +101,7 @@ def test_a_training_that_has_not_ended_yet_is_waited_for(tmp_path: Path) -> None
     store.close()
 
 
-def test_suggestions_depend_on_the_seed_and_on_results_alone_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_suggestions_outlive_a_restart(tmp_path: Path) -> None:
     def suggested(name: str, restarts: bool, seed: int, sign: int = 1) -> list[dict]:
         text = SEARCH.replace("trials: 6", "trials: 14") + f"seed: {seed}"
         study = study_of(tmp_path, text)
@@ -148,7 +144,7 @@ def test_failed_cells_are_made_again_only_when_asked_for(tmp_path: Path) -> None
     store.close()
 
 
-def test_more_variants_and_seeds_join_a_study_and_changed_ones_are_refused(tmp_path: Path) -> None:
+def test_a_study_grows_but_does_not_change(tmp_path: Path) -> None:
     Store(tmp_path / "out", study_of(tmp_path, GRID)).close()
     more = GRID.replace("fast:", "slow: [optimizer.lr=0.0001], fast:").replace("1]\n", "1, 2]\n")
     store = Store(tmp_path / "out", study_of(tmp_path, more))
@@ -176,9 +172,7 @@ def test_more_variants_and_seeds_join_a_study_and_changed_ones_are_refused(tmp_p
     assert error.value.code == "study_settings_differ"
 
 
-def test_an_experiment_whose_file_has_changed_is_refused_and_one_that_was_renamed_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_changed_experiment_is_refused(tmp_path: Path) -> None:
     study = study_of(tmp_path, GRID)
     Store(tmp_path / "out", study).close()
     experiment = tmp_path / "experiment.yml"
@@ -191,7 +185,7 @@ def test_an_experiment_whose_file_has_changed_is_refused_and_one_that_was_rename
     assert error.value.code == "study_settings_differ"
 
 
-def test_a_journal_whose_last_line_was_cut_off_can_be_read_and_written(tmp_path: Path) -> None:
+def test_a_torn_line_of_the_journal_is_cut_off(tmp_path: Path) -> None:
     store = Store(tmp_path, study_of(tmp_path, GRID))
     taken(store)
     with (tmp_path / "journal.log").open("a", encoding="utf-8") as journal:
@@ -217,7 +211,7 @@ def test_halving_ends_what_is_worse_than_the_best_third(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_lock_is_held_for_no_longer_than_its_process_lives(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     hold = "import sys; from pathlib import Path; from ppdist.tune.store import StudyLock; "
     hold += (
         "StudyLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"

@@ -63,7 +63,7 @@ def verify(config_file: Path, *more: object):
 
 
 @pytest.mark.slow
-def test_two_ranks_on_the_users_data_train_like_one_and_the_tool_says_so(config_file: Path) -> None:
+def test_two_ranks_train_like_one(config_file: Path) -> None:
     done, file = verify(config_file, "--processes", 2)
     assert "PASS" in succeeded(done).splitlines()[-1]
     (report,) = json.loads(file.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def train_too_fast(argument) -> dict:
 
 
 @pytest.mark.slow
-def test_gradients_two_per_cent_too_large_are_found_out(config_file: Path) -> None:
+def test_gradients_two_per_cent_off_are_found_out(config_file: Path) -> None:
     target = f"{__name__}:train_too_fast"
     report, same = run_on_ranks(2, target, str(config_file), seconds=300)
     assert report == same
@@ -120,10 +120,7 @@ def right(config_file: Path) -> tuple[Trace, Trace]:
     """One rank, and the same moved by roundings."""
     config = set_up(config_file, *UNCLIPPED)
     rounding = Rounding.of(config)
-    return (
-        train_steps(config, STEPS),
-        train_steps(config, STEPS, rounding),
-    )
+    return (train_steps(config, STEPS), train_steps(config, STEPS, rounding))
 
 
 def judged(trained: Trace, right: tuple[Trace, Trace]):
@@ -133,13 +130,13 @@ def judged(trained: Trace, right: tuple[Trace, Trace]):
     return verdict(report), [each["name"] for each in report["measured"] if not each["passed"]]
 
 
-def test_one_rank_with_the_micro_batches_as_they_are_passes(config_file: Path, right) -> None:
+def test_one_rank_with_equal_micro_batches_passes(config_file: Path, right) -> None:
     assert judged(right[1], right) == ("PASS", [])  # moved by a rounding
     again = train_steps(set_up(config_file, *UNCLIPPED), STEPS)
     assert judged(again, right) == ("PASS", [])
 
 
-def test_gradients_five_per_cent_too_large_are_found_out_without_clipping(
+def test_gradients_five_per_cent_off_are_found_out(
     config_file: Path, right, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = TrainStep._update
@@ -156,7 +153,7 @@ def test_gradients_five_per_cent_too_large_are_found_out_without_clipping(
 
 
 @pytest.mark.slow
-def test_an_average_that_is_moved_twice_a_step_is_found_out(
+def test_an_average_moved_twice_is_found_out(
     config_file: Path, right, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = EMA.update
@@ -165,19 +162,19 @@ def test_an_average_that_is_moved_twice_a_step_is_found_out(
     assert judged(wrong, right) == ("FAIL", ["averaged weights"])
 
 
-def test_ranks_that_do_not_train_at_all_are_found_out_by_their_weights(right) -> None:
+def test_ranks_that_stand_still_are_found_out(right) -> None:
     still = dict(right[0])
     still["sketch/weights"] = still["sketch/weights"][:1].repeat(STEPS + 1, 0)
     assert judged(still, right) == ("FAIL", ["weights"])
 
 
-def test_weights_that_rounding_moves_as_far_as_training_prove_nothing(right) -> None:
+def test_weights_that_hardly_move_prove_nothing(right) -> None:
     alone, moved = right[0], dict(right[1])
     moved["sketch/weights"] = 1.02 * moved["sketch/weights"]
     assert judged(alone, (alone, moved)) == ("INCONCLUSIVE", [])
 
 
-def test_the_sketch_of_a_difference_is_as_long_as_the_difference() -> None:
+def test_a_sketch_keeps_the_length() -> None:
     rng = np.random.default_rng(0)
     one = {name: rng.normal(size=(size, 3)) for name, size in (("a", 1000), ("b", 7), ("c", 200))}
     other = {name: value + 1e-3 * rng.normal(size=value.shape) for name, value in one.items()}
@@ -193,7 +190,7 @@ def run_of(world: int, images: int, accumulate: int):
     )  # fmt: skip
 
 
-def test_with_synchronised_statistics_a_run_of_none_but_smaller_steps_is_refused() -> None:
+def test_a_run_without_whole_steps_is_refused() -> None:
     assert comparable_steps(run_of(2, 9, 2), sync_bn=True) == 1  # 8 images, then 1
     assert comparable_steps(run_of(2, 9, 2), sync_bn=False) == 10
     assert comparable_steps(run_of(4, 7, 1), sync_bn=True) == 5  # no rank without an image
@@ -211,7 +208,7 @@ def trace(losses: list[float]) -> Trace:
     }
 
 
-def test_the_ranks_may_be_off_by_ten_times_what_one_rounding_becomes() -> None:
+def test_ranks_may_be_off_by_ten_roundings() -> None:
     alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-4, 1.0])
     for off, passes in ((9e-4, True), (11e-4, False)):
         ranks = trace([1.0, 1.0, 1.0 + off])  # what has grown counts on
@@ -220,7 +217,7 @@ def test_the_ranks_may_be_off_by_ten_times_what_one_rounding_becomes() -> None:
         assert losses.allowed == pytest.approx(1e-3)
 
 
-def test_what_becomes_of_a_rounding_later_excuses_nothing_in_the_first_step() -> None:
+def test_the_first_step_is_not_excused() -> None:
     alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-2, 1.0])
     ranks = trace([1.0 + 1e-4, 1.0, 1.0])
     losses, *_ = measure(ranks, alone, moved, tolerance=1e-5, statistics=False)
@@ -237,9 +234,7 @@ def test_a_loss_that_is_no_number_on_the_ranks_alone_fails() -> None:
 @pytest.mark.parametrize(
     "key", ["sync_every=1", "sync_every=4", "topk_fraction=0.1", "gradient_rank=2"]
 )
-def test_what_differs_by_design_is_refused_with_what_makes_it_comparable(
-    config_file: Path, key: str
-) -> None:
+def test_what_differs_by_design_is_refused(config_file: Path, key: str) -> None:
     config = load_config(config_file, [f"distributed.{key}"])
     name = key.partition("=")[0]
     with pytest.raises(
@@ -249,7 +244,7 @@ def test_what_differs_by_design_is_refused_with_what_makes_it_comparable(
     assert error.value.code == "differs_by_design"
 
 
-def test_gradients_that_travel_in_bfloat16_have_a_tolerance_of_their_own(config_file: Path) -> None:
+def test_bfloat16_gradients_have_a_tolerance(config_file: Path) -> None:
     exact, rounded = (
         load_config(config_file, [f"distributed.gradient_dtype={dtype}"])
         for dtype in ("float32", "bfloat16")

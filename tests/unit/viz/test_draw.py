@@ -30,7 +30,7 @@ def draw(boxes, labels=None, scores=None, image_HW3=None) -> np.ndarray:
     return draw_boxes(image_HW3, boxes_N4, labels_N, NAMES, scores_N)
 
 
-def test_the_outline_has_the_colour_of_the_class_and_the_inside_is_untouched():
+def test_the_outline_has_the_colour_of_its_class():
     drawn = draw([[20, 40, 120, 90]], labels=[1])
     for x, y in ((120, 60), (60, 90), (20, 70)):
         assert tuple(drawn[y, x]) == PALETTE[1]
@@ -49,7 +49,7 @@ def test_no_box_gives_an_equal_copy():
     assert (drawn == image_HW3).all() and drawn is not image_HW3
 
 
-def test_boxes_over_the_edge_outside_and_infinite_are_no_error():
+def test_boxes_over_the_edge_are_no_error():
     drawn = draw([[-50, -50, 500, 500], [900, 900, 950, 950], [np.nan, 0, 5, 5], [0, 0, np.inf, 9]])
     assert tuple(drawn[50, 0]) == PALETTE[0] and tuple(drawn[50, 199]) == PALETTE[0]
 
@@ -67,7 +67,7 @@ def test_the_label_stays_inside_the_image_at_its_corner():
     )
 
 
-def test_a_name_without_a_font_is_shown_by_its_index_instead_of_question_marks(monkeypatch):
+def test_a_name_without_a_font_is_its_index(monkeypatch):
     monkeypatch.setattr(lettering, "_font_of", lambda text: None)
     by_name = draw([[20, 40, 120, 90]], labels=[1])
     boxes_N4, label_N = np.array([[20.0, 40, 120, 90]]), np.array([1])
@@ -81,7 +81,7 @@ def test_two_images_stand_side_by_side():
     assert (both[:, 200:204] == 255).all() and (both[:, 204:] == 0).all()
 
 
-def test_classes_are_written_one_below_the_other_in_their_colours_and_the_image_stays():
+def test_classes_are_written_below_each_other():
     image_HW3 = np.full((120, 160, 3), 7, np.uint8)
     drawn = draw_classes(image_HW3, np.array([1, 0]), ("cat", "dog"), np.array([0.75, 0.25]))
     assert drawn.shape == image_HW3.shape and (image_HW3 == 7).all()
@@ -91,14 +91,14 @@ def test_classes_are_written_one_below_the_other_in_their_colours_and_the_image_
     assert (draw_classes(image_HW3, np.array([], int), ("cat",)) == 7).all()
 
 
-def test_a_grid_is_filled_row_by_row_and_may_be_told_its_width():
+def test_a_grid_is_filled_row_by_row():
     one, other = np.full((4, 6, 3), 10, np.uint8), np.full((5, 3, 3), 20, np.uint8)
     assert grid([one, other, one]).shape == (5 + 6 + 5, 6 + 6 + 6, 3)
     row = grid([one, other], across=2)
     assert row.shape == (5, 18, 3) and (row[0, 12] == 20).all() and (row[4, :6] == 255).all()
 
 
-def test_a_picture_is_made_smaller_only_where_it_is_too_large(tmp_path):
+def test_only_large_pictures_are_made_smaller(tmp_path):
     assert within(np.zeros((10, 40, 3), np.uint8), 20).shape == (5, 20, 3)
     small = np.zeros((10, 20, 3), np.uint8)
     assert within(small, 20) is small
@@ -111,7 +111,7 @@ def test_a_caption_lies_below_and_is_cut_at_the_edge():
     assert (captioned[:100] == 128).all() and captioned[100:].min() < 60
 
 
-def test_a_jpeg_has_the_colours_of_the_image_and_refusals_are_the_users_error(tmp_path):
+def test_a_jpeg_has_the_colours_of_the_image(tmp_path):
     write_jpeg(tmp_path / "new" / "a.jpg", np.full((16, 16, 3), (200, 30, 90), np.uint8))
     read_HW3 = cv2.imread(str(tmp_path / "new" / "a.jpg"))[:, :, ::-1].astype(int)
     assert np.abs(read_HW3 - (200, 30, 90)).max() < 12
@@ -124,7 +124,7 @@ def test_a_jpeg_has_the_colours_of_the_image_and_refusals_are_the_users_error(tm
     assert error.value.code == "picture_too_large"
 
 
-def test_classes_without_room_are_left_out_but_never_the_surest():
+def test_the_surest_class_is_never_left_out():
     low = np.full((20, 160, 3), 7, np.uint8)
     drawn = draw_classes(low, np.array([0, 1, 2]), ("a", "b", "c"))
     colours = {tuple(pixel) for pixel in drawn[:, 0].tolist()}

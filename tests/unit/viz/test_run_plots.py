@@ -101,7 +101,7 @@ def names(paths: list[Path]) -> list[str]:
 @pytest.mark.parametrize(
     "classes", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 80))]
 )
-def test_every_picture_of_a_run_is_written_and_shows_something(tmp_path, classes):
+def test_every_picture_of_a_run_shows_something(tmp_path, classes):
     run = write(tmp_path / "$run_", trained(400, ranks=2), detected(tmp_path / "images", classes))
     paths = draw_run(run, image_folders=[tmp_path])
     assert names(paths) == OF_METRICS + OF_EVALUATION
@@ -118,12 +118,12 @@ def test_a_run_without_evaluation_has_its_curves_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_without_a_run_has_its_pictures_alone(tmp_path):
+def test_an_evaluation_alone_has_its_pictures(tmp_path):
     run = write(tmp_path, None, detected(tmp_path, 2))
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
 
 
-def test_an_empty_folder_and_a_folder_that_is_none_give_no_picture_and_no_error(tmp_path, caplog):
+def test_an_empty_folder_gives_no_picture(tmp_path, caplog):
     assert draw_run(tmp_path) == []
     assert not caplog.records
     (tmp_path / "file").write_text("")
@@ -131,7 +131,7 @@ def test_an_empty_folder_and_a_folder_that_is_none_give_no_picture_and_no_error(
     assert len(caplog.records) == 1
 
 
-def test_a_classifier_has_accuracy_and_confusion_without_a_background(tmp_path):
+def test_a_classifier_has_no_background(tmp_path):
     rows = [{"name": name, "images": 5, "top1": 0.5, "top5": 1.0} for name in NAMES[:3]]
     found = {"step": 1, "images": 15, "class_names": NAMES[:3], "metrics": {"top1": 0.5}}
     found |= {"per_class": rows, "confusion": {"counts": np.full((3, 3), 5).tolist()}}
@@ -143,7 +143,7 @@ def test_a_classifier_has_accuracy_and_confusion_without_a_background(tmp_path):
 
 
 @pytest.mark.slow
-def test_more_classes_than_have_room_are_drawn_without_names(tmp_path):
+def test_classes_without_room_have_no_names(tmp_path):
     found = detected(tmp_path / "images", 300, images=2)
     run = write(tmp_path, None, found)
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
@@ -152,7 +152,7 @@ def test_more_classes_than_have_room_are_drawn_without_names(tmp_path):
         assert image.height < 1000
 
 
-def test_numbers_in_the_matrix_are_shares_of_each_row_and_counts():
+def test_the_matrix_has_shares_of_rows_and_counts():
     found = {"class_names": ["a"], "confusion": {"iou": 0.5, "confidence": 0.3}}
     found["confusion"]["counts"] = [[30, 10], [1234, 0]]
     shares, counts = plots.confusion(found).axes
@@ -160,7 +160,7 @@ def test_numbers_in_the_matrix_are_shares_of_each_row_and_counts():
     assert [text.get_text() for text in counts.texts] == ["30", "10", "1k"]
 
 
-def test_the_best_evaluation_is_marked_and_epochs_lie_below():
+def test_the_best_evaluation_is_marked():
     figure = plots.results(history_of(trained(100)), "run")
     panel = next(axes for axes in figure.axes if axes.get_title() == "mean average precision")
     assert "best mAP: 0.500" in [text.get_text() for text in panel.get_legend().get_texts()]
@@ -176,7 +176,7 @@ def test_the_best_evaluation_is_marked_and_epochs_lie_below():
     [("", "best mAP: 0.500", 10.0), ("mAP50", "best mAP50: 0.900", 3.0),
      ("fitness", "best fitness: 0.700", 2.0), ("top1", "best mAP: 0.500", 10.0)],
 )  # fmt: skip
-def test_the_best_is_that_of_the_metric_the_run_is_judged_by(tmp_path, metric, label, at):
+def test_the_best_is_by_the_configured_metric(tmp_path, metric, label, at):
     records = [{**each, "fitness": 0.1} if "mAP" in each else each for each in trained(100)]
     scored = [each for each in records if "mAP" in each]
     scored[2]["mAP50"], scored[1]["fitness"] = 0.9, 0.7
@@ -186,7 +186,7 @@ def test_the_best_is_that_of_the_metric_the_run_is_judged_by(tmp_path, metric, l
     assert panel.lines[-1].get_xdata() == [at]
 
 
-def test_seconds_of_ranks_are_told_apart_and_a_resumed_run_may_have_others():
+def test_seconds_of_ranks_are_told_apart():
     records = [*trained(40, ranks=4), *trained(20, ranks=2)]
     slow = {"rank_step_seconds": [0.5, 0.5], "rank_own_seconds": [0.2, 0.5]}
     records = [
@@ -231,7 +231,7 @@ def test_odd_lines_of_metrics_cost_no_other_picture(tmp_path, lines, caplog):
     assert not caplog.records
 
 
-def test_a_broken_part_of_an_evaluation_costs_its_picture_and_one_warning(tmp_path, caplog):
+def test_a_broken_part_costs_its_picture(tmp_path, caplog):
     found = {**detected(tmp_path, 2), "confusion": {"counts": "many"}, "errors": 7, "worst": [3]}
     paths = draw_run(write(tmp_path, None, found), image_folders=[tmp_path])
     missing = {"confusion.png", "errors.png", "worst.jpg"}
@@ -259,7 +259,7 @@ def test_an_evaluation_cut_short_is_one_warning(tmp_path, text, caplog):
 
 
 @pytest.mark.slow
-def test_metrics_that_cannot_be_read_cost_no_picture_of_the_evaluation(tmp_path, caplog):
+def test_torn_metrics_cost_no_evaluation_plot(tmp_path, caplog):
     run = write(tmp_path, None, detected(tmp_path, 2))
     (run / "metrics.jsonl").mkdir()
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
@@ -313,7 +313,7 @@ def test_images_that_lie_outside_the_set_are_not_shown(tmp_path):
     assert folders_of_images({"data": 3}) == folders_of_images({"data": {"root": [1]}}) == []
 
 
-def test_a_very_high_or_wide_image_has_a_tile_of_bounded_size(tmp_path):
+def test_long_images_have_tiles_of_bounded_size(tmp_path):
     entry = {"objects": 1, "found": 0, "missed": 1, "wrong": 0, "true": [[0, 1, 1, 9, 9, False]]}
     for height, width in ((4000, 6), (6, 4000), (1, 1)):
         cv2.imwrite(str(tmp_path / "a.png"), np.full((height, width, 3), 90, np.uint8))
@@ -321,7 +321,7 @@ def test_a_very_high_or_wide_image_has_a_tile_of_bounded_size(tmp_path):
         assert picture.shape[0] < 3200 and picture.shape[1] == 4 * 474 + 3 * 6
 
 
-def test_curves_name_few_classes_and_show_many_as_one_bundle(tmp_path):
+def test_curves_of_many_classes_are_one_bundle(tmp_path):
     for classes, shown in ((3, 4), (60, 2)):
         figure = plots.class_curves(detected(tmp_path, classes), "pr_curve")
         assert len(figure.axes[0].get_legend().get_texts()) == shown
