@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.logging import RunLog
-from tests.unit.common.test_writers import ANALYSIS
+from tests.unit.common.analysis import ANALYSIS
 
 pytestmark = pytest.mark.slow
 STEPS = range(10, 110, 10)

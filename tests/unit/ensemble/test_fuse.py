@@ -9,7 +9,7 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.ensemble.fuse import fuse_class, view_iou, write_fused
 from ppdist.ensemble.members import member_of
-from tests.unit.engine.test_evaluator import five_images
+from tests.unit.engine.oracle import five_images
 
 # Two boxes of the same class that overlap by 0.6.
 BOXES_R4 = np.array([[0.0, 0, 100, 100], [0, 0, 100, 60]])

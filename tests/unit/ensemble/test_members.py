@@ -18,7 +18,7 @@ from ppdist.ensemble.members import Member, fuse_members, member_of
 from ppdist.ensemble.saved import read_saved, rows_of, set_of
 from ppdist.metrics.coco import write_detections
 from tests.distributed import run_on_ranks
-from tests.unit.engine.test_evaluator import five_images
+from tests.unit.engine.oracle import five_images
 
 WBF = partial(weighted_fusion, iou=0.55)
 

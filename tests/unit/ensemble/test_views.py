@@ -11,7 +11,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
 from ppdist.ensemble.views import Mirrored, require_same_images, sizes_of
 from ppdist.models.base import Detector
-from tests.unit.engine.test_evaluator import IMAGES, Loader, Oracle, five_images
+from tests.unit.engine.oracle import IMAGES, Loader, Oracle, five_images
 
 
 class Brightest(Detector):
