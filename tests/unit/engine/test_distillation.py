@@ -10,12 +10,10 @@ from paddle import nn
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import dump_yaml
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
-from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.engine.distillation import build_distillation, read_teacher
 from ppdist.engine.train_step import Clock
 from ppdist.losses.distillation import Teaching
@@ -23,11 +21,11 @@ from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of
 from tests.distributed import run_on_ranks
+from tests.unit.engine.teachers import distilled_config, write_teacher
 from tests.unit.engine.tiny import (
     IMAGES,
     build_step,
     fixed_batch,
-    freeze_statistics,
     init_cpu,
     norms_of,
     sampled_batches,
@@ -35,46 +33,14 @@ from tests.unit.engine.tiny import (
 )
 
 FAMILIES = ("ppyoloe", "yolov5")
-LARGER = {"ppyoloe": "model.width_multiple=0.25", "yolov5": "model.width_multiple=0.125"}
-ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
 STEPS = 5
 TOLERANCE = 1e-5
-
-
-def write_teacher(
-    folder: Path, *overrides: str, model: str = "ppyoloe", seen: bool = True, more: str = ""
-) -> Path:
-    """The output_dir of a run with one checkpoint, its weights shaped by a few images or none.
-
-    Args: more: lines of its config.yml.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    comm.init("cpu", DistributedConfig())
-    config = tiny_config(folder, [LARGER[model], "seed=5", *overrides], model)
-    teacher = build_model(config)
-    if seen:
-        freeze_statistics(teacher)
-    draw = np.random.default_rng(0)
-    for key, weights in teacher.named_parameters():
-        if "pred" in key:  # says something else in every cell, and is sure of it here and there
-            bias = -2.0 if "cls" in key or "predict" in key else 0.0
-            shift = bias if key.endswith("bias") else 0.0
-            width = max(1, int(np.prod(weights.shape[1:]))) ** -0.5
-            weights.set_value((shift + draw.normal(0, width, weights.shape)).astype("float32"))
-    state = {"step": 1}
-    text = dump_yaml(config) + more
-    save_checkpoint(folder / "checkpoints", 1, {"ema": arrays_of(teacher)}, state, text)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("teachers")
     return {model: write_teacher(folder / model, model=model) for model in FAMILIES}
-
-
-def distilled_config(folder: Path, teacher: Path, *overrides: str, model: str = "ppyoloe"):
-    return tiny_config(folder, [f"distill.teacher={teacher}", *ALL, *overrides], model)
 
 
 @pytest.mark.slow

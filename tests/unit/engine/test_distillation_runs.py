@@ -18,7 +18,7 @@ from ppdist.export.export import export_detector
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
-from tests.unit.engine.test_distillation import ALL, distilled_config, write_teacher
+from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
 from tests.unit.engine.tiny import init_cpu, tiny_config
 from tests.unit.export.test_export import tiny_spec
 

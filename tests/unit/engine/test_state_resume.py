@@ -6,43 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.process import JOB_DIR_VARIABLE
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import state as module
-from ppdist.engine.build import build_training
 from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.preflight import flattened
 from ppdist.engine.state import FREE, SCORES, changes, require_same
+from tests.unit.engine.runs import OVERRIDES, assert_same_checkpoint, build, run
 from tests.unit.engine.tiny import MODELS, tiny_config
-
-OVERRIDES = (
-    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
-    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
-)  # fmt: skip
-# ten images in batches of four: three steps an epoch, nine in all
-
-
-def build(data, output_dir, *overrides, resume=None, changed=False, evaluate=False):
-    comm.init("cpu", DistributedConfig())
-    return build_training(
-        tiny_config(data, [*OVERRIDES, *overrides]),
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=resume,
-        command=["test"],
-        resume_changed=changed,
-    )
-
-
-def run(*arguments, **options):
-    experiment = build(*arguments, **options)
-    with experiment.log:
-        assert experiment.trainer.fit() == 0
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +140,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_moved_aside(shapes, outp
     assert steps_in(output / "checkpoints-old-1") == [5]
     assert logged_steps(output) == logged_steps(whole) == [*range(1, 10)]
     assert_same_checkpoint(output, whole)
-
-
-def assert_same_checkpoint(*folders):
-    for group in ("model", "ema", "optimizer"):
-        first, second = (
-            load_file(folder / "checkpoints" / "last" / f"{group}.safetensors")
-            for folder in folders
-        )
-        assert first.keys() == second.keys()
-        assert [key for key in first if not np.array_equal(first[key], second[key])] == []
 
 
 def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from_as_if_it_had_one(shapes, output):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import CheckpointError
-from tests.unit.engine.test_state_resume import assert_same_checkpoint, run
+from tests.unit.engine.runs import assert_same_checkpoint, run
 
 SWITCHES = ("model.one_to_one=true", "loss.static_assigner_epochs=1")
 

@@ -16,7 +16,7 @@ from ppdist.distributed import comm
 from ppdist.engine import trainer
 from ppdist.engine.evaluator import EvaluationStopped
 from tests.distributed import run_on_ranks
-from tests.unit.engine.test_evaluator import IMAGES, Oracle, evaluator, five_images
+from tests.unit.engine.oracle import IMAGES, Oracle, evaluator, five_images
 from tests.unit.launch.hosts import ROOT, hosts_of_a_test, wait_for
 
 SIGNALS = STOP_SIGNALS

@@ -9,7 +9,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
 from ppdist.ensemble.tta import Mirrored, sizes_of
 from ppdist.models.base import Detector
-from tests.unit.engine.test_evaluator import IMAGES, Loader, Oracle, five_images
+from tests.unit.engine.oracle import IMAGES, Loader, Oracle, five_images
 
 
 class Brightest(Detector):

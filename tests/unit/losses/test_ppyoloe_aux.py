@@ -8,7 +8,7 @@ from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
-from tests.unit.losses.test_ppyoloe import ATSS, STATIC, TAL, random_outputs, truth
+from tests.unit.losses.cases import ATSS, STATIC, TAL, random_outputs, truth
 
 CLASSES = 3
 CONFIG = PPYOLOELossConfig(tal_radius=2.0)

@@ -1,0 +1,46 @@
+"""A teacher's run folder, and a config that learns from it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ppdist.config.base import dump_yaml
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
+from ppdist.engine.build import build_model
+from ppdist.engine.checkpoint import save_checkpoint
+from ppdist.models.weights import arrays_of
+from tests.unit.engine.tiny import freeze_statistics, tiny_config
+
+LARGER = {"ppyoloe": "model.width_multiple=0.25", "yolov5": "model.width_multiple=0.125"}
+ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
+
+
+def write_teacher(
+    folder: Path, *overrides: str, model: str = "ppyoloe", seen: bool = True, more: str = ""
+) -> Path:
+    """The output_dir of a run with one checkpoint, its weights shaped by a few images or none.
+
+    Args: more: lines of its config.yml.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    comm.init("cpu", DistributedConfig())
+    config = tiny_config(folder, [LARGER[model], "seed=5", *overrides], model)
+    teacher = build_model(config)
+    if seen:
+        freeze_statistics(teacher)
+    draw = np.random.default_rng(0)
+    for key, weights in teacher.named_parameters():
+        if "pred" in key:  # says something else in every cell, and is sure of it here and there
+            bias = -2.0 if "cls" in key or "predict" in key else 0.0
+            shift = bias if key.endswith("bias") else 0.0
+            width = max(1, int(np.prod(weights.shape[1:]))) ** -0.5
+            weights.set_value((shift + draw.normal(0, width, weights.shape)).astype("float32"))
+    state = {"step": 1}
+    text = dump_yaml(config) + more
+    save_checkpoint(folder / "checkpoints", 1, {"ema": arrays_of(teacher)}, state, text)
+    return folder
+
+
+def distilled_config(folder: Path, teacher: Path, *overrides: str, model: str = "ppyoloe"):
+    return tiny_config(folder, [f"distill.teacher={teacher}", *ALL, *overrides], model)
