@@ -12,7 +12,9 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple, Protocol
 
 import cv2
@@ -22,6 +24,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
 
 _HISTOGRAM_BINS = 50
+_FLOAT32_MAX = float(np.finfo(np.float32).max)  # both programs keep a point as float32
 
 
 class Counts(NamedTuple):
@@ -97,8 +100,8 @@ def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
     for key, value in record.items():
         if key in ("step", "epoch", "time") or isinstance(value, bool):
             continue
-        if not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
-            continue
+        if not isinstance(value, (int, float, np.number)) or not abs(value) <= _FLOAT32_MAX:
+            continue  # NaN too
         tag = _evaluation_tag(key) if evaluation else _training_tag(key)
         if value >= 0 or not tag.startswith("eval"):
             points[tag] = float(value)
@@ -235,139 +238,7 @@ class MetricWriters:
                 self._warn(program, error)
 
 
-_VARINT, _FLOAT64, _BYTES, _FLOAT32 = 0, 1, 2, 5  # protobuf wire types
-_LENGTH = struct.Struct("<Q")
-_RECORD_FILE = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
-_HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
-# The page writes k/K beside the k-th point of a curve, whatever its thresholds were.
-_VISUALDL_THRESHOLDS_K = np.arange(1, 101) / 100
-
-
-class VisualDLWriter:
-    """Appends to the one VisualDL record file of a folder.
-
-    Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
-    the file as it was before that call, so it stays readable.
-
-    VisualDL's own LogWriter is not used, for four reasons seen in release 2.5.3: its writer thread
-    prints a write error and loses the points without telling the caller; it cannot drop the points
-    that a resumed run will compute again; importing it makes folders in the user's home and takes
-    0.3 s; and VisualDL shows only the newest file of a folder, so a second file would hide the
-    first.
-
-    A record file is a row of `uint64 little-endian length, protobuf message Record`.  Of VisualDL's
-    record.proto only this is needed (tests read the files back with VisualDL itself):
-
-        Record { repeated Value values = 1; }
-        Value  { int64 id = 1 (the step); string tag = 2; int64 timestamp = 3 (ms);
-                 oneof { float value = 4; Image image = 5; Histogram histogram = 8;
-                         PRCurve pr_curve = 9; MetaData meta_data = 10; Text text = 12;
-                         HParam hparam = 13; } }
-        Image     { bytes encoded_image_string = 4; }
-        Histogram { repeated double hist = 1, bin_edges = 2; }
-        PRCurve   { repeated int64 TP = 1, FP = 2, TN = 3, FN = 4;
-                    repeated double precision = 5, recall = 6; }
-        MetaData  { string display_name = 1; }
-        Text      { string encoded_text_string = 1; }
-        HParam    { repeated Info hparamInfos = 1, metricInfos = 2; string name = 3; }
-        Info      { oneof { int64 int_value = 1; double float_value = 2; string string_value = 3; }
-                    string name = 4; }
-
-    It files each tag under the kind of its first record, so no two kinds may share a tag.
-
-    Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record_pb2.py and
-    reader/record_reader.
-    """
-
-    def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
-        """Opens the file, and first cuts it back to what a resumed run has not yet to repeat.
-
-        Args:
-            folder: made when it is missing.
-            run_name: what the page calls this run.
-            keep_until_step: points after this step are dropped; None drops every earlier point.
-        Raises: OSError: the folder cannot be made or written.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._run_name = folder / _RECORD_FILE, run_name
-        self._described: list[bytes] = []
-        self._open(keep_until_step)
-
-    def rollback(self, step: int) -> None:
-        """Drops the points after a step."""
-        self._file.close()
-        self._open(step)
-
-    def _open(self, keep_until_step: int | None) -> None:
-        kept = []
-        if keep_until_step is not None and self._path.exists():
-            kept = [
-                r
-                for r in _visualdl_records(self._path.read_bytes())
-                if _is_kept(r, keep_until_step)
-            ]
-        if not kept:
-            kept = [
-                _visualdl_record(0, "meta_data_tag", _field(10, _field(1, self._run_name.encode())))
-            ]
-        kept += self._described
-        replace_file(self._path, b"".join(_visualdl_frame(record) for record in kept))
-        self._file = io.FileIO(self._path, "ab")
-
-    def describe(
-        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
-    ) -> None:
-        """Says what run this is, in the place of what was said where it began before a resume.
-
-        Args:
-            hyper_parameters: numbers and texts; a row of the page that compares runs.
-            metrics: tags of curves whose last points stand beside them.
-            texts: settings by section; the page shows each as one paragraph.
-        """
-        infos = [_field(1, _info(name, value)) for name, value in hyper_parameters.items()]
-        infos += [_field(2, _info(tag, 0.0)) for tag in metrics]
-        hparam = b"".join(infos) + _field(3, self._run_name.encode())
-        self._described = [_visualdl_record(0, _HPARAM_TAG, _field(13, hparam))]
-        self._described += [
-            _visualdl_record(0, _CONFIG_TAG + name, _field(12, _field(1, text.encode())))
-            for name, text in texts.items()
-        ]
-        self._append(self._described)
-
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
-        self._append(
-            _visualdl_record(step, tag, _key(4, _FLOAT32) + struct.pack("<f", value))
-            for tag, value in values.items()
-        )
-
-    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
-        self._append(
-            _visualdl_record(step, f"{tag}/{index}", _field(5, _field(4, jpeg(image_HW3))))
-            for index, image_HW3 in enumerate(images_HW3)
-        )
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        """Adds one row to each tag's picture."""
-        self._append(
-            _visualdl_record(
-                step, tag, _field(8, _doubles(1, each.counts_K) + _doubles(2, each.edges_K1))
-            )
-            for tag, each in values.items()
-        )
-
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
-        self._append(
-            _visualdl_record(step, tag, _field(9, _pr_curve(each))) for tag, each in curves.items()
-        )
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _append(self, records: Iterable[bytes]) -> None:
-        append_whole(self._file, b"".join(_visualdl_frame(record) for record in records))
+_LENGTH = struct.Struct("<Q")  # before each record, in the files of both programs
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
@@ -395,102 +266,179 @@ def jpeg(image_HW3: np.ndarray) -> bytes:
     return encoded.tobytes()
 
 
-def _pr_curve(curve: PRCurve) -> bytes:
-    at = curve.at(_VISUALDL_THRESHOLDS_K)
-    counts = (
-        at.true_positives_K,
-        at.false_positives_K,
-        np.zeros(len(_VISUALDL_THRESHOLDS_K)),
-        at.false_negatives_K,
-    )
-    return (
-        b"".join(
-            _field(number, b"".join(_varint(int(each)) for each in counts_K))
-            for number, counts_K in enumerate(counts, start=1)
+_RECORD_FILE = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
+_HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
+# The page writes k/K beside the k-th point of a curve, whatever its thresholds were.
+_VISUALDL_THRESHOLDS_K = np.arange(1, 101) / 100
+
+
+def _visualdl_record_type() -> Any:
+    """VisualDL's message class Record, from its generated file alone.
+
+    `import visualdl` makes folders in the user's home and takes 0.3 s.
+    Raises: ImportError: VisualDL is not installed.
+    """
+    found = find_spec("visualdl")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("visualdl is not installed")
+    return run_path(f"{found.submodule_search_locations[0]}/proto/record_pb2.py")["Record"]
+
+
+class VisualDLWriter:
+    """Appends to the one VisualDL record file of a folder.
+
+    Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
+    the file as it was before that call, so it stays readable.
+
+    The messages are VisualDL's own; its LogWriter is not used, for three reasons seen in release
+    2.5.3: its writer thread prints a write error and loses the points without telling the caller;
+    it cannot drop the points that a resumed run will compute again; and VisualDL shows only the
+    newest file of a folder, so a second file would hide the first.
+
+    A record file is a row of `uint64 little-endian length, protobuf message Record`, here with one
+    Value each.  VisualDL files each tag under the kind of its first record, so no two kinds may
+    share a tag.
+
+    Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/proto/record.proto and
+    reader/record_reader.
+    """
+
+    def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
+        """Opens the file, and first cuts it back to what a resumed run has not yet to repeat.
+
+        Args:
+            folder: made when it is missing.
+            run_name: what the page calls this run.
+            keep_until_step: points after this step are dropped; None drops every earlier point.
+        Raises: OSError: the folder cannot be made or written.
+        """
+        self._record_type = _visualdl_record_type()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._run_name = folder / _RECORD_FILE, run_name
+        self._described: list[bytes] = []
+        self._open(keep_until_step)
+
+    def rollback(self, step: int) -> None:
+        """Drops the points after a step."""
+        self._file.close()
+        self._open(step)
+
+    def _open(self, keep_until_step: int | None) -> None:
+        kept = []
+        if keep_until_step is not None and self._path.exists():
+            frames = _visualdl_frames(self._path.read_bytes())
+            kept = [frame for frame in frames if self._is_kept(frame, keep_until_step)]
+        if not kept:
+            kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
+        replace_file(self._path, b"".join(kept + self._described))
+        self._file = io.FileIO(self._path, "ab")
+
+    def _is_kept(self, frame: bytes, step: int) -> bool:
+        """Whether it is of up to a step, and not of what `describe` says anew."""
+        (value,) = self._record_type.FromString(frame[_LENGTH.size :]).values
+        described = value.tag == _HPARAM_TAG or value.tag.startswith(_CONFIG_TAG)
+        return value.id <= step and not described
+
+    def _frame(self, step: int, tag: str, **content: Any) -> bytes:
+        """Args: content: the one field of a Value that says what it is."""
+        value = {"id": step, "tag": tag, "timestamp": round(time.time() * 1000), **content}
+        record = self._record_type(values=[value]).SerializeToString()
+        return _LENGTH.pack(len(record)) + record
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        """Says what run this is, in the place of what was said where it began before a resume.
+
+        Args:
+            hyper_parameters: numbers and texts; a row of the page that compares runs.
+            metrics: tags of curves whose last points stand beside them.
+            texts: settings by section; the page shows each as one paragraph.
+        """
+        hparam = {
+            "name": self._run_name,
+            "hparamInfos": [_info(name, value) for name, value in hyper_parameters.items()],
+            "metricInfos": [_info(tag, 0.0) for tag in metrics],
+        }
+        self._described = [self._frame(0, _HPARAM_TAG, hparam=hparam)]
+        self._described += [
+            self._frame(0, _CONFIG_TAG + name, text={"encoded_text_string": text})
+            for name, text in texts.items()
+        ]
+        append_whole(self._file, b"".join(self._described))
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
+        self._add(step, ((tag, {"value": value}) for tag, value in values.items()))
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        self._add(
+            step,
+            (
+                (f"{tag}/{index}", {"image": {"encoded_image_string": jpeg(image_HW3)}})
+                for index, image_HW3 in enumerate(images_HW3)
+            ),
         )
-        + _doubles(5, at.precision_K)
-        + _doubles(6, at.recall_K)
-    )
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        """Adds one row to each tag's picture."""
+        self._add(
+            step,
+            (
+                (tag, {"histogram": {"hist": each.counts_K, "bin_edges": each.edges_K1}})
+                for tag, each in values.items()
+            ),
+        )
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
+        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
+        self._add(step, ((tag, {"pr_curve": _pr_curve(each)}) for tag, each in curves.items()))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, contents: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        append_whole(
+            self._file, b"".join(self._frame(step, tag, **content) for tag, content in contents)
+        )
 
 
-def _info(name: str, value: Any) -> bytes:
+def _pr_curve(curve: PRCurve) -> dict[str, np.ndarray]:
+    at = curve.at(_VISUALDL_THRESHOLDS_K)
+    return {
+        "TP": at.true_positives_K.astype(int),
+        "FP": at.false_positives_K.astype(int),
+        "TN": np.zeros(len(_VISUALDL_THRESHOLDS_K), int),
+        "FN": at.false_negatives_K.astype(int),
+        "precision": at.precision_K,
+        "recall": at.recall_K,
+    }
+
+
+def _info(name: str, value: Any) -> dict[str, Any]:
     """A hyper-parameter: numbers all as double, so that 1 and 0.5 are of one kind on the page."""
     if isinstance(value, (int, float)):
-        content = _key(2, _FLOAT64) + struct.pack("<d", value)
-    else:
-        content = _field(3, str(value).encode())
-    return content + _field(4, name.encode())
+        return {"name": name, "float_value": value}
+    return {"name": name, "string_value": str(value)}
 
 
-def _doubles(number: int, values: np.ndarray) -> bytes:
-    return _field(number, values.astype("<f8").tobytes())
-
-
-def _visualdl_record(step: int, tag: str, payload: bytes) -> bytes:
-    milliseconds = round(time.time() * 1000)
-    value = _key(1, _VARINT) + _varint(step) + _field(2, tag.encode())
-    return _field(1, value + _key(3, _VARINT) + _varint(milliseconds) + payload)
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _key(number, _BYTES) + _varint(len(content)) + content
-
-
-def _key(number: int, wire_type: int) -> bytes:
-    return _varint(number << 3 | wire_type)
-
-
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the high bit says that more follow."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte = data[position]
-        number |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return number, position
-
-
-def _visualdl_frame(record: bytes) -> bytes:
-    return _LENGTH.pack(len(record)) + record
-
-
-def _visualdl_records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a file; a last one cut short by a crash is left out."""
+def _visualdl_frames(data: bytes) -> Iterator[bytes]:
+    """Whole records with their lengths; a last one cut short by a crash is left out."""
     position = 0
     while position + _LENGTH.size <= len(data):
         (length,) = _LENGTH.unpack_from(data, position)
-        position += _LENGTH.size
-        if position + length > len(data):
+        end = position + _LENGTH.size + length
+        if end > len(data):
             return
-        yield data[position : position + length]
-        position += length
-
-
-def _is_kept(record: bytes, step: int) -> bool:
-    """Whether a record that this module wrote is of up to a step, and not of what is said anew."""
-    _, position = _read_varint(record, 1)  # over the length of the one Value
-    # protobuf leaves out a step of zero, we never do
-    own_step, position = _read_varint(record, position + 1)
-    length, position = _read_varint(record, position + 1)
-    tag = record[position : position + length].decode()
-    return own_step <= step and tag != _HPARAM_TAG and not tag.startswith(_CONFIG_TAG)
+        yield data[position:end]
+        position = end
 
 
 _EVENTS_PREFIX, _EVENTS_SUFFIX = "events.out.tfevents.", ".ppdist"
 _EVENT_OVERHEAD = 16  # bytes of a length and two checksums
-_TENSORBOARD_THRESHOLDS_K = np.linspace(
-    0, 1, 101
-)  # the page writes k / (K - 1) beside the k-th point
+# The page writes k / (K - 1) beside the k-th point.
+_TENSORBOARD_THRESHOLDS_K = np.linspace(0, 1, 101)
 
 
 def require_tensorboardx() -> None:
@@ -530,6 +478,11 @@ class TensorBoardWriter:
             keep_until_step: points after this step are dropped; None drops every earlier point.
         Raises: OSError: the folder cannot be made or written.
         """
+        from tensorboardX import record_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self._summary, self._event_pb2 = summary, event_pb2
+        self._masked_crc32c = record_writer.masked_crc32c
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._open(keep_until_step)
@@ -540,92 +493,88 @@ class TensorBoardWriter:
         self._open(step)
 
     def _open(self, keep_until_step: int | None) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
         for file in self._folder.glob(f"{_EVENTS_PREFIX}*{_EVENTS_SUFFIX}"):
             if keep_until_step is None:
                 file.unlink()
             else:
-                _cut_events(file, keep_until_step)
+                self._cut(file, keep_until_step)
         # TensorBoard reads them in the order of their names.
-        for number in itertools.count():
-            path = self._folder / f"{_EVENTS_PREFIX}{time.time():.0f}.{number:04d}{_EVENTS_SUFFIX}"
-            if not path.exists():
-                break
+        names = (
+            f"{_EVENTS_PREFIX}{time.time():.0f}.{number:04d}{_EVENTS_SUFFIX}"
+            for number in itertools.count()
+        )
+        path = next(path for name in names if not (path := self._folder / name).exists())
         self._file = io.FileIO(path, "ab")
-        self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        events: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
         if keep_until_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            event = Event(wall_time=time.time(), step=keep_until_step + 1, session_log=start)
-            self._write([event])
+            start = self._event_pb2.SessionLog.START
+            events.append({"step": keep_until_step + 1, "session_log": {"status": start}})
+        self._write(events)
+
+    def _cut(self, file: Path, step: int) -> None:
+        """Takes the events after a step out of a file, and whatever a crash has cut short."""
+        data, position, kept = file.read_bytes(), 0, []
+        while position + _EVENT_OVERHEAD <= len(data):
+            (length,) = _LENGTH.unpack_from(data, position)
+            end = position + length + _EVENT_OVERHEAD
+            if end > len(data):
+                break
+            if self._event_pb2.Event.FromString(data[position + 12 : end - 4]).step <= step:
+                kept.append(data[position:end])
+            position = end
+        replace_file(file, b"".join(kept))
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
         """Says what run this is; see `VisualDLWriter.describe`."""
-        from tensorboardX import summary
-
         # The third says that the run has ended, which nobody knows here.
-        experiment, session, _ = summary.hparams(
+        experiment, session, _ = self._summary.hparams(
             dict(hyper_parameters), dict.fromkeys(metrics, 0.0)
         )
         # Indented by four a text is taken as it is, else as Markdown.
-        shown = [summary.text(f"config/{name}", f"    {text}") for name, text in texts.items()]
+        shown = (self._summary.text(f"config/{name}", f"    {x}") for name, x in texts.items())
         self._add(0, [experiment, session, *shown])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to each tag's curve."""
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(step, [Summary(value=points)])
+        points = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
+        self._add(step, [{"value": points}])
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
-        from tensorboardX.proto.summary_pb2 import Summary
-
         shown = []
         for index, image_HW3 in enumerate(images_HW3):
             height, width, channels = image_HW3.shape
-            image = Summary.Image(
-                height=height,
-                width=width,
-                colorspace=channels,
-                encoded_image_string=jpeg(image_HW3),
-            )
-            shown.append(Summary(value=[Summary.Value(tag=f"{tag}/{index}", image=image)]))
+            size = {"height": height, "width": width, "colorspace": channels}
+            image = {**size, "encoded_image_string": jpeg(image_HW3)}
+            shown.append({"value": [{"tag": f"{tag}/{index}", "image": image}]})
         self._add(step, shown)
 
     def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
         """Adds one row to each tag's picture."""
-        from tensorboardX import summary
-
-        self._add(
-            step,
-            [
-                summary.histogram_raw(
-                    tag,
-                    min=float(each.edges_K1[0]),
-                    max=float(each.edges_K1[-1]),
-                    num=float(each.counts_K.sum()),
-                    sum=each.total,
-                    sum_squares=each.total_of_squares,
-                    bucket_limits=each.edges_K1[1:].tolist(),
-                    bucket_counts=each.counts_K.tolist(),
-                )
-                for tag, each in values.items()
-            ],
+        shown = (
+            self._summary.histogram_raw(
+                tag,
+                min=float(each.edges_K1[0]),
+                max=float(each.edges_K1[-1]),
+                num=float(each.counts_K.sum()),
+                sum=each.total,
+                sum_squares=each.total_of_squares,
+                bucket_limits=each.edges_K1[1:].tolist(),
+                bucket_counts=each.counts_K.tolist(),
+            )
+            for tag, each in values.items()
         )
+        self._add(step, shown)
 
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
         """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
-        from tensorboardX import summary
-
         shown = []
         for tag, curve in curves.items():
             at = curve.at(_TENSORBOARD_THRESHOLDS_K)
             shown.append(
-                summary.pr_curve_raw(
+                self._summary.pr_curve_raw(
                     tag,
                     at.true_positives_K,
                     at.false_positives_K,
@@ -641,37 +590,14 @@ class TensorBoardWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _add(self, step: int, summaries: list[Any]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+    def _add(self, step: int, summaries: Iterable[Any]) -> None:
+        self._write([{"step": step, "summary": each} for each in summaries])
 
-        now = time.time()
-        self._write([Event(wall_time=now, step=step, summary=each) for each in summaries])
+    def _write(self, events: Iterable[dict[str, Any]]) -> None:
+        made = (self._event_pb2.Event(wall_time=time.time(), **each) for each in events)
+        append_whole(self._file, b"".join(self._frame(each.SerializeToString()) for each in made))
 
-    def _write(self, events: Iterable[Any]) -> None:
-        append_whole(
-            self._file, b"".join(_tensorboard_frame(each.SerializeToString()) for each in events)
-        )
-
-
-def _cut_events(file: Path, step: int) -> None:
-    """Takes the events after a step out of a file, and whatever a crash has cut short."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    data, position, kept = file.read_bytes(), 0, []
-    while position + _EVENT_OVERHEAD <= len(data):
-        (length,) = struct.unpack_from("<Q", data, position)
-        end = position + length + _EVENT_OVERHEAD
-        if end > len(data):
-            break
-        if Event.FromString(data[position + 12 : end - 4]).step <= step:
-            kept.append(data[position:end])
-        position = end
-    replace_file(file, b"".join(kept))
-
-
-def _tensorboard_frame(event: bytes) -> bytes:
-    from tensorboardX.record_writer import masked_crc32c
-
-    length = struct.pack("<Q", len(event))
-    checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, event)]
-    return length + checks[0] + event + checks[1]
+    def _frame(self, event: bytes) -> bytes:
+        length = _LENGTH.pack(len(event))
+        checks = [struct.pack("<I", self._masked_crc32c(part)) for part in (length, event)]
+        return length + checks[0] + event + checks[1]

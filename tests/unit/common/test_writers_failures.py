@@ -133,7 +133,7 @@ def test_visualdl_may_fail_in_any_call_and_in_any_way(
 
 def test_a_loss_that_visualdl_cannot_hold_stays_in_the_metrics(tmp_path, capsys) -> None:
     with RunLog(tmp_path, True, 9, 3, None) as log:
-        log.metrics({"step": 1, "loss": 1e300})  # more than a float32
+        log.metrics({"step": 1, "loss": 1e300})  # more than a float32: no point
         log.images("val", 1, [np.zeros((0, 8, 3), np.uint8)])
         log.metrics({"step": 2, "loss": 1.0})
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1e300, 1.0]
@@ -160,13 +160,13 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
         "        pathlib.Path(folder), True, 9, 3, None\n"
         "    ) as log:\n"
         "        log.metrics({'step': 1, 'loss': 1.0})\n"
-        "    print(len(list(pathlib.Path(folder, 'vdl').iterdir())))\n"
+        "    print(len(pathlib.Path(folder, 'metrics.jsonl').read_text().splitlines()))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "1\n"
+    assert "VisualDL cannot be written" in done.stdout and done.stdout.endswith("\n1\n")
 
 
 A_TOOL = """

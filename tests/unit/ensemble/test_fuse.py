@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
 from ppdist.common.errors import DataError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.types import DetectionSet
@@ -28,12 +27,6 @@ from ppdist.ensemble.wbf import hard_suppression, weighted_fusion
 from ppdist.metrics.coco import write_detections
 from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import five_images
-=======
-from ppdist.common.errors import ConfigError
-from ppdist.ensemble.fuse import fuse_class, view_iou, write_fused
-from ppdist.ensemble.members import member_of
-from tests.unit.engine.oracle import five_images
->>>>>>> h-engine
 
 WBF = partial(weighted_fusion, iou=0.55)
 
