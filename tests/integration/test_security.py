@@ -30,6 +30,7 @@ FORBIDDEN_METHODS = {"extractall", "extract", "allow_pickle", "all_gather_object
 # (module, name): why it is safe there.
 ALLOWED = {
     ("ppdist.cli", "importlib.import_module"): "a name of its own table",
+    ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
     ("ppdist.data.loader", "pickle.loads"): "from its own children, over a socket pair",
     ("ppdist.data.validate", "multiprocessing.get_context"): "a pipe to its own children",
     ("ppdist.data.datasets.annotations", "yaml.load"): "with a subclass of SafeLoader",
