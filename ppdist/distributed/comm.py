@@ -39,17 +39,18 @@ from ppdist.common.errors import CodedError, ConfigError, Failure, UserError, fa
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import heartbeat
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
-from ppdist.distributed.store import addresses as addresses
-from ppdist.distributed.store import all_gather_object as all_gather_object
-from ppdist.distributed.store import announce_arrival as announce_arrival
-from ppdist.distributed.store import barrier as barrier
 from ppdist.distributed.store import (
+    AllGatherObject,
     drowsy_threads,
     require_same,
     require_ways,
     set_timeout,
     store_apart,
 )
+from ppdist.distributed.store import addresses as addresses
+from ppdist.distributed.store import all_gather_object as all_gather_object
+from ppdist.distributed.store import announce_arrival as announce_arrival
+from ppdist.distributed.store import barrier as barrier
 from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
@@ -59,78 +60,6 @@ from ppdist.distributed.store import ranks_named as ranks_named
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import world_size as world_size
-
-SIZES_MB = (1, 2, 4, 8, 16)
-LARGEST_MB = SIZES_MB[-1]
-_REPEATS = 3
-_NEARLY = 1.05  # within the differences between one measurement and the next
-_SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whatever the size
-
-
-def fastest_bucket_mb(
-    try_size: Callable[[int], None], all_gather_object: Callable[[Any], list[Any]]
-) -> int:
-    """The smallest size that is as fast as any, MiB; every rank calls it, in less than 2 s.
-
-    Small messages leave early and take less memory, large ones have less to wait for.
-
-    Args:
-        try_size: sums the same LARGEST_MB MiB in messages of so many MiB; all ranks run it.
-        all_gather_object: gives what every rank gave, in rank order.
-    Returns: what rank 0 found, on every rank.
-    """
-    try_size(LARGEST_MB)  # makes the connections
-    if all_gather_object(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
-        return LARGEST_MB
-    seconds: dict[int, list[float]] = {mb: [] for mb in SIZES_MB}
-    for _ in range(_REPEATS):
-        for mb in SIZES_MB:
-            seconds[mb].append(_seconds(try_size, mb))
-    typical = {mb: median(found) for mb, found in seconds.items()}
-    best = min(typical.values())
-    return all_gather_object(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
-
-
-def _seconds(try_size: Callable[[int], None], mb: int) -> float:
-    began = time.perf_counter()
-    try_size(mb)
-    return time.perf_counter() - began
-
-
-def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
-    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
-    message: list[paddle.Tensor] = []
-    held = 0
-    for tensor in tensors:
-        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
-        if message and held + needed > size:
-            yield message
-            message, held = [], 0
-        message.append(tensor)
-        held += needed
-    if message:
-        yield message
-
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_PAD_BYTES = 64 << 20
-
-
-def keep_freed_memory() -> None:
-    """From here on what tensors leave is given to the next ones instead of to the system.
-
-    Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
-    has to zero and map the same pages again, page fault by page fault, in the next step.  The
-    process keeps the size of its largest step, which the next step needs anyway.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
-        mallopt(_M_TOP_PAD, _PAD_BYTES)
-
 
 _BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
 _bucket_mb = 25
@@ -150,7 +79,7 @@ def on_gpu() -> bool:
 
 
 def init(device: str, config: DistributedConfig) -> None:
-    """Chooses the device and joins the other ranks; every rank calls it once, before any tensor.
+    """Chooses the device and joins the other ranks, before any tensor.  Collective.
 
     Args: device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
     Raises: ConfigError: a GPU was asked for, and this Paddle cannot use one or the launcher has
@@ -168,7 +97,7 @@ def init(device: str, config: DistributedConfig) -> None:
         keep_freed_memory()
     if world_size() > 1:
         settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
-        require_same(all_gather_object, host(), {"device": kind} | settings)
+        require_same({"device": kind} | settings)
         require_ways(all_gather_object, addresses(), rank(), os.environ)
         _join(kind)
         if kind == "cpu":
@@ -221,7 +150,7 @@ def _join(kind: str) -> None:
 
 
 def _share_memory(config: DistributedConfig) -> None:
-    """Where hosts have several ranks, those of one host meet in its memory; every rank calls it."""
+    """Lets the ranks of each host sum in its memory, where it has several.  Collective."""
     global _host, _leaders
     first, timeout = rank() - local_rank(), config.timeout_seconds
     mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
@@ -234,57 +163,38 @@ def _share_memory(config: DistributedConfig) -> None:
 
 
 def _new_group(members: list[int]) -> Any:
-    """A group of some ranks besides that of all; every rank calls it."""
+    """A group of some ranks besides that of all.  Collective."""
     if on_gpu():
         return pd.new_group(members)
-    apart = store_apart(collective, all_gather_object, addresses(), rank(), members)
-    with drowsy_threads(), apart:
+    with drowsy_threads(), store_apart(collective, members):
         return pd.new_group(members)
 
 
-def _measured_bucket() -> int:
-    global _bucket_measured
-    if on_gpu():
-        return _bucket_mb
-    _bucket_measured = True
-    tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each
-
-    def try_bucket(mb: int) -> None:
-        _use_bucket(mb)
-        sum_tensors(tensors)
-
-    return fastest_bucket_mb(try_bucket, all_gather_object)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_PAD_BYTES = 64 << 20
 
 
-def bucket_mb() -> int:
-    """Size of the messages in which gradients are summed, MiB; it belongs into checkpoints."""
-    return _bucket_mb
+def keep_freed_memory() -> None:
+    """From here on what tensors leave is given to the next ones instead of to the system.
 
-
-def resume_bucket(mb: int | None) -> None:
-    """Takes the size of a checkpoint instead of a measured one; every rank calls it before `wrap`.
-
-    Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
-    differ in the last bits; in the memory of one host no bit does.
+    Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
+    has to zero and map the same pages again, page fault by page fault, in the next step.  The
+    process keeps the size of its largest step, which the next step needs anyway.
     """
-    if _bucket_measured and mb is not None:
-        _use_bucket(mb)
-
-
-def _use_bucket(mb: int) -> None:
-    global _bucket_mb
-    _bucket_mb = mb
-    if world_size() > 1 and on_gpu():
-        fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
-    if _host is not None:
-        _host.message_bytes = min(mb << 20, _host.longest)
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
+        mallopt(_M_TOP_PAD, _PAD_BYTES)
 
 
 def wrap(model: nn.Layer) -> nn.Layer:
-    """The model whose backward averages gradients over ranks (fleet collective data parallel).
+    """The model whose backward averages gradients over ranks.  Collective.
 
-    Every rank calls it; parameters of rank 0 are sent to all.  On one process the model itself:
-    `fleet.distributed_model` raises there in Paddle 3.3.1.
+    This is fleet's collective data parallelism; parameters of rank 0 are sent to all.  On one
+    process it is the model itself: `fleet.distributed_model` raises there in Paddle 3.3.1.
     """
     if world_size() == 1:
         return model
@@ -298,7 +208,7 @@ def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
 
 
 def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Sums a tensor over ranks, in place, and returns it.  Every rank calls it."""
+    """Sums a tensor over ranks, in place, and returns it.  Collective."""
     if world_size() > 1 and not _sum_in_memory([tensor]):
         with heartbeat.Waiting(f"all_reduce of {tensor.size} values"):
             pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
@@ -329,9 +239,9 @@ def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> boo
 
 
 def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Sums each of several tensors of one type over ranks, in place, in few messages.
+    """Sums each of several tensors of one type over ranks, in place.  Collective.
 
-    Every rank calls it with tensors of the same shapes in the same order.
+    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """
     if world_size() > 1 and not _sum_in_memory(tensors):
         _in_messages(tensors, all_reduce_sum)
@@ -347,9 +257,9 @@ def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
 
 def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
-    """Overwrites each of several tensors of one type by that of one rank, in few messages.
+    """Overwrites each of several tensors of one type by that of one rank.  Collective.
 
-    Every rank calls it with tensors of the same shapes in the same order.
+    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """
     if world_size() > 1:
         with heartbeat.Waiting(f"broadcast from rank {source}"):
@@ -365,8 +275,23 @@ def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor
             paddle.assign(part.reshape(tensor.shape), tensor)
 
 
+def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
+    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
+    message: list[paddle.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
+        if message and held + needed > size:
+            yield message
+            message, held = [], 0
+        message.append(tensor)
+        held += needed
+    if message:
+        yield message
+
+
 def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Stacks a tensor of one shape from every rank: [W, *shape] in rank order; all call it."""
+    """Stacks a tensor of one shape from every rank: [W, *shape], in rank order.  Collective."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     tensor = tensor.contiguous()
@@ -383,9 +308,9 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
-    """Concatenates the rows of all ranks in rank order; the counts R may differ, K may not.
+    """Concatenates the rows of all ranks in rank order.  Collective.
 
-    Every rank calls it, with zero rows too; ranks may arrive minutes apart.
+    The counts R may differ, also be zero; K may not.  Ranks may arrive minutes apart.
     """
     if world_size() == 1:
         return rows_RK
@@ -398,15 +323,17 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
 
 
 def all_gather_large_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order; it must survive JSON.  Every rank calls it; they may
-    arrive minutes apart."""
+    """What every rank gave, in rank order; it must survive JSON.  Collective.
+
+    Ranks may arrive minutes apart.
+    """
     line = f"{json.dumps(value)}\n".encode()
     bytes_R1 = all_gather_rows(np.frombuffer(line, np.uint8).reshape(-1, 1))
     return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
 
 
 def open_link(first: int, second: int) -> Any:
-    """What `send` and `receive` between two ranks go through; every rank calls it.
+    """What `send` and `receive` between two ranks go through.  Collective.
 
     gloo numbers the messages of a group, and expects the same numbers on all of its ranks: a third
     rank that did not take part would never again be understood.
@@ -444,7 +371,7 @@ class EvaluationFailed(CodedError, RuntimeError):
 def evaluate_on_all_ranks(
     work: Callable[[], T], say: Callable[[T], Any] = lambda value: None
 ) -> OnAllRanks[T]:
-    """What `work` returned on this rank, if it did on all; every rank calls it.
+    """What `work` returned on this rank, if it did on all.  Collective.
 
     Args: say: what the other ranks shall know of what it returned; it must survive JSON.
     Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
@@ -469,3 +396,75 @@ def evaluate_on_all_ranks(
     ended = EvaluationFailed("; ".join(text for _, text, _ in failed), code="evaluation_failed")
     ended.from_rank = None if failure else first.from_rank
     raise ended from failure
+
+
+SIZES_MB = (1, 2, 4, 8, 16)
+LARGEST_MB = SIZES_MB[-1]
+_REPEATS = 3
+_NEARLY = 1.05  # within the differences between one measurement and the next
+_SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whatever the size
+
+
+def bucket_mb() -> int:
+    """Size of the messages in which gradients are summed, MiB; it belongs into checkpoints."""
+    return _bucket_mb
+
+
+def resume_bucket(mb: int | None) -> None:
+    """Takes the size of a checkpoint instead of a measured one, before `wrap`.  Collective.
+
+    Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
+    differ in the last bits; in the memory of one host no bit does.
+    """
+    if _bucket_measured and mb is not None:
+        _use_bucket(mb)
+
+
+def _use_bucket(mb: int) -> None:
+    global _bucket_mb
+    _bucket_mb = mb
+    if world_size() > 1 and on_gpu():
+        fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
+    if _host is not None:
+        _host.message_bytes = min(mb << 20, _host.longest)
+
+
+def _measured_bucket() -> int:
+    global _bucket_measured
+    if on_gpu():
+        return _bucket_mb
+    _bucket_measured = True
+    tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each
+
+    def try_bucket(mb: int) -> None:
+        _use_bucket(mb)
+        sum_tensors(tensors)
+
+    return fastest_bucket_mb(try_bucket, all_gather_object)
+
+
+def fastest_bucket_mb(try_size: Callable[[int], None], all_gather_object: AllGatherObject) -> int:
+    """The smallest size that is as fast as any, MiB, in less than 2 s.  Collective.
+
+    Small messages leave early and take less memory, large ones have less to wait for.
+
+    Args:
+        try_size: sums the same LARGEST_MB MiB in messages of so many MiB; all ranks run it.
+    Returns: what rank 0 found, on every rank.
+    """
+    try_size(LARGEST_MB)  # makes the connections
+    if all_gather_object(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
+        return LARGEST_MB
+    seconds: dict[int, list[float]] = {mb: [] for mb in SIZES_MB}
+    for _ in range(_REPEATS):
+        for mb in SIZES_MB:
+            seconds[mb].append(_seconds(try_size, mb))
+    typical = {mb: median(found) for mb, found in seconds.items()}
+    best = min(typical.values())
+    return all_gather_object(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
+
+
+def _seconds(try_size: Callable[[int], None], mb: int) -> float:
+    began = time.perf_counter()
+    try_size(mb)
+    return time.perf_counter() - began

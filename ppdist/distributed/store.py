@@ -1,7 +1,7 @@
-"""Barriers at the launcher's TCP store, and checks before ranks join.
+"""Ranks, barriers at the launcher's TCP store, and checks before ranks join.
 
 Barriers are slow (tens of ms), need no collective and no device, and wait as long as is configured.
-Above comm.py, which offers all of this, nobody imports it.
+comm.py offers them to all above.
 
 Before ranks join Paddle's group, plain sockets find out in seconds what Paddle would wait for: 15
 minutes at a store that cannot be reached, 3 at a port of gloo that a firewall closes, for ever
@@ -26,7 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import paddle
 from paddle.base import core
 
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
@@ -34,32 +33,288 @@ from ppdist.common.process import JOB_VARIABLE
 from ppdist.distributed import heartbeat
 
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
+_POLL_SECONDS = 0.02
+_LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
+_barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
+_timeout = 1800.0
+_reached = False  # the store, by this process
+_hastened = False  # its connections
+
+
+def rank() -> int:
+    """This process's rank in [0, world_size)."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def world_size() -> int:
+    """Number of ranks of the run; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def local_size() -> int:
+    """Number of ranks on this host; 1 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host; 0 without a launcher."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """True on rank 0.  Never put a collective behind it: see `run_on_main`."""
+    return rank() == 0
+
+
+def host() -> str:
+    """This host, for messages: its name, with its address too where there are several hosts."""
+    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
+    several = len(set(addresses())) > 1
+    return f"{socket.gethostname()} {own}" if several else socket.gethostname()
+
+
+def addresses() -> list[str]:
+    """The address of the host of each rank, as the launcher has told them; [""] without one."""
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    return [endpoint.rpartition(":")[0] for endpoint in endpoints]
+
+
+def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:
+    """`ranks 0-1 (host a) and rank 4 (host b)`
+
+    Args: hosts_W: name of the host of each rank.
+    """
+    of_host: dict[str, list[int]] = {}
+    for each in ranks:
+        of_host.setdefault(hosts_W[each], []).append(each)
+    return " and ".join(
+        f"rank{'s' * (len(own) > 1)} {_ranges(own)} (host {name})" for name, own in of_host.items()
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6` for ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+
+
+def set_timeout(seconds: float) -> None:
+    """How long ranks wait for one another from now on."""
+    global _timeout
+    _timeout = seconds
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """What every rank gave, in rank order, through the store.  Collective.
+
+    It must survive JSON and be small.  No device takes part, so it works before ranks have joined.
+    """
+    if world_size() == 1:
+        return [value]
+    key = f"ppdist/exchange/{next(_barriers)}"
+    store = _store()
+    store.set(f"{key}/{rank()}", json.dumps(value))
+    _arrive(key)
+    values = [json.loads(bytes(store.get(f"{key}/{each}"))) for each in range(world_size())]
+    _leave(key)
+    return values
+
+
+def barrier() -> None:
+    """Waits, up to the configured timeout, until every rank is here.  Collective."""
+    if world_size() == 1:
+        return
+    key = f"ppdist/barrier/{next(_barriers)}"
+    _arrive(key)
+    _leave(key)
+
+
+def run_on_main(work: Callable[[], Any]) -> Any:
+    """Runs `work` on rank 0 and returns its result on every rank.  Collective.
+
+    The others wait at the store, not in a collective, so the work may take
+    longer than gloo's 30 s.
+
+    Args:
+        work: takes nothing; its result must survive JSON.
+    Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
+        if it has one, else RankError.
+    """
+    if world_size() == 1:
+        return work()
+    key = f"ppdist/main/{next(_barriers)}"
+    store = _store()
+    if is_main():
+        with heartbeat.Waiting(f"barrier {key}"):
+            pass  # the others count the same barriers; it waits for none
+        try:
+            result = work()
+            text = json.dumps({"value": result})
+            return result
+        except BaseException as error:
+            text = json.dumps({"failure": _told(error)})
+            raise
+        finally:
+            store.set(f"{key}/result", text)
+            store.add(f"{key}/done", 1)
+            _leave(key)
+    deadline = time.monotonic() + _timeout
+    with heartbeat.Waiting(f"barrier {key}"):
+        while store.add(f"{key}/done", 0) == 0:
+            _sleep_until(deadline, lambda: "rank 0 did not finish its work")
+    outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
+    _leave(key)
+    if "failure" in outcome:
+        raise Failure(**outcome["failure"]).error()
+    return outcome["value"]
+
+
+def run_on_all_ranks(work: Callable[[], Any]) -> Any:
+    """Runs `work` on every rank; a failure of one is one of all.  Collective.
+
+    For what each rank does by itself and may fail at alone, such as reading the files of its
+    host: otherwise the others would go on into a collective and wait there for a rank that ended.
+    They may be minutes apart.
+
+    Returns: what `work` returned on this rank.
+    Raises: whatever `work` raised, on the ranks where it did; on the others an error of the same
+        kind and code, or RankError if it has none, that names such a rank and says what happened.
+    """
+    if world_size() == 1:
+        return work()
+    key = f"ppdist/together/{next(_barriers)}"
+    store = _store()
+    try:
+        result = work()
+    except Exception as error:
+        kind = "user" if isinstance(error, UserError) else "bug"
+        store.set(f"{key}/{kind}", json.dumps(_told(error)))
+        store.add(f"{key}/{kind}s", 1)
+        _arrive(key)
+        _leave(key)
+        raise
+    _arrive(key)
+    failures = {
+        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
+        for kind in ("bug", "user")
+        if store.add(f"{key}/{kind}s", 0) > 0
+    }
+    _leave(key)
+    for failure in failures.values():
+        raise Failure(**failure).error()
+    return result
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """What the other ranks hear of an error of this one."""
+    return asdict(failure_of(error).of_rank(rank(), host()))
+
+
+def announce_arrival() -> Callable[[], str]:
+    """Says that this rank has come so far, and waits for nobody.  Collective.
+
+    Returns: names the ranks that have not come yet whenever it is called, "" when all have.
+    """
+    if world_size() == 1:
+        return lambda: ""
+    key = f"ppdist/announced/{next(_barriers)}"
+    _store().add(f"{key}/{rank()}", 1)
+    return lambda: _absent(key)
+
+
+def _arrive(key: str) -> None:
+    """Waits, up to the configured timeout, until every rank has called it with this key."""
+    global _hastened
+    store = _store()
+    deadline = time.monotonic() + _timeout
+    with heartbeat.Waiting(f"barrier {key}"):
+        store.add(f"{key}/{rank()}/here", 1)
+        arrived = store.add(f"{key}/arrived", 1)
+        while arrived < world_size():
+            _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
+            arrived = store.add(f"{key}/arrived", 0)
+    if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
+        send_at_once()
+        _hastened = True
+
+
+def _absent(key: str, what: str = "") -> str:
+    """The ranks that have not said at the store that they are there, "" where all have."""
+    store = _store()
+    hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
+    ranks = [each for each in range(world_size()) if store.add(f"{key}/{each}{what}", 0) == 0]
+    return ranks_named(ranks, hosts_W)
+
+
+def _leave(key: str) -> None:
+    """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
+    the store ends with its process.  It does not wait long for a rank that may have ended."""
+    store = _store()
+    deadline = time.monotonic() + _LINGER_SECONDS
+    left = store.add(f"{key}/left", 1)
+    while is_main() and left < world_size() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        left = store.add(f"{key}/left", 0)
+
+
+def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
+    if time.monotonic() > deadline:
+        raise RankError(
+            f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
+            code="rank_timeout",
+        )
+    time.sleep(_POLL_SECONDS)
+
+
+def _store() -> Any:
+    global _reached
+    if _reached:
+        return core.create_or_get_global_tcp_store()
+    endpoint = os.environ.get("PADDLE_MASTER")
+    with heartbeat.Waiting("barrier ppdist/store"):
+        if endpoint and not is_main():
+            # Paddle would wait for it for 15 minutes, with the interpreter's lock.
+            wait_for_store(endpoint, host(), _timeout)
+        store = core.create_or_get_global_tcp_store()
+        _reached = True
+        _require_same_job(store)
+    return store
+
+
+def _require_same_job(store: Any) -> None:
+    """Keeps a rank of an earlier job, or of an earlier attempt, out of the barriers of this one.
+
+    The store is open to everybody who reaches it, so it gets no more than a fingerprint.
+
+    Raises: LaunchError: this rank is one.
+    """
+    job = hashlib.sha256(os.environ.get(JOB_VARIABLE, "").encode()).hexdigest()
+    if is_main():
+        store.set("ppdist/job", job)
+        store.add("ppdist/job/said", 1)
+        return
+    deadline = time.monotonic() + _timeout
+    while store.add("ppdist/job/said", 0) == 0:
+        _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
+    if bytes(store.get("ppdist/job")).decode() != job:
+        raise LaunchError(
+            f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
+            f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
+            "PPDIST_JOB_TOKEN is not the same on all hosts",
+            code="other_job",
+        )
+
+
 _CONNECT_SECONDS = 10.0  # a lost packet is sent again after 1, 3 and 7
 _SILENT_SECONDS = 30.0  # a host that is up answers at once, if only that nothing listens
 _START_SECONDS = 300.0  # rank 0 may import Paddle from a cold disk while nothing listens yet
 _PAUSE_SECONDS = 0.2
 _CALLS_AT_ONCE = 32
-_LATER_NS = 30_000_000
-_PR_SET_TIMERSLACK = 29
-
-
-@contextmanager
-def drowsy_threads() -> Iterator[None]:
-    """Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether
-    they are to end, 0.3 to 0.5 % of a core that computes.
-
-    Linux may wake up those that were made inside 30 ms later.  What comes over a connection wakes
-    them at once as before (latency measured: the same); joining takes up to 0.3 s longer.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_LATER_NS))  # threads inherit it from who makes them
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # that of before
 
 
 def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
@@ -90,56 +345,12 @@ def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-@contextmanager
-def store_apart(
-    collective: Any,
-    all_gather_object: AllGatherObject,
-    addresses_W: Sequence[str],
-    rank: int,
-    members: Sequence[int],
-) -> Iterator[None]:
-    """Inside, Paddle makes a group of gloo at a store that this group alone knows; every rank of
-    the run calls it.
+def require_same(settings: Mapping[str, Any]) -> None:
+    """Compares what decides how a rank joins, by name.  Collective.
 
-    Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
-    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
-    refused connection), when they come before the new ones are there.
-
-    Args:
-        collective: the module that holds Paddle's store.
-        addresses_W: of the host of each rank.
-        members: ranks of the group; the first keeps its store.
-    """
-    usual = collective._default_store
-    address, store = addresses_W[members[0]], usual
-    port = _free_port() if rank == members[0] else 0
-    if rank == members[0]:
-        store = core.TCPStore(address, port, True, 0)
-    port = all_gather_object(port)[members[0]]  # who calls before it listens tries again after 3 s
-    if rank in members[1:]:
-        store = core.TCPStore(address, port, False, 0)
-    collective._default_store = store
-    try:
-        yield
-    finally:
-        collective._default_store = usual
-
-
-def _free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        return chosen.getsockname()[1]
-
-
-def require_same(
-    all_gather_object: AllGatherObject, host: str, settings: Mapping[str, Any]
-) -> None:
-    """Every rank calls it.
-
-    Args: settings: what decides how a rank joins, by name.
     Raises: ConfigError, on every rank: they are not the same.
     """
-    found_W = all_gather_object([host, dict(settings)])
+    found_W = all_gather_object([host(), dict(settings)])
     first_host, first = found_W[0]
     for other, (place, found) in enumerate(found_W):
         for key, value in first.items():
@@ -231,6 +442,62 @@ def _call(address: str, port: int) -> OSError | None:
     return None
 
 
+@contextmanager
+def store_apart(collective: Any, members: Sequence[int]) -> Iterator[None]:
+    """Inside, Paddle makes a group of gloo at a store of its own.  Collective.
+
+    Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
+    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
+    refused connection), when they come before the new ones are there.
+
+    Args:
+        collective: the module that holds Paddle's store.
+        members: ranks of the group; the first keeps its store.
+    """
+    first, usual = members[0], collective._default_store
+    address, store, port = addresses()[first], usual, 0
+    if rank() == first:
+        port = _free_port()
+        store = core.TCPStore(address, port, True, 0)
+    port = all_gather_object(port)[first]  # who calls before it listens tries again after 3 s
+    if rank() in members[1:]:
+        store = core.TCPStore(address, port, False, 0)
+    collective._default_store = store
+    try:
+        yield
+    finally:
+        collective._default_store = usual
+
+
+def _free_port() -> int:
+    with socket.socket() as chosen:
+        chosen.bind(("", 0))
+        return chosen.getsockname()[1]
+
+
+_LATER_NS = 30_000_000
+_PR_SET_TIMERSLACK = 29
+
+
+@contextmanager
+def drowsy_threads() -> Iterator[None]:
+    """Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether
+    they are to end, 0.3 to 0.5 % of a core that computes.
+
+    Linux may wake up those that were made inside 30 ms later.  What comes over a connection wakes
+    them at once as before (latency measured: the same); joining takes up to 0.3 s longer.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_LATER_NS))  # threads inherit it from who makes them
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # that of before
+
+
 # Places of tcpi_notsent_bytes and tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19).
 _WAITING, _WAITING_AT = struct.Struct("@I"), 144
 _SENT, _SENT_AT = struct.Struct("@Q"), 200
@@ -287,282 +554,3 @@ def _connections() -> Iterator[socket.socket]:
                     yield connection
         except OSError:  # closed since it was listed
             continue
-
-
-_POLL_SECONDS = 0.02
-_LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
-_barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
-_timeout = 1800.0
-_reached = False  # the store, by this process
-_hastened = False  # its connections
-
-
-def rank() -> int:
-    """This process's rank in [0, world_size)."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-
-
-def world_size() -> int:
-    """Number of ranks of the run; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-
-
-def local_size() -> int:
-    """Number of ranks on this host; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """This process's number among the ranks of its host; 0 without a launcher."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
-
-
-def is_main() -> bool:
-    """True on rank 0.  Never put a collective behind it: see `on_main`."""
-    return rank() == 0
-
-
-def host() -> str:
-    """This host, for messages: its name, with its address too where there are several hosts."""
-    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
-    several = len(set(addresses())) > 1
-    return f"{socket.gethostname()} {own}" if several else socket.gethostname()
-
-
-def addresses() -> list[str]:
-    """The address of the host of each rank, as the launcher has told them; [""] without one."""
-    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    return [endpoint.rpartition(":")[0] for endpoint in endpoints]
-
-
-def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:
-    """`ranks 0-1 (host a) and rank 4 (host b)`
-
-    Args: hosts_W: name of the host of each rank.
-    """
-    of_host: dict[str, list[int]] = {}
-    for each in ranks:
-        of_host.setdefault(hosts_W[each], []).append(each)
-    return " and ".join(
-        f"rank{'s' * (len(own) > 1)} {_ranges(own)} (host {name})" for name, own in of_host.items()
-    )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6` for ascending numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
-
-
-def set_timeout(seconds: float) -> None:
-    """How long ranks wait for one another from now on."""
-    global _timeout
-    _timeout = seconds
-
-
-def all_gather_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order, through the store; it must survive JSON and be small.
-
-    Every rank calls it; it needs no collective, so it tells before they are known to work.
-    """
-    if world_size() == 1:
-        return [value]
-    key = f"ppdist/exchange/{next(_barriers)}"
-    store = _store()
-    store.set(f"{key}/{rank()}", json.dumps(value))
-    _arrive(key)
-    values = [json.loads(bytes(store.get(f"{key}/{each}"))) for each in range(world_size())]
-    _leave(key)
-    return values
-
-
-def barrier() -> None:
-    """Waits, up to the configured timeout, until every rank is here; no collective is used."""
-    if world_size() == 1:
-        return
-    key = f"ppdist/barrier/{next(_barriers)}"
-    _arrive(key)
-    _leave(key)
-
-
-def run_on_main(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0 while the others wait, and returns its result on every rank.
-
-    Every rank calls it.  The others wait at the store, not in a collective, so the work may take
-    longer than gloo's 30 s.
-
-    Args:
-        work: takes nothing; its result must survive JSON.
-    Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
-        if it has one, else RankError.
-    """
-    if world_size() == 1:
-        return work()
-    key = f"ppdist/main/{next(_barriers)}"
-    store = _store()
-    if is_main():
-        with heartbeat.Waiting(
-            f"barrier {key}"
-        ):  # the others count the same barriers; it waits for none
-            pass
-        try:
-            result = work()
-            text = json.dumps({"value": result})
-            return result
-        except BaseException as error:
-            text = json.dumps({"failure": _told(error)})
-            raise
-        finally:
-            store.set(f"{key}/result", text)
-            store.add(f"{key}/done", 1)
-            _leave(key)
-    deadline = time.monotonic() + _timeout
-    with heartbeat.Waiting(f"barrier {key}"):
-        while store.add(f"{key}/done", 0) == 0:
-            _sleep_until(deadline, lambda: "rank 0 did not finish its work")
-    outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
-    _leave(key)
-    if "failure" in outcome:
-        raise Failure(**outcome["failure"]).error()
-    return outcome["value"]
-
-
-def run_on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Runs `work` on every rank; when it fails on one, it fails on all of them.
-
-    For what each rank does by itself and may fail at alone, such as reading the files of its
-    host: otherwise the others would go on into a collective and wait there for a rank that ended.
-    Every rank calls it; they may be minutes apart.
-
-    Returns: what `work` returned on this rank.
-    Raises: whatever `work` raised, on the ranks where it did; on the others an error of the same
-        kind and code, or RankError if it has none, that names such a rank and says what happened.
-    """
-    if world_size() == 1:
-        return work()
-    key = f"ppdist/together/{next(_barriers)}"
-    store = _store()
-    try:
-        result = work()
-    except Exception as error:
-        kind = "user" if isinstance(error, UserError) else "bug"
-        store.set(f"{key}/{kind}", json.dumps(_told(error)))
-        store.add(f"{key}/{kind}s", 1)
-        _arrive(key)
-        _leave(key)
-        raise
-    _arrive(key)
-    failures = {
-        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
-        for kind in ("bug", "user")
-        if store.add(f"{key}/{kind}s", 0) > 0
-    }
-    _leave(key)
-    for failure in failures.values():
-        raise Failure(**failure).error()
-    return result
-
-
-def _told(error: BaseException) -> dict[str, Any]:
-    """What the other ranks hear of an error of this one."""
-    return asdict(failure_of(error).of_rank(rank(), host()))
-
-
-def announce_arrival() -> Callable[[], str]:
-    """Says that this rank has come so far, and waits for nobody; every rank calls it.
-
-    Returns: names the ranks that have not come yet whenever it is called, "" when all have.
-    """
-    if world_size() == 1:
-        return lambda: ""
-    key = f"ppdist/announced/{next(_barriers)}"
-    _store().add(f"{key}/{rank()}", 1)
-    return lambda: _absent(key)
-
-
-def _arrive(key: str) -> None:
-    """Waits, up to the configured timeout, until every rank has called it with this key."""
-    global _hastened
-    store = _store()
-    deadline = time.monotonic() + _timeout
-    with heartbeat.Waiting(f"barrier {key}"):
-        store.add(f"{key}/{rank()}/here", 1)
-        arrived = store.add(f"{key}/arrived", 1)
-        while arrived < world_size():
-            _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
-            arrived = store.add(f"{key}/arrived", 0)
-    if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
-        send_at_once()
-        _hastened = True
-
-
-def _absent(key: str, what: str = "") -> str:
-    """The ranks that have not said at the store that they are there, "" where all have."""
-    store = _store()
-    hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
-    ranks = [each for each in range(world_size()) if store.add(f"{key}/{each}{what}", 0) == 0]
-    return ranks_named(ranks, hosts_W)
-
-
-def _leave(key: str) -> None:
-    """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
-    the store ends with its process.  It does not wait long for a rank that may have ended."""
-    store = _store()
-    deadline = time.monotonic() + _LINGER_SECONDS
-    left = store.add(f"{key}/left", 1)
-    while is_main() and left < world_size() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        left = store.add(f"{key}/left", 0)
-
-
-def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
-    if time.monotonic() > deadline:
-        raise RankError(
-            f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
-            code="rank_timeout",
-        )
-    time.sleep(_POLL_SECONDS)
-
-
-def _store() -> Any:
-    global _reached
-    if _reached:
-        return paddle.base.core.create_or_get_global_tcp_store()
-    endpoint = os.environ.get("PADDLE_MASTER")
-    with heartbeat.Waiting("barrier ppdist/store"):
-        if endpoint and not is_main():
-            # Paddle would wait for it for 15 minutes, with the interpreter's lock.
-            wait_for_store(endpoint, host(), _timeout)
-        store = paddle.base.core.create_or_get_global_tcp_store()
-        _reached = True
-        _require_same_job(store)
-    return store
-
-
-def _require_same_job(store: Any) -> None:
-    """Keeps a rank of an earlier job, or of an earlier attempt, out of the barriers of this one.
-
-    The store is open to everybody who reaches it, so it gets no more than a fingerprint.
-
-    Raises: LaunchError: this rank is one.
-    """
-    job = hashlib.sha256(os.environ.get(JOB_VARIABLE, "").encode()).hexdigest()
-    if is_main():
-        store.set("ppdist/job", job)
-        store.add("ppdist/job/said", 1)
-        return
-    deadline = time.monotonic() + _timeout
-    while store.add("ppdist/job/said", 0) == 0:
-        _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
-    if bytes(store.get("ppdist/job")).decode() != job:
-        raise LaunchError(
-            f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "
-            f"{os.environ.get('PADDLE_MASTER')}: this one was started for a job that has ended, or "
-            "PPDIST_JOB_TOKEN is not the same on all hosts",
-            code="other_job",
-        )
