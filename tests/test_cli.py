@@ -30,6 +30,13 @@ def test_tool_is_a_door_of_its_command(tool):
     assert DOORS.get(tool, tool) in cli.COMMANDS and isinstance(docstring, ast.Expr)
 
 
+@pytest.mark.parametrize("command", ["launch", "train", "doctor", "verify", "benchmark"])
+def test_ranks_run_the_door_of_a_clone(command, monkeypatch, tmp_path):
+    assert cli.script_of(command) == [str(ROOT / "tools" / f"{command}.py")]
+    monkeypatch.setattr(cli, "CLONE", tmp_path)  # an installed package has no tools/
+    assert cli.script_of(command) == [str(ROOT / "ppdist" / "__main__.py"), command]
+
+
 HELP = """
 import sys
 sys.argv = [sys.argv[1], "--help"]

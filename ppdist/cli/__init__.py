@@ -51,7 +51,13 @@ def main() -> NoReturn:
 
 
 def script_of(command: str) -> list[str]:
-    """The words by which fleetrun starts one of COMMANDS on each of its ranks."""
+    """The words by which fleetrun starts one of COMMANDS on each of its ranks.
+
+    Runs record them and messages show them, so a clone's door is named as a user would type it.
+    """
+    door = CLONE / "tools" / f"{command}.py"
+    if (CLONE / "setup.py").is_file() and door.is_file():
+        return [str(door)]
     return [str(Path(__file__).resolve().parents[1] / "__main__.py"), command]
 
 

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 
 from ppdist.cli import CLONE
+from ppdist.common.arguments import add_config, described
 from ppdist.common.error_table import markdown as error_table
 from ppdist.common.files import make_parent, writing
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.arguments import add_config, described
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown
 

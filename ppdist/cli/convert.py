@@ -10,7 +10,7 @@ IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth,
 import argparse
 from pathlib import Path
 
-from ppdist.config.arguments import add_config, described
+from ppdist.common.arguments import add_config, described
 
 
 def parse() -> argparse.Namespace:

@@ -24,13 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ppdist.common import errors, process
-from ppdist.config.arguments import add_config, add_source, at_least, described, source_of
+from ppdist.common.arguments import add_config, at_least, described
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
+    from ppdist.config.data import DataConfig
     from ppdist.data.validate import Report
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
+_FORMATS = ("coco", "voc", "yolo", "csv", "folder")
+_WITH_FORMAT = ("root", "images", "annotations", "names")
 _MOST_CLASSES = 100  # that a table lists
 
 
@@ -92,6 +95,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """-c and -o, or --format and what goes with it: for `source_of`."""
+    add_config(parser, required=False)
+    parser.add_argument("--format", choices=_FORMATS, help="of data without a YAML file")
+    parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
+    parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
+    parser.add_argument("--annotations", metavar="PATH", help="file, list or folder")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the classes, in order")
+
+
 def main() -> int:
     arguments = parse()
     commands = {
@@ -110,6 +123,57 @@ def load(arguments: argparse.Namespace) -> "ExperimentConfig":
     from ppdist.config import load_config
 
     return load_config(arguments.config, arguments.override)
+
+
+def source_of(arguments: argparse.Namespace) -> "DataConfig":
+    """The data of the configuration, or what the command line says; then val is train.
+
+    Raises: ConfigError: it says both, neither, or too little.
+    """
+    from ppdist.config.data import DataConfig, SplitConfig
+
+    if bool(arguments.config) == bool(arguments.format):
+        raise errors.ConfigError(
+            f"{arguments.command} needs -c or --format, one of them", code="option_missing"
+        )
+    if arguments.config:
+        unused = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
+        if unused:
+            raise errors.ConfigError(
+                f"{', '.join(unused)} goes with --format",
+                code="options_conflict",
+                fix=(
+                    f"with -c the data is that of {arguments.config}: change it there, or by -o "
+                    "data.root=PATH ..."
+                ),
+            )
+        return load(arguments).data
+    if arguments.override:
+        raise errors.ConfigError(
+            f"-o {' '.join(arguments.override)} goes with -c; with --format the data is what "
+            "--root, --images, --annotations and --names say",
+            code="options_conflict",
+        )
+    if not arguments.annotations and arguments.format != "folder":
+        raise errors.ConfigError(
+            f"--annotations is missing: format {arguments.format} needs it", code="option_missing"
+        )
+    root = "." if arguments.root is None else arguments.root
+    if not Path(root).is_dir():
+        raise errors.ConfigError(
+            "is not a folder", code="folder_not_found", where=f"--root {root}", fix="set --root DIR"
+        )
+    part = SplitConfig(
+        images="images" if arguments.images is None else arguments.images,
+        annotations=arguments.annotations or "",
+    )
+    return DataConfig(
+        format=arguments.format,
+        root=root,
+        train=part,
+        val=part,
+        class_names=tuple(arguments.names or ()),
+    )
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from ppdist.cli import script_of
 from ppdist.common import errors
+from ppdist.common.arguments import add_config, described
 from ppdist.common.process import ends_with_this
-from ppdist.config.arguments import add_config, described
 from ppdist.launch.doctor import (
     FAIL,
     WARN,

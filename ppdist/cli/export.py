@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppdist.common import errors, process
-from ppdist.config.arguments import add_config, at_least, described
+from ppdist.common.arguments import add_config, at_least, described
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

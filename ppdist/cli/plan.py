@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ppdist.common.arguments import described
 from ppdist.common.files import make_parent, write_json
-from ppdist.config.arguments import described
 from ppdist.planner import tables
 from ppdist.planner.fit import read_benchmarks
 from ppdist.planner.options import add_cluster, add_job, add_rows, fit_rows, question

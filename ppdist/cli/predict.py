@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ppdist.common import errors, process
-from ppdist.config.arguments import add_config, described
+from ppdist.common.arguments import add_config, described
 
 if TYPE_CHECKING:
     from ppdist.export.predictor import Report

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.config.arguments import described
+from ppdist.common.arguments import described
 
 
 def parse() -> argparse.Namespace:

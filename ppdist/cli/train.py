@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppdist.common import process
-from ppdist.config.arguments import add_config, described
+from ppdist.common.arguments import add_config, described
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ppdist.cli import script_of
 from ppdist.common import errors, process
-from ppdist.config.arguments import add_config, at_least, described, time_in
+from ppdist.common.arguments import add_config, at_least, described, time_in
 
 
 def parse() -> argparse.Namespace:

@@ -37,8 +37,7 @@ from pathlib import Path
 
 from ppdist.cli import CLONE, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.config.arguments import add_config, at_least, described
-from ppdist.config.distributed import DistributedConfig
+from ppdist.common.arguments import add_config, at_least, described
 
 CONFIGS = CLONE / "configs"
 
@@ -170,6 +169,7 @@ def coco(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     use_clone("tests/reference")
     from ppdist.common.files import write_json
+    from ppdist.config.distributed import DistributedConfig
     from ppdist.distributed import comm
     from tests.reference import export_matrix as matrix
     from tests.reference.export_subjects import MODELS, images_of, require_known, trained, untrained

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
-from ppdist.config.arguments import at_least
 from ppdist.planner.fit import (
     Fit,
     Measured,

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ppdist.common import errors
-from ppdist.config.arguments import at_least, described
+from ppdist.common.arguments import at_least, described
 
 
 def parse() -> argparse.Namespace:

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from ppdist.config.arguments import at_least, time_in
+from ppdist.common.arguments import at_least, time_in
 
 
 def test_whole_numbers_from_the_least_on_are_taken():
