@@ -122,7 +122,7 @@ def test_the_root_of_the_package_holds_no_loose_modules() -> None:
     assert loose <= {"__init__", "__main__", "api", "cli"}
 
 
-def test_only_build_sees_data_models_losses_and_optim_together() -> None:
+def test_only_build_imports_all_four_training_parts() -> None:
     parts = {"data", "models", "losses", "optim"}
     seen: dict[str, set[str]] = {}
     for module, target, _ in arrows():
@@ -131,7 +131,7 @@ def test_only_build_sees_data_models_losses_and_optim_together() -> None:
     assert {module for module, found in seen.items() if found == parts} <= {BUILD}
 
 
-def test_only_models_losses_and_build_know_which_detectors_there_are() -> None:
+def test_only_models_losses_and_build_know_detectors() -> None:
     # A detector is a name that stands in models/ as well as in losses/.
     models, losses = (
         {name.rpartition(".")[2] for name in sources() if name.startswith(f"ppdist.{part}.")}
@@ -183,7 +183,7 @@ def test_what_needs_no_paddle_never_imports_it() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_there_is_no_utils_no_star_import_and_no_bare_except() -> None:
+def test_no_utils_no_star_import_and_no_bare_except() -> None:
     wrong = [str(path) for path in sources().values() if path.stem in ("utils", "util", "misc")]
     for path in sources().values():
         wrong += [

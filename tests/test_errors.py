@@ -34,7 +34,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
             yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_every_error_for_users_has_a_code_of_its_own_words() -> None:
+def test_every_user_error_has_snake_case_code() -> None:
     for site in sites(ROOT):
         assert site.codes or site.path in _PASSED_ON, f"{site.path}:{site.line} has no literal code"
         for code in site.codes:
@@ -146,7 +146,7 @@ def test_an_exception_is_classified(error: BaseException, kind: str, code: str) 
     assert (failure.kind, failure.code, failure.from_rank) == (kind, code, None)
 
 
-def test_other_ranks_hear_the_kind_and_the_code_and_that_they_only_heard_of_it() -> None:
+def test_other_ranks_receive_kind_code_and_origin() -> None:
     wrong = failure_of(ConfigError("x", code="invalid_config")).of_rank(3, "a").error()
     assert (type(wrong), wrong.code, wrong.from_rank) == (ConfigError, "invalid_config", 3)
     # Told on once more, it stays the failure of the rank that it was.

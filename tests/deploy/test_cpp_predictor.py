@@ -111,7 +111,7 @@ def as_rows(line: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("normalised", [False, True], ids=["raw", "normalised"])
 @pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
-def test_twenty_images_of_any_kind_give_the_boxes_of_deploy_python(
+def test_cpp_boxes_equal_python_on_twenty_images(
     run: Run, photos: Path, tmp_path: Path, nms_in_graph: bool, normalised: bool
 ) -> None:
     model = tiny_model()
@@ -148,9 +148,7 @@ def test_a_classifier_gives_the_five_surest_classes(run: Run, photos: Path, tmp_
         np.testing.assert_allclose(scores, probabilities_C[order], atol=SCORE)
 
 
-def test_pictures_are_drawn_and_what_is_wrong_is_one_message(
-    run: Run, photos: Path, tmp_path: Path
-) -> None:
+def test_cpp_draws_images_and_reports_one_message(run: Run, photos: Path, tmp_path: Path) -> None:
     model = tmp_path / "m"
     export_detector(tiny_model(), model, tiny_spec(), formats=("onnx",))
     file = photos / "0.png"

@@ -110,7 +110,7 @@ def test_what_is_not_meant_for_it_stays_out(path: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_both_images_run_as_a_numbered_user_and_say_how_they_are(file: Path) -> None:
+def test_images_have_numeric_user_and_healthcheck(file: Path) -> None:
     of = stages(file)
     for target in ("train", "serve"):
         given = dict(of[target])
@@ -134,7 +134,7 @@ def test_nothing_is_installed_unpinned() -> None:
         assert len(pins(lock)) == len(rows) - 1 > 0, lock
 
 
-def test_the_locks_hold_what_setup_py_and_the_servers_ask_for(
+def test_locks_satisfy_setup_py_and_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert [lock.stem for lock in LOCKS] == ["paddle-cpu", "serve", "train"]
@@ -161,7 +161,7 @@ def test_the_locks_hold_what_setup_py_and_the_servers_ask_for(
     assert {name: train[name] for name in both} == {name: serve[name] for name in both}
 
 
-def test_the_composed_server_can_write_nothing_and_is_reached_from_this_machine_alone() -> None:
+def test_compose_server_is_read_only_and_local_only() -> None:
     serve = yaml.safe_load((FOLDER / "compose.yml").read_text(encoding="utf-8"))["services"][
         "serve"
     ]
@@ -173,7 +173,7 @@ def test_the_composed_server_can_write_nothing_and_is_reached_from_this_machine_
     assert all(volume["read_only"] for volume in serve["volumes"])
 
 
-def test_the_server_knows_the_options_that_the_images_give_it() -> None:
+def test_server_knows_options_passed_by_images() -> None:
     words = json.loads(dict(stages(FOLDER / "Dockerfile")["serve"])["ENTRYPOINT"])
     words += json.loads(dict(stages(FOLDER / "Dockerfile.gpu")["serve"])["ENTRYPOINT"])
     compose = yaml.safe_load((FOLDER / "compose.yml").read_text(encoding="utf-8"))

@@ -169,7 +169,7 @@ def test_the_pods_of_a_job_are_the_hosts_of_fleetrun() -> None:
     assert options.log_dir.endswith("/1")  # of its own, for the folder is that of all pods
 
 
-def test_the_pods_of_a_paddlejob_are_the_hosts_of_fleetrun() -> None:
+def test_paddlejob_pods_are_fleetrun_hosts() -> None:
     job = documents("paddlejob.yml")["PaddleJob"]
     name, workers = job["metadata"]["name"], job["spec"]["paddleReplicaSpecs"]["Worker"]
     options = fleetrun_options("paddlejob.yml", given_to_pods("paddlejob.yml"))
@@ -232,7 +232,7 @@ def test_exit_codes_say_what_becomes_of_a_job() -> None:
 
 
 @pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml", "serve.yml"])
-def test_pods_have_no_more_rights_than_they_need_and_time_to_end(name: str) -> None:
+def test_pods_have_minimal_rights_and_time_to_end(name: str) -> None:
     spec, own = pod_template(name)["spec"], container(name)
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
     assert spec["automountServiceAccountToken"] is False
@@ -260,7 +260,7 @@ def test_cards_have_shared_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.yml", "serve.yml"])
-def test_services_and_policies_select_the_pods_and_nothing_is_left_over(name: str) -> None:
+def test_services_and_policies_select_their_pods(name: str) -> None:
     labels = pod_template(name)["metadata"]["labels"].items()
     found = documents(name)
     assert found["Service"]["spec"]["selector"].items() <= labels

@@ -64,7 +64,7 @@ def promtool(*words: str, folder: Path = FOLDER) -> None:
 
 
 @needs_prometheus
-def test_promtool_accepts_the_configuration_and_the_rules() -> None:
+def test_promtool_accepts_configuration_and_rules() -> None:
     promtool("check", "config", "prometheus.yml")
     promtool("check", "rules", "alerts.yml")
 
@@ -131,7 +131,7 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
     assert source["uid"] == variable["current"]["value"] and source["type"] == "prometheus"
 
 
-def test_compose_mounts_what_is_there_and_listens_on_this_machine_alone() -> None:
+def test_compose_mounts_exist_and_ports_are_local() -> None:
     services = yaml.safe_load((FOLDER / "docker-compose.yml").read_text())["services"]
     for service in services.values():
         for volume in service["volumes"]:
@@ -187,7 +187,7 @@ def prometheus_of(folder: Path, target: str) -> Iterator[Callable[[str], dict[st
 
 @pytest.mark.slow
 @needs_prometheus
-def test_prometheus_reads_a_real_run_and_knows_its_slow_rank(
+def test_prometheus_scrapes_real_run_with_straggler(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     pytest.importorskip("prometheus_client")

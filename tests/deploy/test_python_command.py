@@ -72,7 +72,7 @@ def test_every_kind_of_image_is_read_as_in_training(photos: Path) -> None:
     assert pictures.read_image(photos / "turned.jpg").shape == (90, 60, 3)
 
 
-def test_files_that_are_cut_short_are_told_from_whole_ones(photos: Path) -> None:
+def test_truncated_files_are_told_from_whole_ones(photos: Path) -> None:
     for name in ("plain.jpg", "turned.jpg", "grey.png", "更多/alpha.png"):
         content = (photos / name).read_bytes()
         assert not pictures.is_cut_short(content)
@@ -128,7 +128,7 @@ def test_the_command_writes_what_tools_infer_writes(
     assert drawn.shape == (90, 60, 3)
 
 
-def test_classes_of_images_are_written_and_pictures_left_out_on_demand(
+def test_classes_are_written_and_drawing_is_optional(
     classifier: Path, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
@@ -146,9 +146,7 @@ def test_classes_of_images_are_written_and_pictures_left_out_on_demand(
     assert "a classifier has none" in capsys.readouterr().err
 
 
-def test_a_name_may_have_any_bytes_and_does_not_reach_the_terminal_as_such(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_odd_file_names_are_escaped_on_terminal(exported: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     names = ["a\x1b[2J\u202e.jpg", os.fsdecode(b"caf\xe9.jpg")]
@@ -204,7 +202,7 @@ def test_a_wrong_command_is_one_message_and_exit_code_2(
     assert line.startswith("predictor: error: ") and message in line
 
 
-def test_frames_are_read_ahead_and_the_thread_ends_with_its_reader() -> None:
+def test_frames_are_prefetched_until_reader_ends() -> None:
     made = []
 
     def numbers() -> Any:

@@ -80,7 +80,7 @@ def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig
 @pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_images_of_any_shape_in_one_batch_give_the_boxes_of_eager(
+def test_mixed_shapes_in_one_batch_give_eager_boxes(
     model: PPYOLOE, exported: Exported, backend: str, resize: Any, nms_in_graph: bool
 ) -> None:
     predict = Predictor(exported(nms_in_graph), backend)
@@ -98,7 +98,7 @@ def test_images_of_any_shape_in_one_batch_give_the_boxes_of_eager(
     assert predict([]) == []
 
 
-def test_boxes_go_back_from_a_letterboxed_input_to_the_image() -> None:
+def test_letterbox_boxes_map_back_to_image() -> None:
     predict = object.__new__(Predictor)
     predict._nms_in_graph = True
     predict.spec = {
@@ -124,9 +124,7 @@ def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
-def test_a_graph_of_one_image_runs_a_batch_image_by_image(
-    exported: Exported, nms_in_graph: bool
-) -> None:
+def test_batch_one_graph_runs_batch_image_by_image(exported: Exported, nms_in_graph: bool) -> None:
     images = [picture(50, 70, seed) for seed in range(3)]
     predict = Predictor(exported(nms_in_graph), "paddle")
     expected = predict(images)
@@ -145,9 +143,7 @@ def test_images_without_objects_give_no_rows(exported: Exported) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stretch", "letterbox", "centre_crop"])
-def test_every_pixel_of_the_input_is_the_one_that_evaluation_sees(
-    exported: Exported, mode: Any
-) -> None:
+def test_input_pixels_equal_those_of_evaluation(exported: Exported, mode: Any) -> None:
     predict = Predictor(exported(), "paddle")
     crop = classifier_spec().resize
     section = crop if mode == "centre_crop" else resize_section(mode)
@@ -191,7 +187,7 @@ def test_a_classifier_gives_the_probabilities_of_eager(classifier: Path, backend
 
 @pytest.mark.parametrize("multi_label", [True, False])
 @pytest.mark.parametrize("keep", [7, 300, 1000])
-def test_without_an_overlap_the_best_stay_as_in_paddles_graph(keep: int, multi_label: bool) -> None:
+def test_no_iou_threshold_keeps_best_as_paddle_graph(keep: int, multi_label: bool) -> None:
     nms = NMSConfig(score_threshold=0.25, iou_threshold=None, keep=keep, multi_label=multi_label)
     rng = np.random.default_rng(3)
     scores = rng.permutation(2 * 200 * 4).reshape(2, 200, 4).astype(np.float32) / 1600
@@ -209,9 +205,7 @@ def test_without_an_overlap_the_best_stay_as_in_paddles_graph(keep: int, multi_l
      {"score_threshold": 1.0}],
     ids=str,
 )  # fmt: skip
-def test_the_suppression_keeps_exactly_the_rows_of_paddles(
-    limits: dict[str, Any], multi_label: bool
-) -> None:
+def test_nms_keeps_exactly_paddle_rows(limits: dict[str, Any], multi_label: bool) -> None:
     nms = NMSConfig(**{"score_threshold": 0.25, "multi_label": multi_label, **limits})
     rng = np.random.default_rng(3)
     corners = rng.uniform(0, 60, (2, 200, 2))
@@ -253,7 +247,7 @@ def test_a_damaged_export_is_named(
         Predictor(folder, "paddle")
 
 
-def test_an_export_without_the_model_that_is_asked_for_is_named(tmp_path: Path) -> None:
+def test_export_without_requested_model_is_named(tmp_path: Path) -> None:
     write_spec(tmp_path, tiny_spec())
     with pytest.raises(PredictorError, match=r"holds no onnx model; export .*onnx$"):
         Predictor(tmp_path, "onnx")
@@ -317,7 +311,7 @@ def test_its_modules_import_each_other_in_no_circle() -> None:
     assert list(order.static_order()) == ["predictor", "pictures", "results", "command"]
 
 
-def test_nothing_but_numpy_opencv_and_one_runtime_is_imported() -> None:
+def test_only_numpy_opencv_and_runtime_are_imported() -> None:
     beside = {file.stem for file in FOLDER.glob("*.py")}
     allowed = beside | {"cv2", "numpy", "onnxruntime", "paddle"} | sys.stdlib_module_names
     for file in FOLDER.glob("*.py"):
@@ -328,9 +322,7 @@ def test_nothing_but_numpy_opencv_and_one_runtime_is_imported() -> None:
 
 
 @needs_onnx
-def test_predictor_py_alone_finds_boxes_where_there_is_neither_paddle_nor_ppdist(
-    exported: Exported, tmp_path: Path
-) -> None:
+def test_predictor_py_runs_without_paddle_and_ppdist(exported: Exported, tmp_path: Path) -> None:
     """The one file is copied away, and other packages are made impossible to import."""
     model = exported()
     (tmp_path / "predictor.py").write_bytes((FOLDER / "predictor.py").read_bytes())

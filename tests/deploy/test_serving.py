@@ -28,7 +28,7 @@ from tests.deploy.serving_cases import (  # fmt: skip
 # --- answers ------------------------------------------------------------------------------------
 
 
-def test_an_answer_has_the_size_the_classes_and_boxes_in_pixels_of_the_image():
+def test_answer_has_size_classes_and_pixel_boxes():
     with served() as (_, client):
         answer = ask(client, "POST", "/detect", content=PNG)
     assert answer.status_code == 200
@@ -41,7 +41,7 @@ def test_an_answer_has_the_size_the_classes_and_boxes_in_pixels_of_the_image():
     }
 
 
-def test_a_form_and_plain_bytes_give_the_same_answer_whatever_the_content_type():
+def test_form_and_plain_bytes_give_same_answer():
     with served() as (_, client):
         answers = [
             ask(client, "POST", "/detect", content=PNG),
@@ -54,7 +54,7 @@ def test_a_form_and_plain_bytes_give_the_same_answer_whatever_the_content_type()
     assert len({answer.text for answer in answers}) == 1
 
 
-def test_an_image_that_lies_on_its_side_is_answered_upright():
+def test_rotated_image_is_answered_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: show it a quarter to the right
     file = io.BytesIO()
@@ -125,7 +125,7 @@ def test_an_image_that_breaks_the_model_fails_alone():
     assert max(model.batches) > 1
 
 
-def test_more_requests_than_it_takes_are_told_to_come_back():
+def test_requests_over_capacity_are_told_to_retry():
     model = FakeModel(seconds=0.2)
     with served(model, most_waiting=3, most_batch=1) as (_, client):
         answers = ask_together(client, [PNG] * 8)
@@ -152,7 +152,7 @@ def test_a_body_that_does_not_come_ends_in_408():
     )
 
 
-def test_a_model_that_takes_too_long_ends_in_504_and_nobody_waits_for_the_rest():
+def test_slow_model_gives_504_without_blocking():
     model = FakeModel(seconds=1.0)
     with served(model, seconds=0.3, most_batch=1) as (service, client):
         answers = ask_together(client, [PNG] * 4)
@@ -165,7 +165,7 @@ def test_a_model_that_takes_too_long_ends_in_504_and_nobody_waits_for_the_rest()
     assert model.batches == [1, 1]  # what was given up is not computed
 
 
-def test_a_decoder_that_takes_too_long_is_told_of_and_holds_up_no_one_else(monkeypatch):
+def test_slow_decoder_is_reported_without_blocking(monkeypatch):
     go_on = threading.Event()
 
     def stuck(content: bytes, most_pixels: int) -> np.ndarray:
@@ -185,7 +185,7 @@ def test_a_decoder_that_takes_too_long_is_told_of_and_holds_up_no_one_else(monke
         go_on.set()
 
 
-def test_it_is_alive_while_it_loads_and_ready_when_it_is_warm():
+def test_alive_while_loading_and_ready_when_warm():
     go_on = threading.Event()
     model = FakeModel()
 
@@ -261,7 +261,7 @@ def test_the_metrics_are_what_prometheus_reads():
     assert values["process_resident_memory_bytes", ()] > 10**7
 
 
-def test_other_paths_and_methods_are_refused_and_other_sites_get_nothing():
+def test_other_paths_methods_and_origins_are_refused():
     origin = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
     with served() as (_, client):
         answers = [
@@ -277,7 +277,7 @@ def test_other_paths_and_methods_are_refused_and_other_sites_get_nothing():
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_the_page_may_run_its_own_script_only_and_names_no_address():
+def test_page_csp_allows_only_its_own_script():
     with served() as (_, client):
         answer = ask(client, "GET", "/")
     policy = answer.headers["content-security-policy"]

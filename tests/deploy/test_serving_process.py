@@ -76,7 +76,7 @@ def port() -> Iterator[int]:
         yield number
 
 
-def test_sigterm_lets_accepted_requests_end_and_takes_no_new_ones():
+def test_sigterm_finishes_accepted_requests_only():
     number = free_port()
     answers: list[tuple[int, bytes]] = []
     with fake(number, 2.0) as process:
@@ -119,7 +119,7 @@ def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
         assert process.wait(WAIT) == 0
 
 
-def test_a_large_body_that_is_refused_still_gets_its_answer(port):
+def test_refused_large_body_still_gets_answer(port):
     status, content = ask(port, "POST", "/detect", bytes(30 * 2**20))
     assert status == 413
     assert json.loads(content) == {"error": "more than the 10485760 bytes allowed here"}
@@ -140,7 +140,7 @@ def test_broken_http_closes_one_connection_and_no_more(port):
         time.sleep(0.05)
 
 
-def test_a_model_that_is_not_there_ends_the_server_with_one_line_and_status_2():
+def test_missing_model_is_one_line_and_exit_2():
     ended = subprocess.run(
         [sys.executable, SERVING / "server.py", "--port", str(free_port()), "--model", "nowhere"],
         capture_output=True,
@@ -178,7 +178,7 @@ def test_wrong_options_are_named_and_a_token_is_not(options, token, message, mon
     assert not token or token not in said
 
 
-def test_a_port_that_is_taken_ends_it_with_one_line_and_status_2(port):
+def test_taken_port_is_one_line_and_exit_2(port):
     command = [sys.executable, FAKE, str(port), "0"]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT, check=False, cwd=REPOSITORY
@@ -189,7 +189,7 @@ def test_a_port_that_is_taken_ends_it_with_one_line_and_status_2(port):
 
 
 @pytest.mark.slow
-def test_an_exported_model_is_served_with_the_boxes_of_the_predictor(tmp_path):
+def test_served_export_gives_boxes_of_predictor(tmp_path):
     from tests.unit.export.test_export import export_detector, tiny_model, tiny_spec
 
     sys.path.insert(0, str(SERVING.parent / "python"))
@@ -216,7 +216,7 @@ def test_an_exported_model_is_served_with_the_boxes_of_the_predictor(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_soak_script_counts_answers_refusals_and_memory(port, tmp_path):
+def test_soak_counts_answers_refusals_and_memory(port, tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     (tmp_path / "b.jpg").write_bytes(encoded(picture(seed=1), ".jpg"))
     command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{port}",
@@ -238,7 +238,7 @@ def test_the_soak_script_fails_where_nobody_answers(tmp_path):
     assert json.loads(ended.stdout)["errors"]["no answer: ConnectionRefusedError"] > 0
 
 
-def test_the_soak_script_tells_other_boxes_and_answers_that_cannot_be_read():
+def test_soak_reports_wrong_boxes_and_bad_answers():
     import soak
 
     thing = {"class": "thing", "score": 0.9, "box": [1.0, 2.0, 30.0, 40.0]}
@@ -290,7 +290,7 @@ def choose_image(port, browser, folder):
 
 
 @needs_chromium
-def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser, tmp_path):
+def test_page_draws_boxes_of_chosen_image_in_place(port, browser, tmp_path):
     choose_image(port, browser, tmp_path)
     place = browser.run(
         f"(() => {{ const of = (e) => e.getBoundingClientRect(); const box = of({BOXES}[0]);"
@@ -309,7 +309,7 @@ def test_the_page_shows_the_boxes_of_a_chosen_image_where_they_are(port, browser
 
 
 @needs_chromium
-def test_names_of_classes_stay_text_and_the_slider_shows_more(port, browser, tmp_path):
+def test_class_names_stay_text_and_slider_shows_more(port, browser, tmp_path):
     choose_image(port, browser, tmp_path)
     # By keyboard: the slider goes down until the faint box of 0.3 is there, too.
     browser.run("document.getElementById('threshold').focus()")
@@ -327,7 +327,7 @@ def test_names_of_classes_stay_text_and_the_slider_shows_more(port, browser, tmp
 
 
 @needs_chromium
-def test_an_image_may_be_dropped_and_what_is_none_is_named(port, browser):
+def test_dropped_image_is_read_non_image_is_named(port, browser):
     browser.open(f"http://127.0.0.1:{port}/")
     drop = (
         "(async () => { const carried = new DataTransfer();"
@@ -347,7 +347,7 @@ def test_an_image_may_be_dropped_and_what_is_none_is_named(port, browser):
 
 
 @needs_chromium
-def test_an_answer_that_comes_late_is_not_shown_for_another_file(port, browser, tmp_path):
+def test_late_answer_is_not_shown_for_another_file(port, browser, tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     (tmp_path / "b.png").write_bytes(b"just text")
     browser.open(f"http://127.0.0.1:{port}/")
@@ -377,7 +377,7 @@ def test_the_page_asks_for_the_token_and_goes_on(browser, tmp_path):
 
 
 @needs_chromium
-def test_the_page_is_dark_or_light_as_the_system_or_the_button_says(port, browser):
+def test_page_theme_follows_system_or_button(port, browser):
     browser.open(f"http://127.0.0.1:{port}/")
     background = "getComputedStyle(document.body).backgroundColor"
     colours = {}

@@ -156,7 +156,7 @@ def test_shellcheck_finds_nothing() -> None:
     subprocess.run([program, "--severity", "style", str(SCRIPT)], check=True)
 
 
-def test_every_node_gets_the_same_command_and_its_own_name(submit: Submit) -> None:
+def test_each_node_gets_same_command_and_own_name(submit: Submit) -> None:
     batch = submit("-c", "a file.yml", "--eval", variables={"EXIT": "0"})
     assert batch.ended() == 0, batch.said
     first, second = (batch.given(node) for node in NODES.split())
@@ -195,7 +195,7 @@ def test_a_member_of_an_array_is_told_its_number(submit: Submit) -> None:
     assert batch.asked == ["requeue 50_2"]
 
 
-def test_before_the_time_limit_the_run_is_stopped_once_and_queued_again(submit: Submit) -> None:
+def test_time_limit_stops_run_once_and_requeues(submit: Submit) -> None:
     batch = submit("-c", "x")
     for node in NODES.split():
         batch.given(node)
@@ -213,9 +213,7 @@ def test_before_the_time_limit_the_run_is_stopped_once_and_queued_again(submit: 
         *(pytest.param(s, marks=pytest.mark.slow) for s in ("COMPLETING", "CANCELLED", "PENDING")),
     ],
 )
-def test_sigterm_for_all_processes_is_not_repeated_and_a_cancelled_job_stays_so(
-    submit: Submit, state: str
-) -> None:
+def test_sigterm_is_not_repeated_and_cancel_is_final(submit: Submit, state: str) -> None:
     batch = submit("-c", "x")
     for node in NODES.split():
         batch.given(node)
@@ -244,7 +242,7 @@ def test_a_job_is_queued_so_often_and_no_more(submit: Submit) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_that_comes_before_fleetrun_can_note_it_queues_the_job_again(
+def test_signal_before_fleetrun_requeues_job(
     submit: Submit,
 ) -> None:
     batch = submit("-c", "x", variables={"DEAF": "1"})
@@ -298,7 +296,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> FaultScenario:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_queued_again_ends_like_one_that_nobody_has_disturbed(
+def test_requeued_job_ends_like_undisturbed_one(
     submit: Submit, scenario: FaultScenario, tmp_path: Path
 ) -> None:
     """Two nodes, which are addresses of the loopback, with one process each."""
@@ -320,7 +318,7 @@ def test_a_job_that_is_queued_again_ends_like_one_that_nobody_has_disturbed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["limit", "preempted", "cancelled"])
-def test_slurm_itself_stops_a_job_which_saves_and_is_queued_again_unless_it_was_cancelled(
+def test_slurm_stop_requeues_unless_cancelled(
     how: str, scenario: FaultScenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One node with two processes, and the programs of Slurm."""

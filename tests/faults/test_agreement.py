@@ -23,9 +23,7 @@ def test_a_loss_that_is_not_finite_costs_one_step(scenario: FaultScenario, recor
     record_property("figure", "1 step left out by all ranks")
 
 
-def test_losses_that_stay_not_finite_roll_the_job_back_with_half_the_rate(
-    scenario: FaultScenario, record_property
-) -> None:
+def test_non_finite_losses_roll_back_with_half_lr(scenario: FaultScenario, record_property) -> None:
     job = scenario.survive("nan-3", "nan=3@rank1:step7", 0)
     bad = [json.loads(line) for line in (job.output_dir / "bad_steps.jsonl").open()]
     assert {line["step"] for line in bad} == {7, 8, 9}
@@ -34,7 +32,7 @@ def test_losses_that_stay_not_finite_roll_the_job_back_with_half_the_rate(
     record_property("figure", f"after 3 steps back to step {back[0] - 1}")
 
 
-def test_a_rank_out_of_memory_makes_all_ranks_take_smaller_micro_batches(
+def test_out_of_memory_rank_splits_all_micro_batches(
     scenario: FaultScenario, record_property
 ) -> None:
     job = scenario.survive("oom", "oom@rank1:step7", 0)

@@ -19,7 +19,7 @@ def recovered(job: Job, record: Callable[[str, object], None]) -> None:
     assert 0 <= each["steps_lost"] < 4  # it saves every fourth step
 
 
-def test_a_stop_and_three_faults_leave_no_trace_in_the_weights(
+def test_stop_and_three_faults_leave_weights_equal(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     overrides = ["data.workers=1"]
@@ -45,7 +45,7 @@ ENDING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDING)
-def test_a_rank_that_fails_or_hangs_is_noticed_and_the_job_goes_on(
+def test_job_survives_failed_or_hung_rank(
     kind: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     job = scenario.survive(f"ends-{kind}", f"{kind}@rank1:step7", 1)
@@ -67,7 +67,7 @@ def test_a_rank_that_hangs_is_named_with_its_step(kind: str, scenario: FaultScen
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_at_rank_0s_side_is_as_good_as_any(
+def test_killed_rank_0_leaves_weights_equal(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     job = scenario.survive("ends-0", "kill@rank0:step10", 1)
@@ -76,9 +76,7 @@ def test_a_rank_that_dies_at_rank_0s_side_is_as_good_as_any(
 
 
 @pytest.mark.slow
-def test_a_job_that_is_killed_again_and_again_ends_with_the_same_weights(
-    scenario: FaultScenario, undisturbed: Path
-) -> None:
+def test_repeated_kills_leave_equal_weights(scenario: FaultScenario, undisturbed: Path) -> None:
     fault = "kill@rank1:step1,kill@rank0:step6,kill@rank1:step15,kill@rank0:step24"
     job = scenario.survive("again", fault, 4)
     assert first_difference(undisturbed, job.output_dir) == ""
@@ -107,9 +105,7 @@ def test_what_one_rank_can_bear_needs_no_restart(
 
 
 @pytest.mark.slow
-def test_an_exception_is_shown_with_rank_and_step_at_once(
-    scenario: FaultScenario, record_property
-) -> None:
+def test_exception_shows_rank_and_step_at_once(scenario: FaultScenario, record_property) -> None:
     with scenario.job("exception", "exception@rank1:step7") as job:
         assert job.wait() == 1
     (fault,) = job.struck()
@@ -137,7 +133,7 @@ def before_naming(job: Job) -> str:
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_fails_on_one_rank_leaves_training_as_it_was(
+def test_evaluation_failure_on_one_rank_keeps_state(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     words = {"train": ["--eval"], "overrides": ["evaluate.every_epochs=2"]}

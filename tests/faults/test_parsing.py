@@ -11,7 +11,7 @@ from tests.faults import injector
 from tests.faults.fault import Fault, parse_faults
 
 
-def test_faults_are_read_in_their_order_with_their_values() -> None:
+def test_faults_parse_in_order_with_values() -> None:
     found = parse_faults("kill@rank1:step7, slow=0.25@rank0:step3,nan@rank0:step3")
     assert [str(fault) for fault in found] == [
         "kill@rank1:step7",
@@ -35,7 +35,7 @@ def test_faults_are_read_in_their_order_with_their_values() -> None:
         ("kill@rank0:step0", "the first step is step1"),
     ],
 )
-def test_a_wrong_fault_is_the_users_error_and_says_what_is_right(text, message) -> None:
+def test_invalid_fault_is_user_error_with_remedy(text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_faults(text)
 
@@ -52,9 +52,7 @@ def left(tmp_path):
     return of
 
 
-def test_a_fault_strikes_once_also_one_that_is_written_twice_or_comes_with_others(
-    tmp_path, left
-) -> None:
+def test_fault_fires_once_even_repeated_or_combined(tmp_path, left) -> None:
     twice = "kill@rank0:step7,kill@rank0:step7"
     (first, second) = parse_faults(twice)
     assert left(twice, 0) == twice.split(",")
@@ -72,7 +70,7 @@ def test_a_fault_of_a_rank_that_there_is_not_is_refused(left) -> None:
         left("kill@rank9:step1", 0)
 
 
-def test_a_moved_clock_does_not_move_what_is_written_down(tmp_path, monkeypatch) -> None:
+def test_clock_jump_does_not_change_recorded_faults(tmp_path, monkeypatch) -> None:
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 600)
     faults.write_down(tmp_path, *parse_faults("kill@rank1:step7"))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW = Row(7, "a fault", "a promise", ("tests/a.py::test_it",))
 
 
-def test_there_are_38_rows_in_order_and_each_has_tests_or_a_reason() -> None:
+def test_report_has_38_rows_with_tests_or_reason() -> None:
     assert [row.number for row in ROWS] == list(range(1, 39))
     assert all(bool(row.tests) != bool(row.without) for row in ROWS)
 
@@ -25,7 +25,7 @@ def test_the_tests_of_a_row_exist(row: Row) -> None:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
 
 
-def test_a_row_is_survived_when_every_case_of_its_tests_has_passed() -> None:
+def test_row_survives_when_every_test_case_passed() -> None:
     cases = {
         "tests/a.py::test_it[1]": Case("passed", figures=["2.0 s"]),
         "tests/a.py::test_it[2]": Case("passed", figures=["3.0 s"]),
@@ -40,7 +40,7 @@ def test_a_row_is_survived_when_every_case_of_its_tests_has_passed() -> None:
     assert line_of(ROW, {})[1].split(" | ")[3] == "no: tests/a.py::test_it did not run"
 
 
-def test_outcomes_and_figures_are_read_from_what_pytest_leaves(tmp_path: Path) -> None:
+def test_outcomes_and_figures_are_read_from_pytest(tmp_path: Path) -> None:
     (tmp_path / "ran.xml").write_text(
         """<testsuites><testsuite>
         <testcase classname="tests.a" name="test_it[1]"><properties>
@@ -59,7 +59,7 @@ def test_outcomes_and_figures_are_read_from_what_pytest_leaves(tmp_path: Path) -
     assert found["tests/a.py::test_later"] == Case("xfailed", "not yet")
 
 
-def test_the_page_lists_every_kind_and_every_row_and_what_the_tool_measured() -> None:
+def test_page_lists_kinds_rows_and_measurements() -> None:
     report = {
         "title": "SIGKILL at 2 random points", "command": "tools/faults.py kills", "machine": "m",
         "recovery_seconds_median": 9.5, "failures": ["x: exit code 1"],

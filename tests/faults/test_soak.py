@@ -27,7 +27,7 @@ def strike(output_dir, text, time):
         file.write(line + "\n")
 
 
-def test_a_recovery_counts_from_the_fault_that_ended_the_attempt(tmp_path):
+def test_recovery_time_starts_at_fatal_fault(tmp_path):
     strike(tmp_path, "kill@rank0:step9", 100.0)
     strike(tmp_path, "slow=0.2@rank1:step10", 101.0)  # while the first is being noticed
     lines = [
@@ -61,14 +61,14 @@ def scenario(monkeypatch, tmp_path):
     return codes
 
 
-def test_a_soak_without_a_restart_has_no_times_and_is_still_json(scenario, tmp_path):
+def test_soak_without_restart_has_no_times(scenario, tmp_path):
     scenario += [0, 0]
     report = soak.kills(tmp_path, points=1, per_job=1, seed=0)
     assert "NaN" not in json.dumps(report) and report["restarts"] == 0
     assert "1 of them did not strike" in report["failures"][0]
 
 
-def test_a_scenario_that_fails_undisturbed_is_no_measure_of_anything(scenario, tmp_path):
+def test_scenario_failing_without_faults_is_rejected(scenario, tmp_path):
     scenario += [1]
     with pytest.raises(RuntimeError, match="without faults ended with code 1:\nwhat it said"):
         soak.kills(tmp_path, points=1, per_job=1, seed=0)

@@ -33,7 +33,7 @@ def go_on(scenario: FaultScenario, name: str, undisturbed: Path) -> Job:
 @pytest.mark.slow  # one of them by default: the first test of test_jobs.py
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("send", [to_fleetrun, to_one_rank])
-def test_a_signal_ends_the_job_with_75_and_no_step_is_lost(
+def test_signal_ends_job_with_75_and_loses_no_step(
     send: Callable[[Job, int], None],
     number: signal.Signals,
     scenario: FaultScenario,
@@ -69,7 +69,7 @@ def test_two_seconds_of_grace_are_enough(
 
 
 @pytest.mark.slow
-def test_a_job_that_loses_its_power_goes_on_from_the_newest_checkpoint(
+def test_power_loss_resumes_from_newest_checkpoint(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
     with scenario.job("power") as job:

@@ -31,7 +31,7 @@ def test_two_kills_in_one_job_are_survived_and_measured(tmp_path: Path, record_p
 
 
 @pytest.mark.slow
-def test_more_points_in_a_job_than_it_has_steps_are_refused() -> None:
+def test_more_kill_points_than_steps_are_refused() -> None:
     words = [sys.executable, str(TOOL), "kills", "--per-job", "25"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2

@@ -54,7 +54,7 @@ def test_check_and_stats_count_the_images_of_each_class(project: Path, tmp_path:
     }  # fmt: skip
 
 
-def test_eval_gives_the_accuracy_of_the_classes_it_writes(project: Path, tmp_path: Path) -> None:
+def test_eval_accuracy_matches_written_classes(project: Path, tmp_path: Path) -> None:
     succeed("eval", "-c", project / "cfg.yml", "-w", weights(project),
             "--json", tmp_path / "metrics.json", "--save-detections", tmp_path / "best.json",
             "--at-least", "top5=0.99")  # fmt: skip
@@ -74,9 +74,7 @@ def test_eval_gives_the_accuracy_of_the_classes_it_writes(project: Path, tmp_pat
         assert sum(kind["score"] for kind in entry["best"]) == pytest.approx(1, abs=1e-4)
 
 
-def test_eager_and_exported_classifier_write_the_same_classes(
-    project: Path, exported: Path, tmp_path: Path
-) -> None:
+def test_eager_and_export_write_same_classes(project: Path, exported: Path, tmp_path: Path) -> None:
     spec = read_spec(exported)
     assert (spec.task, spec.class_names, spec.category_ids) == ("classify", PATTERNS, (0, 1, 2))
     photos = tmp_path / "photos"
@@ -107,9 +105,7 @@ def test_eager_and_exported_classifier_write_the_same_classes(
             assert kind["score"] == pytest.approx(same["score"], abs=2e-4)
 
 
-def test_without_the_data_set_an_export_takes_names_from_a_file(
-    project: Path, tmp_path: Path
-) -> None:
+def test_export_without_data_set_takes_names_file(project: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("one\ntwo\nthree\n", encoding="utf-8")
     done = run_tool("export", "-c", project / "cfg.yml", "-w", weights(project),
                     "--out", tmp_path / "out", "--class-names", tmp_path / "names.txt",
@@ -160,9 +156,7 @@ def test_a_file_of_class_names_is_read_with_care(project: Path, refused, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_eval_refuses_names_and_places_before_it_evaluates(
-    project: Path, refused, tmp_path
-) -> None:
+def test_eval_refuses_bad_options_before_evaluating(project: Path, refused, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project))
     for option, value, message in (
         ("--at-least", "mAP=0.5", "--at-least: no metric 'mAP'; there is top1, top5"),

@@ -48,7 +48,7 @@ def convert(config: Path, monkeypatch, capsys):
     return run
 
 
-def test_a_round_through_every_format_gives_back_every_bit(config, convert, tmp_path) -> None:
+def test_round_trip_through_formats_is_bit_exact(config, convert, tmp_path) -> None:
     model = build_model(load_config(config).model)
     names = ["w.safetensors", "w.pt", "w.PTH", "w.npz", "official.pdparams", "back.safetensors"]
     files = [tmp_path / "new" / name for name in names]
@@ -81,7 +81,7 @@ def test_wrong_input_is_one_message_and_exit_2(config, convert, tmp_path) -> Non
     assert not (tmp_path / "w.pt").exists()
 
 
-def test_a_checkpoint_becomes_a_pdparams_of_its_averaged_weights(config, convert, tmp_path) -> None:
+def test_checkpoint_becomes_pdparams_of_ema_weights(config, convert, tmp_path) -> None:
     arrays = arrays_of(build_model(load_config(config).model))
     averaged = {key: value + 1 for key, value in arrays.items()}
     save_checkpoint(tmp_path, 7, {"model": arrays, "ema": averaged}, {"step": 7}, "")

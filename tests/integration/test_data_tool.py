@@ -55,7 +55,7 @@ def test_check_says_that_all_is_well(made, tmp_path):
     assert found["decoded"] and found["splits"]["train"]["images"] == 6
 
 
-def test_check_exits_2_with_one_message_for_classes_that_do_not_fit(made):
+def test_check_exits_2_on_class_mismatch(made):
     done = run("check", "-c", made / "cfg.yml", "-o", "model.num_classes=80", "--fast")
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
@@ -82,7 +82,7 @@ def dirty(made, tmp_path) -> Path:
     return root
 
 
-def test_check_lists_every_defect_with_its_count_and_an_example(dirty, tmp_path):
+def test_check_lists_issues_with_count_and_example(dirty, tmp_path):
     done = run("check", "-c", dirty / "cfg.yml", "--json", tmp_path / "found.json")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().endswith("1 errors: training stops, or loses images")
@@ -99,7 +99,7 @@ def test_check_lists_every_defect_with_its_count_and_an_example(dirty, tmp_path)
         assert text in done.stdout
 
 
-def test_check_writes_a_clean_copy_that_it_finds_no_fault_with(dirty, tmp_path):
+def test_check_writes_clean_copy_without_issues(dirty, tmp_path):
     done = run("check", "-c", dirty / "cfg.yml", "--fix", tmp_path / "clean")
     assert done.returncode == 2  # what was checked is as bad as before
     told = [line for line in done.stdout.splitlines() if line.startswith("fixed: ")]
@@ -225,7 +225,7 @@ def test_stats_says_at_once_where_it_cannot_write(made):
     )
 
 
-def test_stats_shows_both_splits_side_by_side_and_writes_the_counts(made, tmp_path):
+def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
     done = run("stats", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "counts.json")
     assert done.returncode == 0, done.stderr
     for text in (f"train: {made}/annotations/instances_train.json", "96x96 (6)", "96x96 (3)"):
@@ -249,7 +249,7 @@ def test_stats_plots(made, tmp_path):
     assert f"wrote {tmp_path / 'plots' / 'boxes.png'}" in done.stdout
 
 
-def test_show_draws_training_samples_and_evaluation_inputs(made, tmp_path):
+def test_show_draws_training_and_evaluation_inputs(made, tmp_path):
     tune = ["-o", "model.image_size=[128,128]", "train.multi_scale=[]", "train.epochs=2"]
     pictures = {}
     for name, *more in (("one",), ("again",), ("later", "--epoch", "1"), ("eval", "--eval")):
@@ -349,7 +349,7 @@ def test_split_explains_what_parts_are(made, parts, message):
     assert message in done.stderr
 
 
-def test_images_with_classes_alone_are_counted_shown_and_divided(tmp_path):
+def test_class_only_set_is_counted_shown_and_split(tmp_path):
     for split, count in (("train", 4), ("val", 2)):
         for name in ("cat", "dog"):
             write_images(tmp_path / split / name, count, (80, 70))

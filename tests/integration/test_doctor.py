@@ -29,7 +29,7 @@ def write_experiment(folder: Path, epochs: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_compared_and_measured_and_the_report_is_written(tmp_path: Path) -> None:
+def test_two_processes_are_compared_and_measured(tmp_path: Path) -> None:
     write_experiment(tmp_path, epochs=2)
     file = tmp_path / "report.json"
     done = run_tool("doctor", "--nproc_per_node", 2, "-c", "cfg.yml", "--json", file, cwd=tmp_path)
@@ -50,7 +50,7 @@ def test_two_processes_are_compared_and_measured_and_the_report_is_written(tmp_p
 
 
 @pytest.mark.slow
-def test_one_process_has_nothing_to_measure_and_quick_starts_nothing(tmp_path: Path) -> None:
+def test_one_process_or_quick_measures_nothing(tmp_path: Path) -> None:
     for arguments in ((), ("--quick", "--nproc_per_node", 2)):
         done = run_tool("doctor", *arguments, cwd=tmp_path)
         assert done.returncode == 0 and "together" not in done.stdout
@@ -70,7 +70,7 @@ def test_three_ranks_measure_every_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_with_different_configurations_both_say_which_key(tmp_path: Path) -> None:
+def test_two_hosts_both_name_differing_config_key(tmp_path: Path) -> None:
     """Loopback addresses stand in for hosts; the same command is typed in a folder of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))

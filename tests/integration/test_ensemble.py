@@ -73,9 +73,7 @@ def of_two_models(project: Path) -> list[object]:
     return ["--model", *models, "--factors", 2, 1, "--scales", "1,1.5", "--flip"]
 
 
-def test_two_models_two_sizes_and_mirrored_images_are_one_coco_result(
-    project: Path, fused: Path
-) -> None:
+def test_models_sizes_and_flips_give_one_coco_result(project: Path, fused: Path) -> None:
     scores = json.loads((fused / "scores.json").read_text())
     views = ["64x64", "64x64 mirrored", "96x96", "96x96 mirrored"]
     assert [member["name"] for member in scores["members"]] == [
@@ -97,7 +95,7 @@ def test_two_ranks_write_the_bytes_of_one_process(project: Path, fused: Path) ->
         assert (out / name).read_bytes() == (fused / name).read_bytes(), name
 
 
-def test_saved_detections_are_fused_with_and_without_truth(project: Path, fused: Path) -> None:
+def test_saved_detections_fuse_with_or_without_truth(project: Path, fused: Path) -> None:
     file, out = fused / "detections.json", project / "saved"
     alike = ["--method", "nms", "--iou", 1, "--out", out]  # leaves what there is
     config = project / "yolov5.yml"
@@ -118,7 +116,7 @@ def average(project: Path, *more: object) -> list[object]:
     return ["average", "-c", project / "ppyoloe.yml", "--weights", *weights, *more]
 
 
-def test_an_average_has_statistics_of_its_own_and_loads_like_any_weights(project: Path) -> None:
+def test_model_soup_has_own_statistics_and_loads(project: Path) -> None:
     one, report = project / "one.safetensors", project / "report.json"
     run(*average(project, "--out", one, "--eval", "--json", report))
     files = [read_arrays(project / f"ppyoloe{seed}.pdparams") for seed in range(3)]
@@ -190,7 +188,7 @@ def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
     )
 
 
-def test_an_ending_that_cannot_be_written_is_refused_before_the_work(project: Path) -> None:
+def test_unwritable_suffix_is_refused_before_work(project: Path) -> None:
     with pytest.raises(
         UserError, match=r"soup\.bin: cannot write this ending; expected \.pdparams"
     ) as error:

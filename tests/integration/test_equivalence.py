@@ -235,15 +235,13 @@ def assert_same_training(results: list[dict], alone: dict) -> float:
 
 
 @pytest.mark.parametrize("case", DEFAULT, ids=name_of)
-def test_ranks_and_micro_batches_train_like_one_rank_with_all_the_images(
-    case, default_runs, record_property
-):
+def test_ranks_and_micro_batches_train_like_one_rank(case, default_runs, record_property):
     off = assert_same_training(default_runs(case), default_runs(reference(case))[0])
     record_property("figure", f"losses differ by {off:.0e} at most in {case.trained}")
 
 
 @pytest.mark.parametrize("trained", FAMILIES)
-def test_what_is_compared_trains_and_is_clipped_now_and_then(trained, default_runs):
+def test_compared_runs_learn_and_clip_sometimes(trained, default_runs):
     alone = default_runs(reference(Case(trained, 2, 2, "frozen")))[0]
     clip_norm = TRAINED[trained][1]
     assert alone["moved"] > 1e-3
@@ -252,5 +250,5 @@ def test_what_is_compared_trains_and_is_clipped_now_and_then(trained, default_ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=name_of)
-def test_more_of_them_train_like_one_rank_with_all_the_images(case, slow_runs):
+def test_more_cases_train_like_one_rank(case, slow_runs):
     assert_same_training(slow_runs(case), slow_runs(reference(case))[0])

@@ -39,7 +39,7 @@ def test_every_metric_that_can_be_asked_for_is_measured():
     assert classes.metrics == tuple(classes.measure(ranking))
 
 
-def test_a_class_that_the_set_has_no_object_of_has_no_score():
+def test_class_without_ground_truth_has_no_score():
     evaluator = Evaluator(classified_set([0], ("cat", "dog")), [], NMSConfig())
     nothing_found = evaluator.measure(np.zeros((0, 7), np.float32))
     assert evaluator.class_scores(nothing_found) == [0.0, None]

@@ -35,7 +35,7 @@ def fresh_weights(folder: Path) -> Path:
     return file
 
 
-def test_a_detector_leaves_its_analysis_tables_detections_and_plots(tmp_path: Path) -> None:
+def test_detector_writes_tables_detections_and_plots(tmp_path: Path) -> None:
     make_shapes(tmp_path / "data", train=1, val=4, size=64, seed=0)
     (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
     out = tmp_path / "out"
@@ -57,7 +57,7 @@ def test_a_detector_leaves_its_analysis_tables_detections_and_plots(tmp_path: Pa
     assert {"confusion.png", "pr_curve.png"} <= {path.name for path in (out / "plots").iterdir()}
 
 
-def test_a_classifier_leaves_its_accuracy_by_class_and_what_it_confuses(tmp_path: Path) -> None:
+def test_classifier_writes_accuracy_and_confusion(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_patterns(tmp_path / split, 2, seed=0)
     (tmp_path / "cfg.yml").write_text(CLASSIFIER.format(root=tmp_path), encoding="utf-8")
@@ -71,7 +71,7 @@ def test_a_classifier_leaves_its_accuracy_by_class_and_what_it_confuses(tmp_path
     assert len(json.loads((out / "detections.json").read_text())) == 6
 
 
-def test_a_file_in_place_of_the_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_file_in_place_of_folder_is_refused_early(tmp_path: Path) -> None:
     write_patterns(tmp_path / "train", 1, seed=0)
     write_patterns(tmp_path / "val", 1, seed=0)
     (tmp_path / "cfg.yml").write_text(CLASSIFIER.format(root=tmp_path), encoding="utf-8")

@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_is_fine_tuned_to_other_classes_in_one_line(trained: Path) -> None:
+def test_one_line_fine_tunes_run_to_other_classes(trained: Path) -> None:
     second = trained / "second"
     succeeded(
         run_tool(
@@ -78,7 +78,7 @@ def test_a_run_is_fine_tuned_to_other_classes_in_one_line(trained: Path) -> None
 
 
 @pytest.mark.slow
-def test_other_classes_without_their_number_are_an_error_that_names_it(trained: Path) -> None:
+def test_other_classes_without_num_classes_are_error(trained: Path) -> None:
     done = run_tool(
         "train", "-c", trained / "cfg.yml", "-o", f"model.pretrained={trained / 'first'}",
         f"data.root={trained / 'two'}", f"output_dir={trained / 'third'}",

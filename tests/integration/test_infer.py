@@ -75,7 +75,7 @@ def found_in(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_exported_and_eager_model_find_the_same_and_broken_files_are_skipped(
+def test_export_equals_eager_and_skips_broken_files(
     project: Path,
 ) -> None:
     config, weights = project / "cfg.yml", project / "weights.npz"
@@ -116,7 +116,7 @@ def assert_same_findings(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert one["bbox"] == pytest.approx(other["bbox"], abs=0.1)
 
 
-def test_a_wrong_command_line_is_one_message_and_exit_code_2(project: Path) -> None:
+def test_invalid_command_line_is_one_message_exit_2(project: Path) -> None:
     done = run_tool("infer", "--source", project / "photos", "--out", project / "x")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
@@ -195,7 +195,7 @@ def test_results_that_cannot_be_written_are_one_message(
     assert str(error.value) == "/dev/null/x: cannot be written: Not a directory"
 
 
-def test_results_may_lie_beside_the_pictures_where_nothing_of_others_is(tmp_path: Path) -> None:
+def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     require_own_folder(out, tmp_path)
     (out / "more").mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_weights_of_another_class_count_are_refused(project: Path) -> None:
     assert error.value.code == "weights_of_other_config"
 
 
-def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project: Path) -> None:
+def test_missing_data_set_numbers_classes_and_warns(project: Path) -> None:
     config = load_config(project / "cfg.yml", ["data.root=/nowhere"])
     warnings: list[str] = []
     spec = describe(config, validation_set(config, warnings.append))
@@ -229,9 +229,7 @@ def test_without_the_data_set_classes_are_numbered_and_a_warning_says_so(project
     ]
 
 
-def test_names_and_ids_are_those_of_the_annotations_even_without_the_images(
-    project: Path, tmp_path: Path
-) -> None:
+def test_names_and_ids_come_from_annotations_alone(project: Path, tmp_path: Path) -> None:
     file = project / "data/annotations/instances_val.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     for category in content["categories"]:
@@ -248,9 +246,7 @@ def test_names_and_ids_are_those_of_the_annotations_even_without_the_images(
 
 
 @pytest.mark.parametrize("root", ["/nowhere", None])
-def test_class_names_of_another_count_than_the_model_has_are_refused(
-    project: Path, root: str | None
-) -> None:
+def test_class_names_of_other_count_are_refused(project: Path, root: str | None) -> None:
     overrides = ["data.class_names=[a,b]"] + ([f"data.root={root}"] if root else [])
     config = load_config(project / "cfg.yml", overrides)
     with pytest.raises(ConfigError) as error:
@@ -262,14 +258,14 @@ def test_class_names_of_another_count_than_the_model_has_are_refused(
     )
 
 
-def test_a_folder_is_searched_to_its_depth_but_not_where_results_go(tmp_path: Path) -> None:
+def test_folder_search_recurses_but_skips_results(tmp_path: Path) -> None:
     for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg", "b/._x.PNG"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
 
 
-def test_a_name_that_is_not_utf8_is_read_written_and_said(tmp_path: Path) -> None:
+def test_non_utf8_name_is_read_written_and_printed(tmp_path: Path) -> None:
     source = tmp_path / os.fsdecode(b"caf\xe9.png")
     try:
         source.touch()
@@ -301,7 +297,7 @@ def test_a_video_without_frames_is_reported(tmp_path: Path) -> None:
     assert reports == [f"{tmp_path}/empty.mp4: no frame of this video can be read"]
 
 
-def test_a_png_comes_back_as_it_was_written_and_colours_keep_their_order(tmp_path: Path) -> None:
+def test_png_round_trip_keeps_pixels_and_colours(tmp_path: Path) -> None:
     image_HW3 = np.random.default_rng(0).integers(0, 256, (20, 30, 3)).astype(np.uint8)
     with PictureWriter(Path("x.png"), tmp_path / "deep" / "x.png") as writer:
         writer.write(image_HW3)

@@ -37,7 +37,7 @@ def test_patterns_that_were_not_seen_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["data.format=coco", "model.name=yolov5"])
-def test_a_classifier_needs_classified_images_and_a_detector_boxes(change, tmp_path):
+def test_classifier_needs_classes_and_detector_boxes(change, tmp_path):
     file = tmp_path / "mixed.yml"
     text = CONFIG.format(root=tmp_path)
     if change == "model.name=yolov5":

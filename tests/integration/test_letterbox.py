@@ -46,7 +46,7 @@ def test_the_image_lies_in_the_middle_in_its_shape(width, height, size):
     assert abs(tall - height * scale) <= 0.5 or tall == 1
 
 
-def test_the_pixels_are_those_of_a_linear_resize_between_grey():
+def test_letterbox_is_linear_resize_padded_with_grey():
     image = np.random.RandomState(0).randint(0, 256, (480, 640, 3)).astype(np.uint8)
     found = resize_for_evaluation(image, (320, 320), "letterbox")
     assert found.shape == (320, 320, 3)
@@ -56,7 +56,7 @@ def test_the_pixels_are_those_of_a_linear_resize_between_grey():
     assert not (found[40:280] == GREY).all(2).all(1).any()
 
 
-def test_training_without_augmentation_places_an_image_as_evaluation_does():
+def test_plain_training_places_image_as_evaluation():
     still = AugmentConfig(distort=0, expand=0, crop=0, flip=0)
     rng = np.random.default_rng(0)
     for width, height in IMAGES:
@@ -112,7 +112,7 @@ def image_set(folder: Path) -> DetectionSet:
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
 @pytest.mark.parametrize("size", [(320, 320), (256, 416)])
-def test_perfect_detections_stay_perfect_through_the_resize(tmp_path, resize, size):
+def test_perfect_detections_survive_letterbox(tmp_path, resize, size):
     dataset = image_set(tmp_path)
     split = SplitConfig(annotations="unused")
     config = DataConfig(root=str(tmp_path), train=split, val=split, workers=0, resize=resize)
@@ -151,7 +151,7 @@ def test_perfect_detections_stay_perfect_through_the_resize(tmp_path, resize, si
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
 @pytest.mark.parametrize("size", [(320, 320), (320, 448)])
 @pytest.mark.parametrize(("width", "height"), [(640, 480), (480, 640), (641, 427), (200, 900)])
-def test_a_box_seen_in_the_input_comes_back_to_its_place_in_the_image(width, height, size, resize):
+def test_box_in_input_maps_back_to_image(width, height, size, resize):
     box = np.array([0.3 * width, 0.2 * height, 0.7 * width, 0.9 * height]).round().astype(int)
     image = np.zeros((height, width, 3), np.uint8)
     image[box[1] : box[3], box[0] : box[2]] = 255
@@ -178,7 +178,7 @@ def test_prepare_gives_what_evaluation_sees():
 
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
-def test_infer_yml_says_how_to_resize_and_how_to_map_back(tmp_path, resize):
+def test_infer_yml_describes_resize_and_inverse(tmp_path, resize):
     write_coco(tmp_path, 4)
     file = tmp_path / "cfg.yml"
     file.write_text(

@@ -26,7 +26,7 @@ def run(monkeypatch, capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_it_predicts_and_backtests_where_paddle_is_not_installed(tmp_path):
+def test_planner_runs_without_paddle(tmp_path):
     block = "import runpy, sys; sys.modules['paddle'] = None; sys.argv = sys.argv[1:]; "
     code = block + "runpy.run_path(sys.argv[0], run_name='__main__')"
     for arguments in (["predict", *WHOLE, "--plot", str(tmp_path / "plan.png")], ["backtest"]):
@@ -39,7 +39,7 @@ def test_it_predicts_and_backtests_where_paddle_is_not_installed(tmp_path):
         assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 20
 
 
-def test_the_answer_names_hours_limit_help_and_what_was_assumed(monkeypatch, capsys, tmp_path):
+def test_plan_names_hours_limit_help_and_assumptions(monkeypatch, capsys, tmp_path):
     file = tmp_path / "plan.json"
     code, out, _ = run(monkeypatch, capsys, "predict", *WHOLE, "--json", file)
     assert code == 0
@@ -56,7 +56,7 @@ def test_the_answer_names_hours_limit_help_and_what_was_assumed(monkeypatch, cap
     assert report["what_ifs"][0]["hours"] < last["hours"] and len(report["assumed"]) == 5
 
 
-def test_without_images_and_epochs_it_predicts_speed_alone(monkeypatch, capsys, tmp_path):
+def test_no_images_and_epochs_predicts_speed_only(monkeypatch, capsys, tmp_path):
     plot = tmp_path / "speed.png"
     code, out, _ = run(monkeypatch, capsys, "predict", "--cards", "2", "--rows", "1x8=250",
                        "2x8=280", "--parameters", "8", "--inside-gbytes", "10", "--inside-us", "3",
@@ -67,7 +67,7 @@ def test_without_images_and_epochs_it_predicts_speed_alone(monkeypatch, capsys, 
     assert plot.stat().st_size > 10_000
 
 
-def test_fit_says_how_far_each_row_is_off_with_and_without_it(monkeypatch, capsys):
+def test_fit_prints_parameters_and_residuals(monkeypatch, capsys):
     rows = ["1x16=169.1", "2x16=191.8", "4x16=194.8", "8x16=206.3"]
     code, out, _ = run(monkeypatch, capsys, "fit", "--rows", *rows)
     assert code == 0
@@ -76,7 +76,7 @@ def test_fit_says_how_far_each_row_is_off_with_and_without_it(monkeypatch, capsy
     assert len(out.splitlines()) == 7
 
 
-def test_a_backtest_that_fails_exits_1_and_names_the_table(monkeypatch, capsys):
+def test_failed_validation_exits_1_and_names_table(monkeypatch, capsys):
     rows = tuple(row._replace(images_per_second=300 - 40 * (row.cards == 16))
                  for row in reference_runs.RETINANET)  # fmt: skip
     monkeypatch.setattr(reference_runs, "RETINANET", rows)
@@ -86,7 +86,7 @@ def test_a_backtest_that_fails_exits_1_and_names_the_table(monkeypatch, capsys):
     assert "The model does not hold: MLPerf RetinaNet, H100, training images a second" in out
 
 
-def test_the_assumed_jitter_and_cost_are_those_that_the_backtest_fits():
+def test_default_jitter_and_cost_are_validation_fit():
     from ppdist.planner import options
     from ppdist.planner.validation import backtest
 

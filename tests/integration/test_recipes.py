@@ -53,7 +53,7 @@ def test_a_header_says_what_it_is_and_how_to_run_it(path):
 
 
 @pytest.mark.parametrize("world", [1, 8, 32])
-def test_every_recipe_comes_to_a_run_on_any_number_of_cards(monkeypatch, world):
+def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
     monkeypatch.setattr(comm, "world_size", lambda: world)
     for path in SHIPPED:
         config = load_config(path)
@@ -86,7 +86,7 @@ def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, exp
     assert found == pytest.approx(expected)
 
 
-def test_four_hosts_take_a_longer_warm_up_and_more_epochs(monkeypatch):
+def test_four_hosts_lengthen_warm_up_and_epochs(monkeypatch):
     config = load_config(CONFIGS / "examples" / "coco_four_hosts.yml")
     found = {}
     for world in (8, 32):
@@ -101,7 +101,7 @@ def test_four_hosts_take_a_longer_warm_up_and_more_epochs(monkeypatch):
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=named)
-def test_every_study_names_keys_and_values_that_the_experiment_knows(path, monkeypatch):
+def test_every_study_names_known_keys_and_values(path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     study = load_study(path)
     changed = [items for items in study.variants.values() if items]
@@ -118,7 +118,7 @@ def test_the_switches_are_each_one_change_of_the_base(monkeypatch):
             assert load_config(study.config, (*study.overrides, *items)) != base, name
 
 
-def test_a_run_of_another_length_keeps_the_shape_of_the_template():
+def test_other_run_length_keeps_template_shape():
     file = CONFIGS / "examples" / "my_data.yml"
     shares = []
     for epochs in (60, 12, 300):

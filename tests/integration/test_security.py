@@ -112,7 +112,7 @@ def test_the_search_finds_what_it_looks_for(line: str, monkeypatch, tmp_path: Pa
     assert dangers()
 
 
-def test_listening_sockets_are_where_the_table_in_the_documentation_says() -> None:
+def test_listening_sockets_match_documented_table() -> None:
     found = {
         module
         for module, path in sources().items()

@@ -71,7 +71,7 @@ def records(project: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def test_training_on_two_ranks_leaves_curves_checkpoints_and_scores(project: Path) -> None:
+def test_two_rank_training_leaves_curves_and_scores(project: Path) -> None:
     out = project / "out"
     environment = json.loads((out / "environment.json").read_text())
     assert environment["ranks"] == 2 and environment["command"][0].endswith("train.py")
@@ -83,7 +83,7 @@ def test_training_on_two_ranks_leaves_curves_checkpoints_and_scores(project: Pat
     assert any((out / "vdl").iterdir())
 
 
-def test_evaluation_prints_and_writes_the_twelve_coco_numbers(
+def test_eval_prints_and_writes_twelve_coco_metrics(
     project: Path, evaluated: subprocess.CompletedProcess[str]
 ) -> None:
     metrics = json.loads((project / "eval.json").read_text())
@@ -97,7 +97,7 @@ def test_evaluation_prints_and_writes_the_twelve_coco_numbers(
     assert (project / "evaluated" / "plots" / "worst.jpg").is_file()
 
 
-def test_a_metric_below_its_floor_ends_evaluation_with_2_and_one_message(
+def test_metric_below_floor_exits_2_with_one_message(
     evaluated: subprocess.CompletedProcess[str],
 ) -> None:
     assert evaluated.returncode == 2
@@ -120,7 +120,7 @@ def test_saved_detections_score_the_same_in_pycocotools(project: Path) -> None:
 
 
 @pytest.mark.usefixtures("evaluated")
-def test_evaluation_on_two_ranks_gives_the_numbers_of_one(project: Path) -> None:
+def test_evaluation_on_two_ranks_equals_one_rank(project: Path) -> None:
     file = project / "eval2.json"
     done = run_on_two_ranks(
         project, "eval", "-c", project / "cfg.yml", "-w", weights(project), "--json", file
@@ -145,9 +145,7 @@ def test_resuming_makes_the_steps_that_are_left(project: Path, tmp_path: Path) -
     assert (out / "checkpoints" / "last").resolve().name == f"step-{STEPS + 2:08d}"
 
 
-def test_an_export_finds_and_draws_objects_without_the_config(
-    project: Path, tmp_path: Path
-) -> None:
+def test_export_infers_and_draws_without_config(project: Path, tmp_path: Path) -> None:
     exported, out = tmp_path / "exported", tmp_path / "out"
     shown = succeeded(
         run_tool("export", "-c", project / "cfg.yml", "-w", weights(project), "--out", exported)
@@ -174,7 +172,7 @@ def test_an_export_finds_and_draws_objects_without_the_config(
     assert all(cv2.imread(str(out / name)).shape == (256, 256, 3) for name in names)
 
 
-def test_the_config_tool_shows_a_file_that_means_the_same(project: Path) -> None:
+def test_config_tool_prints_equivalent_file(project: Path) -> None:
     override = "train.epochs=7"
     shown = succeeded(run_tool("config", "show", "-c", project / "cfg.yml", "-o", override))
     assert "epochs: 7" in shown
@@ -183,7 +181,7 @@ def test_the_config_tool_shows_a_file_that_means_the_same(project: Path) -> None
     assert load_config(project / "shown.yml") == load_config(project / "cfg.yml", [override])
 
 
-def test_the_doctor_says_one_readable_line_for_each_thing(project: Path) -> None:
+def test_doctor_prints_one_line_per_check(project: Path) -> None:
     done = run_tool("doctor", "-c", project / "cfg.yml")
     *lines, summary = done.stdout.strip().splitlines()
     readable = re.compile(r"(OK|WARN|FAIL) +\S.*: \S| +-> \S")  # a finding, or its remedy

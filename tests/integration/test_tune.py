@@ -69,7 +69,7 @@ def test_a_study_is_made_shown_and_put_into_a_document(project: Path) -> None:
     assert again.returncode == 2 and "holds a study with other values of overrides" in again.stderr
 
 
-def test_results_are_shown_and_put_into_a_document_from_a_file_alone(tmp_path: Path) -> None:
+def test_results_are_shown_and_inserted_from_file(tmp_path: Path) -> None:
     file, document = tmp_path / "trials.jsonl", tmp_path / "recipes.md"
     rows = [*seeds_of("plain", 0.5, 0.5, 0.5), *seeds_of("mal", 0.6, 0.6, 0.6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -101,7 +101,7 @@ def test_a_folder_without_a_study_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
-def test_a_killed_study_ends_with_the_numbers_of_one_that_was_not(project: Path) -> None:
+def test_killed_study_ends_with_undisturbed_numbers(project: Path) -> None:
     killed = project / "killed"
 
     def start(folder: Path) -> subprocess.Popen:

@@ -21,9 +21,7 @@ def example(shared_dir: Path) -> Path:
     return folder
 
 
-def test_the_twelve_numbers_of_the_example_are_the_published_ones(
-    example: Path, tmp_path: Path
-) -> None:
+def test_twelve_example_metrics_equal_published_ones(example: Path, tmp_path: Path) -> None:
     file = tmp_path / "coco.json"
     done = run_tool("verify", "coco", "--reference", example, "--json", file)
     assert done.returncode == 0, done.stderr
@@ -36,7 +34,7 @@ def test_the_twelve_numbers_of_the_example_are_the_published_ones(
     )
 
 
-def test_other_detections_are_a_difference_that_ends_with_1(example: Path, tmp_path: Path) -> None:
+def test_other_detections_are_difference_with_exit_1(example: Path, tmp_path: Path) -> None:
     shutil.copy(example / TRUTH, tmp_path)
     results = json.loads((example / RESULTS).read_text())
     (tmp_path / RESULTS).write_text(json.dumps(results[:300]))
@@ -45,7 +43,7 @@ def test_other_detections_are_a_difference_that_ends_with_1(example: Path, tmp_p
     assert "DIFFERS" in done.stdout and "FAIL: 12 of 12 differ" in done.stdout
 
 
-def test_without_pycocotools_the_published_numbers_are_enough(
+def test_missing_pycocotools_uses_published_metrics(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coco_example.importlib.util, "find_spec", lambda name: None)
@@ -54,7 +52,7 @@ def test_without_pycocotools_the_published_numbers_are_enough(
     assert lines(rows)[-1] == "PASS: all 12 equal those of COCO"
 
 
-def test_a_number_that_is_off_in_the_tenth_digit_is_a_difference() -> None:
+def test_metric_off_in_tenth_digit_is_difference() -> None:
     assert Row("mAP", 0.505, 0.505 + 1e-10, 0.505).equal
     assert not Row("mAP", 0.505, 0.505 + 1e-8, 0.505).equal
     assert not Row("mAP", 0.5056, 0.5056, 0.505).equal
@@ -66,7 +64,7 @@ def test_a_folder_without_the_example_is_the_users_error(tmp_path: Path) -> None
     assert error.value.code == "file_not_found"
 
 
-def test_a_result_file_of_other_images_is_the_users_error(tmp_path: Path) -> None:
+def test_results_of_other_images_are_user_error(tmp_path: Path) -> None:
     truth = {
         "images": [{"id": 1, "file_name": "1.jpg", "width": 9, "height": 9}],
         "categories": [{"id": 1, "name": "cat"}], "annotations": [],

@@ -32,7 +32,7 @@ def test_a_row_passes_within_the_limits_alone() -> None:
     assert replace(good, mAP=0.4, judged=False).passed
 
 
-def test_random_weights_get_scores_that_depend_on_the_image() -> None:
+def test_random_weights_give_image_dependent_scores() -> None:
     subject = lively()
     scores, _ = (part.numpy() for part in subject.model.predict(tensor(subject.images_N3HW)))
     assert np.abs(scores[0] - scores[1]).max() > 0.1 * scores.max()

@@ -56,7 +56,7 @@ def test_every_number_of_a_reference_is_met(
 
 
 @pytest.mark.slow
-def test_keys_and_shapes_of_the_other_sizes_are_the_original_s(shared_dir: Path) -> None:
+def test_other_sizes_have_original_keys_and_shapes(shared_dir: Path) -> None:
     lists = key_lists(shared_dir)
     assert len(lists) == 16
     for name in {"ppyoloe_m", "ppyoloe_plus_m", "yolov5s", "yolov5m", "yolov5s6"}:
@@ -64,7 +64,7 @@ def test_keys_and_shapes_of_the_other_sizes_are_the_original_s(shared_dir: Path)
 
 
 @pytest.mark.slow
-def test_keys_and_shapes_of_large_and_extra_large_are_the_original_s(shared_dir: Path) -> None:
+def test_l_and_x_sizes_have_original_keys_and_shapes(shared_dir: Path) -> None:
     lists = key_lists(shared_dir)
     for name in BIG:
         assert_passed([compare_keys(family_of(name).build(name), lists[name])])

@@ -49,9 +49,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tool_passes_a_folder_and_writes_every_measurement(
-    stored: Path, tmp_path: Path
-) -> None:
+def test_parity_tool_passes_and_writes_measurements(stored: Path, tmp_path: Path) -> None:
     folder = with_one(stored, tmp_path, "yolov5n_cls")
     model = family_of("yolov5n_cls").build("yolov5n_cls", CLASSES)
     shapes = {key: official_shape(value) for key, value in official_state(model).items()}
@@ -70,7 +68,7 @@ def test_the_tool_passes_a_folder_and_writes_every_measurement(
     assert len(rows) == 19 and rows[0] == ["yolov5n_cls", "keys", "keys and shapes", 0, 0]
 
 
-def test_the_tool_names_what_it_cannot_read_and_still_compares_the_rest(
+def test_parity_tool_names_unreadable_compares_rest(
     stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
 ) -> None:
     folder = with_one(stored, tmp_path, "yolov5n_cls")
@@ -128,7 +126,7 @@ def test_the_tool_names_a_folder_that_is_not_there(
     )
 
 
-def test_a_file_with_more_than_was_compared_is_incomplete(
+def test_file_with_uncompared_values_is_incomplete(
     stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
 ) -> None:
     done = run_tool(with_one(stored, tmp_path, "yolov5n_cls", note=np.zeros(1)))

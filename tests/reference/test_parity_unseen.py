@@ -44,7 +44,7 @@ def assert_equal(reports: list[ModelReport], names: tuple[str, ...]) -> None:
         assert report.lines()[-1].endswith("PASS")
 
 
-def test_every_family_is_recognised_by_the_names_of_its_files(stored: Path) -> None:
+def test_every_family_is_recognised_by_file_names(stored: Path) -> None:
     reports = list(verify(stored))
     assert_equal(reports, SMALL)
     groups = {report.name: {m.group for m in report.measurements} for report in reports}
@@ -54,9 +54,7 @@ def test_every_family_is_recognised_by_the_names_of_its_files(stored: Path) -> N
 
 
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_other_sizes_need_no_change_and_losses_may_be_missing(
-    tmp_path: Path, training: bool
-) -> None:
+def test_other_sizes_pass_with_or_without_losses(tmp_path: Path, training: bool) -> None:
     names = OTHERS if not training else ("yolov5n6",)
     write_folder(tmp_path, names, training)
     reports = list(verify(tmp_path))
@@ -105,9 +103,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_one_false_value_in_any_group_is_found_and_the_group_is_named(
-    stored: Path, tmp_path: Path, name: str
-) -> None:
+def test_tampered_value_names_its_group(stored: Path, tmp_path: Path, name: str) -> None:
     changes = {}
     for key, (_, factor) in TAMPERED[name].items():
         value = array(stored, name, key)
@@ -185,7 +181,7 @@ MISUNDERSTOOD = [
 @pytest.mark.parametrize(
     ("changes", "message"), [x[1:] for x in MISUNDERSTOOD], ids=[x[0] for x in MISUNDERSTOOD]
 )
-def test_a_file_of_another_form_is_an_error_that_says_where(
+def test_file_of_other_form_is_error_with_place(
     stored: Path, tmp_path: Path, changes: dict, message: str
 ) -> None:
     report = only(with_one(stored, tmp_path, "yolov5n_cls", **changes))
@@ -253,9 +249,7 @@ def test_t_with_an_auxiliary_head_is_recognised(tmp_path: Path) -> None:
         assert (family_of(name).build(name, 80, keys).aux_head is not None) == bool(keys)
 
 
-def test_settings_that_our_models_do_not_have_are_refused_by_name(
-    stored: Path, tmp_path: Path
-) -> None:
+def test_unsupported_settings_are_refused_by_name(stored: Path, tmp_path: Path) -> None:
     config = json.loads(str(array(stored, "ppyoloe_plus_t", "config_json")))
     config["head"]["fpn_strides"] = [64, 32, 16, 8]
     changes = {"config_json": np.array(json.dumps(config))}
@@ -286,15 +280,13 @@ def test_settings_that_our_models_do_not_have_are_refused_by_name(
     assert report.measurements  # what came before is still shown
 
 
-def test_an_array_that_nothing_reads_makes_a_report_incomplete(
-    stored: Path, tmp_path: Path
-) -> None:
+def test_unread_array_makes_report_incomplete(stored: Path, tmp_path: Path) -> None:
     report = only(with_one(stored, tmp_path, "yolov5n_cls", note=np.zeros(1)))
     assert not report.passed and report.lines()[-1] == "  not compared: note"
     assert report.lines()[0].endswith("INCOMPLETE")
 
 
-def test_names_are_understood_by_their_form_and_others_are_refused() -> None:
+def test_names_parse_by_form_and_others_are_refused() -> None:
     families = {name: family_of(name).__name__.rpartition(".")[2] for name in (*OTHERS, *BIG)}
     assert families == {
         name: "ppyoloe" if "pp" in name else "yolov5_cls" if "cls" in name else "yolov5"
@@ -308,7 +300,7 @@ def test_names_are_understood_by_their_form_and_others_are_refused() -> None:
         assert error.value.code == "unknown_model"
 
 
-def test_a_folder_without_formulas_or_references_is_named(stored: Path, tmp_path: Path) -> None:
+def test_folder_without_formulas_or_values_is_named(stored: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"expected a folder of parity .* parity_weights\.py in it"
     ) as error:

@@ -30,7 +30,7 @@ def test_numpy_computes_what_is_stored(case: tuple[str, Outcome, dict]) -> None:
         assert found["outputs"][name]["values"] == pytest.approx(output["values"], rel=1e-9)
 
 
-def test_model_and_loss_compute_what_is_stored_and_all_that_numpy_computes(
+def test_model_and_loss_equal_stored_numpy_values(
     case: tuple[str, Outcome, dict],
 ) -> None:
     name, outcome, stored = case
@@ -47,13 +47,13 @@ def test_model_and_loss_compute_what_is_stored_and_all_that_numpy_computes(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_dict_has_the_keys_and_shapes_of_the_original(name: str) -> None:
+def test_state_dict_has_original_keys_and_shapes(name: str) -> None:
     state = official_state(build(name))
     ours = {key: official_shape(x) for key, x in state.items() if not CONSTANT.search(key)}
     assert ours == keys_of(name)
 
 
-def test_the_formula_draws_evenly_and_differs_by_seed_and_place() -> None:
+def test_formula_is_uniform_and_varies_by_seed_place() -> None:
     draw = uniform(1, 100_000)
     assert abs(draw.mean()) < 0.01 and abs(draw.std() - 3**-0.5) < 0.01
     assert -1 <= draw.min() < -0.99 and 0.99 < draw.max() < 1

@@ -138,7 +138,7 @@ def test_a_program_that_dies_while_it_waits_is_no_hang(tmp_path):
         killed.has_ended(60.0)
 
 
-def test_a_step_waits_while_another_group_runs_and_says_so(monkeypatch, tmp_path):
+def test_step_waits_while_another_group_runs(monkeypatch, tmp_path):
     monkeypatch.delenv("PPDIST_INTERLEAVED", raising=False)
     assert wait_for_slice() == 0.0  # nothing is interleaved
     monkeypatch.setenv("PPDIST_INTERLEAVED", str(tmp_path))

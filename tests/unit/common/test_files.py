@@ -10,7 +10,7 @@ from ppdist.common.errors import UserError
 from ppdist.common.files import make_parent, write_json
 
 
-def test_a_file_is_written_whole_with_the_folders_it_needs(tmp_path: Path) -> None:
+def test_file_is_written_atomically_with_its_folders(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "found.json"
     for content in ([1, 2], {"name": "狗"}):
         write_json(file, content)
@@ -18,7 +18,7 @@ def test_a_file_is_written_whole_with_the_folders_it_needs(tmp_path: Path) -> No
         assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_name_that_is_not_utf8_comes_back_as_the_same_file(tmp_path: Path) -> None:
+def test_non_utf8_name_comes_back_as_same_file(tmp_path: Path) -> None:
     name = os.fsdecode("图.jpg".encode("gbk"))
     write_json(tmp_path / "names.json", [name])
     assert json.loads((tmp_path / "names.json").read_text(encoding="utf-8")) == [name]

@@ -42,7 +42,7 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_training_is_refused_until_the_first_is_killed(holder, tmp_path, monkeypatch):
+def test_second_training_is_refused_until_first_dies(holder, tmp_path, monkeypatch):
     process, child = holder
     monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     told = rf"another training writes there \(process {process.pid} on host .+ since \d{{4}}-"
@@ -65,7 +65,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     assert "No locks available" in warning and "second training" in warning
 
 
-def test_a_place_that_cannot_be_written_is_the_users_error(tmp_path):
+def test_unwritable_lock_folder_is_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir: cannot write to"):
         hold(tmp_path / "file")

@@ -28,7 +28,7 @@ def visualdl_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
         return {tag: [(p.id, p.value) for p in reader.get_data("scalar", tag)] for tag in tags}
 
 
-def test_a_record_is_one_line_of_json_and_one_point_per_number(tmp_path):
+def test_record_is_json_line_with_point_per_number(tmp_path):
     with open_log(tmp_path) as log:
         log.metrics({"step": 5, "epoch": 0.5, "loss": 2.5, "lr": 0.01, "images_per_second": 40.0})
         scores = {"mAP": 0.25, "mAP_small": -1.0, "AP/RBC": 0.5, "val_loss": 2.0}
@@ -70,7 +70,7 @@ def test_a_resumed_run_drops_what_it_will_compute_again(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 0.5)]
 
 
-def test_a_run_that_goes_back_drops_what_it_will_compute_again(tmp_path):
+def test_rollback_drops_records_to_be_recomputed(tmp_path):
     with open_log(tmp_path) as log:
         for step in (10, 20, 30):
             log.metrics({"step": step, "loss": float(step)})
@@ -91,7 +91,7 @@ def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
 
 
-def test_a_new_run_keeps_the_earlier_evaluation_and_pictures_aside_and_a_resumed_one_goes_on(
+def test_new_run_archives_results_resumed_run_keeps(
     tmp_path,
 ):
     def left_by(run):
@@ -114,7 +114,7 @@ def test_a_new_run_keeps_the_earlier_evaluation_and_pictures_aside_and_a_resumed
     assert found("evaluation.previous.json", "plots.previous") == ["second", "second"]
 
 
-def test_a_number_that_is_not_finite_is_null_and_no_point(tmp_path):
+def test_non_finite_number_is_null_without_point(tmp_path):
     with open_log(tmp_path) as log:
         log.metrics({"step": 1, "loss": float("nan"), "lr": np.float32(0.5)})
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -152,7 +152,7 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_visualdl_folder_that_cannot_be_made_costs_one_warning(tmp_path, capsys):
+def test_bad_visualdl_folder_costs_one_warning(tmp_path, capsys):
     (tmp_path / "vdl").write_text("a file is in the way")
     with open_log(tmp_path) as log:
         for step in (1, 2):
@@ -163,7 +163,7 @@ def test_a_visualdl_folder_that_cannot_be_made_costs_one_warning(tmp_path, capsy
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_a_full_disk_costs_one_warning_and_leaves_whole_records(tmp_path, monkeypatch, capsys):
+def test_full_disk_costs_one_warning_no_torn_record(tmp_path, monkeypatch, capsys):
     class FullDisk(io.FileIO):
         """Takes half of what it gets and then has no space left."""
 
@@ -192,7 +192,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_whole_records(tmp_path, monkey
     assert visualdl_points(tmp_path)["train/loss"] == [(1, 1.0), (5, 5.0)]
 
 
-def test_a_train_log_on_a_full_disk_costs_one_line_on_stderr(tmp_path, capsys):
+def test_full_disk_for_train_log_costs_stderr_line(tmp_path, capsys):
     (tmp_path / "train.log").symlink_to("/dev/full")
     with open_log(tmp_path) as log:
         log.info("first")
@@ -202,13 +202,13 @@ def test_a_train_log_on_a_full_disk_costs_one_line_on_stderr(tmp_path, capsys):
     assert err.count("train.log cannot be written: [Errno 28]") == 1 and "Traceback" not in err
 
 
-def test_an_output_dir_that_cannot_be_made_is_a_config_error(tmp_path):
+def test_uncreatable_output_dir_is_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output_dir: .*file/run cannot be written"):
         open_log(tmp_path / "file" / "run")
 
 
-def test_without_a_terminal_progress_is_a_line_every_few_steps(tmp_path, capsys):
+def test_no_terminal_prints_periodic_progress_line(tmp_path, capsys):
     with open_log(tmp_path, every_steps=5) as log:
         for step in range(1, 13):
             log.progress(step, {"loss": f"{step}.0"})
@@ -219,7 +219,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_steps(tmp_path, capsys)
     assert (tmp_path / "train.log").read_text().count("step 10/100") == 1
 
 
-def test_on_a_terminal_a_bar_moves_and_the_file_still_gets_lines(tmp_path, monkeypatch):
+def test_terminal_gets_bar_and_file_still_gets_lines(tmp_path, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", screen)
@@ -234,7 +234,7 @@ def test_on_a_terminal_a_bar_moves_and_the_file_still_gets_lines(tmp_path, monke
     assert (tmp_path / "train.log").read_text().count(" step ") == 1
 
 
-def test_messages_of_any_module_reach_console_and_file_once(tmp_path, capsys):
+def test_messages_reach_console_and_file_once(tmp_path, capsys):
     with open_log(tmp_path) as log:
         log.info("from the run [0, 1]")
         logging.getLogger("ppdist.data.datasets.coco").warning("12 boxes clipped")
@@ -255,7 +255,7 @@ def test_logging_imports_neither_paddle_nor_visualdl():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_reader_of_stdout_that_goes_away_does_not_end_the_run(tmp_path):
+def test_closed_stdout_reader_does_not_end_run(tmp_path):
     code = (
         "import sys, pathlib, ppdist.common.logging as l\n"
         "log = l.RunLog(pathlib.Path(sys.argv[1]), True, 9, 9, None)\n"
@@ -279,13 +279,13 @@ def test_visualdl_off_writes_no_folder(tmp_path, monkeypatch):
     assert not (tmp_path / "vdl").exists()
 
 
-def test_without_tensorboardx_a_run_that_wants_it_says_so_at_once(tmp_path, monkeypatch):
+def test_missing_tensorboardx_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"log.tensorboard: true needs .*ppdist\[tensorboard\]"):
         open_log(tmp_path, tensorboard=True)
 
 
-def test_the_closing_table_names_best_and_last_and_where_everything_is(tmp_path, capsys):
+def test_run_summary_names_best_last_and_paths(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
     for step in (10, 20):
         (checkpoints / f"step-{step}").mkdir(parents=True)

@@ -86,11 +86,11 @@ def worst(run: Run, after: float) -> float:
     ],
     ids=["slow evaluation", "fast", "short epochs", "resumed", "rare saves", "a stall"],
 )
-def test_what_is_left_is_right_within_a_tenth_after_a_twentieth_of_the_run(run):
+def test_eta_is_within_tenth_after_twentieth_of_run(run):
     assert worst(run, 0.05) < 0.10
 
 
-def test_before_the_first_evaluation_its_images_say_how_long_it_may_take():
+def test_eta_before_first_evaluation_uses_its_images():
     # A twentieth of 4 epochs lies before the first: 1,400 images at half of 0.2 s / 16.
     run = Run(epochs=4, steps_per_epoch=500, evaluation=8.75, images=(1400, 16))
     assert worst(run, 0.05) < 0.10

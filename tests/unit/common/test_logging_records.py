@@ -13,7 +13,7 @@ def evaluated(step: int, score: float) -> dict:
     return {"step": step, "mAP": score, "eval_seconds": 1.0}
 
 
-def test_a_run_that_ended_and_was_started_again_has_not_ended():
+def test_restarted_run_is_no_longer_ended():
     assert MetricRecords.of([START, END]).finished == "total"
     again = {**START, "step": 200}
     assert MetricRecords.of([START, END, again, {"step": 240, "loss": 1.0}]).finished == ""
@@ -35,7 +35,7 @@ def test_a_return_takes_back_what_lies_beyond_its_step():
     assert found.ranks == [] and len(found.rollbacks) == 1
 
 
-def test_records_of_no_kind_and_without_a_step_are_left_out():
+def test_unknown_records_and_no_step_are_dropped():
     odd = [{"loss": 1}, {"step": True, "loss": 1}, {"step": "3", "loss": 1}, {"step": 3}]
     odd += [{"step": 1e400, "loss": 1}, {"step": 10**400, "loss": 1}, {"step": 1, "derived": []}]
     assert MetricRecords.of(odd) == MetricRecords()
@@ -47,7 +47,7 @@ def test_lines_that_are_no_json_cost_themselves_alone(tmp_path: Path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2}]
 
 
-def test_the_closing_table_leaves_out_what_was_taken_back(tmp_path: Path):
+def test_run_summary_omits_rolled_back_steps(tmp_path: Path):
     records = [evaluated(100, 0.3), evaluated(200, 0.9), {"step": 100, "returned_from_step": 220}]
     records.append(evaluated(200, 0.4))
     text = "".join(json.dumps(record) + "\n" for record in records[:3])

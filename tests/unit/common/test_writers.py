@@ -32,7 +32,7 @@ def visualdl_records(folder: Path, kind: str, tag: str) -> list:
         return LogReader(file_path=str(folder / "vdl/vdlrecords.ppdist.log")).get_data(kind, tag)
 
 
-def test_visualdl_reads_curves_spreads_and_hyper_parameters(tmp_path):
+def test_visualdl_reads_pr_curves_and_hparams(tmp_path):
     write(tmp_path, None, range(10, 40, 10))
     write(tmp_path, 20, range(30, 50, 10))
     steps = [10, 20, 30, 40]
@@ -59,7 +59,7 @@ def test_visualdl_reads_curves_spreads_and_hyper_parameters(tmp_path):
     assert text.text.encoded_text_string == "seed=20", "what the run now is"
 
 
-def test_after_going_back_visualdl_still_knows_what_run_it_is(tmp_path):
+def test_visualdl_keeps_hparams_after_rollback(tmp_path):
     with RunLog(tmp_path, True, 100, 10, None) as log:
         log.writers.describe(PARAMETERS, ["mAP"], {"run": "a=1"})
         for step in (10, 20):
@@ -112,7 +112,7 @@ def test_tensorboard_gets_the_same_and_nothing_twice(tmp_path):
     assert "_hparams_/experiment" in by_tag and "_hparams_/session_start_info" in by_tag
 
 
-def test_a_new_run_begins_tensorboard_anew_and_leaves_files_of_others(tmp_path):
+def test_new_run_restarts_tensorboard_keeps_others(tmp_path):
     pytest.importorskip("tensorboardX")
     write(tmp_path, None, range(10, 20, 10), tensorboard=True)
     other = tmp_path / "tensorboard" / "events.out.tfevents.1.mine"
@@ -122,7 +122,7 @@ def test_a_new_run_begins_tensorboard_anew_and_leaves_files_of_others(tmp_path):
     assert other.exists()
 
 
-def test_a_full_disk_costs_tensorboard_one_warning_and_the_run_goes_on(tmp_path, capsys):
+def test_full_disk_costs_tensorboard_one_warning(tmp_path, capsys):
     pytest.importorskip("tensorboardX")
 
     class FullDisk(io.FileIO):
@@ -151,7 +151,7 @@ def test_an_evaluation_without_curves_has_none():
     assert pr_curves({"class_names": ["cat"], "per_class": []}) == {}
 
 
-def test_only_listed_classes_have_curves_where_there_are_very_many():
+def test_only_listed_classes_have_curves_if_many():
     curves = dict(ANALYSIS["curves"], curve_classes=[1])
     curves["precision_CT"], curves["recall_CT"] = (
         [[0.25, 1, 1], [0, 0, 0]],

@@ -46,9 +46,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(
-    small_disk, capsys, record_property
-) -> None:
+def test_full_disk_tears_no_line_warns_per_writer(small_disk, capsys, record_property) -> None:
     run = small_disk / "run"
 
     def fill() -> None:
@@ -78,9 +76,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_said_once_an_outlet(
     record_property("figure", "0 half lines, said once")
 
 
-def test_a_disk_that_is_read_only_is_said_at_the_start_and_survived_later(
-    small_disk, tmp_path, capsys
-) -> None:
+def test_read_only_disk_fails_start_not_running_job(small_disk, tmp_path, capsys) -> None:
     run = small_disk / "run"
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
     with RunLog(run, True, 9, 3, None, visualdl=False) as log:
@@ -94,7 +90,7 @@ def test_a_disk_that_is_read_only_is_said_at_the_start_and_survived_later(
         RunLog(run, True, 9, 3, 1)
 
 
-def test_an_output_dir_that_is_removed_costs_one_line_and_comes_back(tmp_path, capsys) -> None:
+def test_removed_output_dir_costs_line_and_is_remade(tmp_path, capsys) -> None:
     run = tmp_path / "run"
     a_run(run, between=lambda: shutil.rmtree(run))
     out, err = capsys.readouterr()
@@ -131,7 +127,7 @@ def test_visualdl_may_fail_in_any_call_and_in_any_way(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_a_loss_that_visualdl_cannot_hold_stays_in_the_metrics(tmp_path, capsys) -> None:
+def test_loss_beyond_visualdl_range_stays_in_metrics(tmp_path, capsys) -> None:
     with RunLog(tmp_path, True, 9, 3, None) as log:
         log.metrics({"step": 1, "loss": 1e300})  # more than a float32: no point
         log.images("val", 1, [np.zeros((0, 8, 3), np.uint8)])
@@ -140,7 +136,7 @@ def test_a_loss_that_visualdl_cannot_hold_stays_in_the_metrics(tmp_path, capsys)
     assert capsys.readouterr().out.count("VisualDL cannot be written") == 1
 
 
-def test_a_damaged_visualdl_file_does_not_keep_a_run_from_resuming(tmp_path, capsys) -> None:
+def test_damaged_visualdl_file_does_not_block_resume(tmp_path, capsys) -> None:
     (tmp_path / "vdl").mkdir()
     (tmp_path / "vdl" / "vdlrecords.ppdist.log").write_bytes(b"\x02\0\0\0\0\0\0\0\xff\xff")
     with RunLog(tmp_path, True, 9, 3, 5) as log:
@@ -223,7 +219,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)])
-def test_a_run_without_stdout_or_stderr_ends_as_with_them(closed: tuple, tmp_path: Path) -> None:
+def test_run_without_stdout_or_stderr_ends_normally(closed: tuple, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", A_TOOL, str(tmp_path), "well"],
         stdin=subprocess.DEVNULL,
@@ -243,7 +239,7 @@ def test_a_screen_that_somebody_closed_is_silent() -> None:
     assert isinstance(screen.problem, ValueError)
 
 
-def test_names_cannot_move_the_cursor_of_who_reads_the_log(tmp_path: Path, capsys) -> None:
+def test_names_cannot_move_terminal_cursor(tmp_path: Path, capsys) -> None:
     with RunLog(tmp_path, True, 9, 3, None) as log:
         log.warning("images/\x1b]0;title\x07\x1b[2J\u202egpj.exe: 苹果 ÿ\u2028: cannot be used")
     shown = "images/\\u001b]0;title\\u0007\\u001b[2J\\u202egpj.exe: 苹果 ÿ\\u2028: cannot be used"
@@ -251,7 +247,7 @@ def test_names_cannot_move_the_cursor_of_who_reads_the_log(tmp_path: Path, capsy
     assert shown in (tmp_path / "train.log").read_text()
 
 
-def test_a_full_disk_in_the_middle_of_a_line_takes_the_whole_line_back(
+def test_disk_full_mid_line_removes_whole_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(io.FileIO):

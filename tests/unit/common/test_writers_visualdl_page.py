@@ -67,7 +67,7 @@ def fetch(url: str) -> bytes:
         return answer.read()
 
 
-def test_the_server_gives_the_curve_of_a_resumed_run_without_doubled_points(address):
+def test_resumed_run_curve_has_no_doubled_points(address):
     data = fetch(f"{address}/api/scalar/list?run=tiny_run&tag={quote('train/loss', safe='')}")
     points = json.loads(data)["data"]
     assert [step for _, step, _ in points] == list(STEPS)
@@ -90,7 +90,7 @@ def test_the_server_gives_what_the_other_pages_show(address):
     assert row["metrics"] == {"eval/mAP": 0.5, "train/loss": pytest.approx(1.0)}
 
 
-def test_the_page_answers_a_client_that_names_no_language(address):
+def test_page_answers_client_without_language(address):
     assert b"VisualDL" in fetch(f"{address}/index")
 
 

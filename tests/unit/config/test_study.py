@@ -10,7 +10,7 @@ from ppdist.tune.trial import Cell, baseline, grid
 from tests.unit.tune.studies import GRID, SEARCH, study_of, write_study
 
 
-def test_a_grid_is_all_settings_of_the_first_seed_before_those_of_the_second(
+def test_grid_finishes_first_seed_before_second(
     tmp_path: Path,
 ) -> None:
     study = study_of(tmp_path, GRID + "space: {train.clip_norm: {choices: [null, 5.0]}}")
@@ -27,11 +27,11 @@ def test_a_grid_is_all_settings_of_the_first_seed_before_those_of_the_second(
     ]  # fmt: skip
 
 
-def test_a_path_is_relative_to_the_working_directory_or_else_to_the_study(tmp_path: Path) -> None:
+def test_path_is_relative_to_cwd_or_study_file(tmp_path: Path) -> None:
     assert study_of(tmp_path, GRID).config == str(tmp_path / "experiment.yml")
 
 
-def test_overrides_of_the_command_line_come_before_those_of_variants(tmp_path: Path) -> None:
+def test_cli_overrides_precede_those_of_variants(tmp_path: Path) -> None:
     study = load_study(write_study(tmp_path, GRID), ("optimizer.lr=0.1",))
     cell = grid(study)[1]
     assert cell == Cell("fast", ("optimizer.lr=0.002",), {}, 0)
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: s
     assert said in str(error.value)
 
 
-def test_a_variant_is_compared_with_the_first_or_with_the_one_it_names(tmp_path: Path) -> None:
+def test_variant_baseline_is_first_or_named_one(tmp_path: Path) -> None:
     text = GRID + "baselines: {fast: fast}\nspace: {train.clip_norm: {choices: [null, 5.0]}}"
     study = study_of(tmp_path, text)
     assert [baseline(study, cell) for cell in grid(study)[:4]] == [
@@ -98,14 +98,14 @@ def test_the_name_of_a_pruner_is_short_for_its_section(tmp_path: Path) -> None:
     assert study_of(tmp_path, GRID + "pruner: median").pruner.name == "median"
 
 
-def test_values_of_a_grid_reach_the_upper_end_and_stay_whole() -> None:
+def test_grid_values_include_upper_end_and_integers() -> None:
     assert Dimension(**{"from": 1, "to": 7, "step": 3}).values() == [1, 4, 7]
     assert Dimension(**{"from": 2, "to": 4}).values() == [2, 3, 4]
     assert Dimension(**{"from": 0.1, "to": 0.3, "step": 0.1}).values() == [0.1, 0.2, 0.3]
     assert Dimension(**{"from": 0.1, "to": 0.7, "step": 0.1}).values()[-1] == 0.7
 
 
-def test_the_studies_that_come_with_the_project_can_be_read() -> None:
+def test_studies_of_project_can_be_read() -> None:
     folder = Path(__file__).resolve().parents[3] / "configs" / "studies"
     files = sorted(folder.glob("*.yml"))
     assert files

@@ -135,14 +135,14 @@ def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
     assert len(said_of(tmp_path, *few)) == 1
 
 
-def test_a_mosaic_of_whole_images_that_never_comes_is_said(tmp_path):
+def test_mosaic_whole_without_mosaic_is_warned_about(tmp_path):
     whole = "data.augment.mosaic_whole=true"
     (line,) = said_of(tmp_path, whole)
     assert line.startswith("data.augment.mosaic_whole: true means nothing without data.augment.mos")
     assert not said_of(tmp_path, whole, "data.augment.mosaic=0.5")
 
 
-def test_a_window_that_may_be_meant_as_the_whole_run_is_said(tmp_path):
+def test_ambiguous_epoch_window_is_warned_about(tmp_path):
     window = "data.augment.combine_epochs={}"
     (line,) = said_of(tmp_path, window.format("[0, 1]"))
     assert "[0, 1] is the first epoch alone; the whole run is [0.0, 1.0] or null" in line

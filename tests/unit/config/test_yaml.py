@@ -146,7 +146,7 @@ def test_every_override_under_one_prefix_applies(folder: Path) -> None:
     assert config.train.amp == Amp(enabled=True, dtype="bfloat16") and config.train.epochs == 8
 
 
-def test_override_values_are_yaml_and_text_needs_no_quotes(folder: Path) -> None:
+def test_override_values_are_yaml_without_quotes(folder: Path) -> None:
     config = parse(
         GOOD,
         "model.image_size=[256,320]",
@@ -186,7 +186,7 @@ def test_a_dumped_config_reads_back_the_same(folder: Path) -> None:
     assert "image_size: [640, 640]" in text and text.startswith("output_dir:")
 
 
-def test_a_default_that_depends_on_the_file_gives_way_to_the_file(folder: Path) -> None:
+def test_file_value_replaces_file_dependent_default(folder: Path) -> None:
     (folder / "a.yml").write_text(GOOD)
     defaults = {"output_dir": "output/a"}
     assert parse_config("a.yml", [], Tiny, defaults).output_dir == "output/a"
@@ -339,7 +339,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_a_wrong_file_gives_its_line_its_key_and_the_remedy(folder: Path, case: str) -> None:
+def test_invalid_file_reports_line_key_and_remedy(folder: Path, case: str) -> None:
     added, expected = BAD_FILES[case]
     message = error_of(added[1:] if added.startswith("!") else GOOD + added)
     lines = message.splitlines()
@@ -426,13 +426,13 @@ def test_values_that_contradict_each_other_are_reported(folder: Path) -> None:
     assert message == "cfg.yml:1:1: data.workers is 99 for a run this short"
 
 
-def test_a_value_from_a_base_is_reported_with_the_line_of_the_base(folder: Path) -> None:
+def test_value_from_base_is_reported_with_base_line(folder: Path) -> None:
     (folder / "base.yml").write_text("\ntrain:\n  epochs: many\n")
     message = error_of("_BASE_: base.yml\n" + GOOD + "train: {clip_norm: 1}\n")
     assert message.startswith('base.yml:3:11: train.epochs: found "many" (text)')
 
 
-def test_all_problems_are_reported_together_in_the_order_of_the_file(folder: Path) -> None:
+def test_problems_are_reported_in_file_order(folder: Path) -> None:
     message = error_of(GOOD + "train: {epoch: 3, clip_norm: -1}\nmodle: 1\n", "data.rot=x", "oops")
     lines = message.splitlines()
     assert lines[0] == "5 problems in the configuration:"
@@ -440,7 +440,7 @@ def test_all_problems_are_reported_together_in_the_order_of_the_file(folder: Pat
     assert places == ["cfg.yml:7:9", "cfg.yml:7:30", "cfg.yml:8:1", "-o data.rot=x", "-o oops"]
 
 
-def test_the_documentation_of_a_schema_lists_every_key_and_type() -> None:
+def test_schema_docs_list_every_key_and_type() -> None:
     text = markdown(Tiny)
     assert "| `workers` | whole number >= 0 | `2` | Processes that decode images. |" in text
     assert "| `clip_norm` | number > 0 or null | `null` | Largest gradient norm. |" in text
@@ -450,7 +450,7 @@ def test_the_documentation_of_a_schema_lists_every_key_and_type() -> None:
     assert "## data.train" in text and "Where the images are." in text
 
 
-def test_the_json_schema_accepts_a_file_that_leaves_keys_to_its_base() -> None:
+def test_json_schema_accepts_file_relying_on_base() -> None:
     schema = json_schema(Tiny)
     assert "_BASE_" in schema["properties"] and schema["additionalProperties"] is False
     assert '"required":' not in json.dumps(schema) and '"oneOf"' not in json.dumps(schema)
@@ -471,7 +471,7 @@ def test_generated_docs_are_up_to_date() -> None:
     assert schema == json_schema(ExperimentConfig), remedy
 
 
-def test_every_shipped_config_loads_and_reads_back_the_same(folder: Path) -> None:
+def test_every_shipped_config_round_trips(folder: Path) -> None:
     shipped = [
         path
         for path in (REPOSITORY / "configs").rglob("*.yml")
@@ -514,7 +514,7 @@ def test_the_tool_prints_one_message_and_exits_with_2(folder: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_mutilated_file_gives_a_config_error_or_a_config_but_never_a_crash(folder: Path) -> None:
+def test_mutated_file_gives_config_or_config_error(folder: Path) -> None:
     text = (
         GOOD
         + "train: &t {multi_scale: [[64, 64]], amp: {dtype: bfloat16}}\noptimizer:\n  lr: 1e-3\n"

@@ -42,7 +42,7 @@ def fill(cache: ImageCache, dataset: DetectionSet) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_what_was_put_comes_back_byte_for_byte_and_cannot_be_written_to(tmp_path, kind):
+def test_cached_bytes_come_back_equal_and_read_only(tmp_path, kind):
     dataset = small_set(tmp_path)
     cache = open_cache(kind, dataset, FACTORS, tmp_path / "cache")
     assert all(cache.get(index) is None for index in range(6))
@@ -88,7 +88,7 @@ def test_a_forked_worker_fills_what_the_others_see(tmp_path, kind):
     assert cache.get(3) is None
 
 
-def test_a_file_on_disk_serves_the_next_run_until_anything_changes(tmp_path):
+def test_disk_cache_serves_next_run_until_change(tmp_path):
     dataset, folder = small_set(tmp_path), tmp_path / "cache"
     fill(open_cache("disk", dataset, FACTORS, folder), dataset)
     again = open_cache("disk", dataset, FACTORS, folder)
@@ -104,14 +104,14 @@ def test_a_file_on_disk_serves_the_next_run_until_anything_changes(tmp_path):
     assert len(list(folder.iterdir())) == 4
 
 
-def test_the_file_is_in_the_users_cache_folder_where_none_is_named(tmp_path, monkeypatch):
+def test_default_cache_file_is_in_user_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert open_cache("disk", small_set(tmp_path), FACTORS, None) is not None
     (file,) = (tmp_path / "xdg" / "ppdist").iterdir()
     assert file.name.startswith("images-")
 
 
-def test_without_a_home_folder_there_is_a_line_and_no_cache(tmp_path, monkeypatch, caplog):
+def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -124,7 +124,7 @@ def test_without_a_home_folder_there_is_a_line_and_no_cache(tmp_path, monkeypatc
     )
 
 
-def test_other_caches_of_the_folder_are_named_so_that_they_can_be_deleted(tmp_path, caplog):
+def test_other_caches_are_named_for_deletion(tmp_path, caplog):
     dataset, folder = small_set(tmp_path), tmp_path / "cache"
     with caplog.at_level(logging.INFO, "ppdist.data"):
         open_cache("disk", dataset, FACTORS, folder)
@@ -141,7 +141,7 @@ def test_other_caches_of_the_folder_are_named_so_that_they_can_be_deleted(tmp_pa
 
 
 @pytest.mark.parametrize("damage", ["pixels", "half an image", "table"])
-def test_an_image_that_was_left_half_written_is_made_again(tmp_path, damage):
+def test_half_written_image_is_rebuilt(tmp_path, damage):
     dataset = small_set(tmp_path)
     fill(open_cache("disk", dataset, FACTORS, tmp_path / "cache"), dataset)
     (file,) = (tmp_path / "cache").iterdir()
@@ -161,7 +161,7 @@ def test_an_image_that_was_left_half_written_is_made_again(tmp_path, damage):
     np.testing.assert_array_equal(cache.get(0), decoded(dataset, 0))
 
 
-def test_a_writer_killed_at_any_moment_leaves_whole_images_or_none(tmp_path):
+def test_killed_writer_leaves_whole_images_or_none(tmp_path):
     dataset = small_set(tmp_path)
     cache = open_cache("ram", dataset, FACTORS)
     expected = [decoded(dataset, index) for index in range(6)]
@@ -198,7 +198,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, cap
     ]
 
 
-def test_a_full_disk_is_said_once_by_all_workers_of_a_rank(tmp_path):
+def test_full_disk_is_reported_once_by_rank_workers(tmp_path):
     dataset = small_set(tmp_path)
     cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
     said = tmp_path / "said"
@@ -231,7 +231,7 @@ def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, c
     assert open_cache("ram", dataset, FACTORS) is None
 
 
-def test_memory_that_somebody_takes_meanwhile_lowers_what_is_kept(tmp_path, monkeypatch):
+def test_memory_taken_meanwhile_lowers_cache_limit(tmp_path, monkeypatch):
     answers = iter([2**40, 2**40, 0])
     monkeypatch.setattr(cache_module, "available_memory", lambda: next(answers))
     monkeypatch.setattr(cache_module, "_STEP", 64 * 48 * 3 + 48)
@@ -249,7 +249,7 @@ def test_memory_is_taken_before_training_begins(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_a_cache_that_cannot_be_made_is_a_line_and_no_error(tmp_path, caplog, kind):
+def test_uncreatable_cache_is_line_not_error(tmp_path, caplog, kind):
     dataset = small_set(tmp_path)
     records = tuple(replace(record, width=0, height=0) for record in dataset.records)
     assert open_cache(kind, replace(dataset, records=records), FACTORS, tmp_path) is None
@@ -260,7 +260,7 @@ def test_a_cache_that_cannot_be_made_is_a_line_and_no_error(tmp_path, caplog, ki
         assert f"cannot be made: {tmp_path}/file/below: Not a directory" in caplog.text
 
 
-def test_an_image_of_unknown_size_is_never_kept_beside_those_that_are(tmp_path):
+def test_image_of_unknown_size_is_never_cached(tmp_path):
     dataset = small_set(tmp_path)
     records = list(dataset.records)
     records[2] = replace(records[2], width=0, height=0)

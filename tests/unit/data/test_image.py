@@ -23,7 +23,7 @@ def test_an_image_is_reduced_no_further_than_it_is_shown():
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 @pytest.mark.parametrize("factor", [2, 4, 8])
 @pytest.mark.parametrize("size", [(160, 240), (157, 243)])
-def test_a_reduced_image_is_the_mean_of_what_was_left_out(tmp_path, suffix, factor, size):
+def test_reduced_image_is_mean_of_skipped_pixels(tmp_path, suffix, factor, size):
     file = tmp_path / f"a.{suffix}"
     original = smooth(*size)
     if suffix == "jpg":
@@ -48,7 +48,7 @@ def test_a_turned_image_is_turned_before_it_is_reduced(tmp_path):
 
 @pytest.mark.parametrize("factor", [2, 4, 8])
 @pytest.mark.parametrize("size", [(1024, 1020), (1017, 1023), (1024, 1016)])
-def test_an_almost_square_image_is_turned_as_its_annotation_says(tmp_path, size, factor):
+def test_almost_square_image_rotates_as_annotated(tmp_path, size, factor):
     file = tmp_path / "turned.jpg"
     file.write_bytes(jpeg(smooth(*size[::-1]), exif=exif(6)))
     for asked in (size, size[::-1]):
@@ -58,7 +58,7 @@ def test_an_almost_square_image_is_turned_as_its_annotation_says(tmp_path, size,
         assert np.abs(found.astype(int) - expected).max() < 8
 
 
-def test_a_wrong_size_is_refused_reduced_also_where_it_is_the_size_on_its_side(tmp_path):
+def test_wrong_size_is_refused_reduced_or_rotated(tmp_path):
     file = tmp_path / "a.jpg"
     file.write_bytes(jpeg(smooth(1024, 1020)))
     assert read_image(file, (1024, 1020), 8).shape == (128, 128, 3)
@@ -81,7 +81,7 @@ def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "webp", "tif"])
-def test_no_pixel_is_made_up_for_a_file_that_is_cut_short(tmp_path, suffix):
+def test_truncated_file_yields_no_invented_pixels(tmp_path, suffix):
     file = tmp_path / f"a.{suffix}"
     Image.fromarray(smooth(48, 64)).save(file)
     content = file.read_bytes()
@@ -116,7 +116,7 @@ def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
     assert (read_image(tmp_path / "deep.png") == rgb).all()
 
 
-def test_a_header_that_lies_is_refused_before_the_decoder_believes_it(tmp_path):
+def test_lying_header_is_refused_before_decoding(tmp_path):
     file = tmp_path / "lying.png"
     file.write_bytes(lying_png())
     with pytest.raises(DataError) as caught:

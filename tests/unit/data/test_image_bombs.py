@@ -78,7 +78,7 @@ def jpeg(side: int) -> bytes:
 
 
 @pytest.mark.parametrize("trick", ["no marker", "a stray byte", "a length of nothing"])
-def test_a_frame_that_only_the_decoder_would_find_is_found(trick: str) -> None:
+def test_hidden_frame_is_found_before_decoder(trick: str) -> None:
     """A JPEG of 8x8 pixels for whoever is led past, or away from, the other frame in its header."""
     _, encoded = cv2.imencode(".jpg", np.zeros((8, 8), np.uint8))
     small = encoded.tobytes()
@@ -107,7 +107,7 @@ def test_a_frame_that_only_the_decoder_would_find_is_found(trick: str) -> None:
         (".huge.tif", tiff(2**32 - 1, 2**32 - 1, ">", large=True)),
     ],
 )
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
+def test_too_many_pixels_are_refused_before_decoding(
     suffix: str, content: bytes, tmp_path: Path
 ) -> None:
     file = tmp_path / f"bomb{suffix}"
@@ -124,7 +124,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("large", [False, True])
-def test_the_size_of_a_tiff_is_found_and_one_that_fits_is_for_the_decoder(order, large) -> None:
+def test_tiff_size_is_read_and_fitting_one_decoded(order, large) -> None:
     side = 1 << 14
     assert side * side == MOST_PIXELS
     assert damage(tiff(side, side, order, large)) is None
@@ -167,7 +167,7 @@ def laughs(levels: int, each: int = 10) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_yaml_that_grows_when_it_is_read_names_no_classes(tmp_path: Path) -> None:
+def test_expanding_yaml_names_no_classes(tmp_path: Path) -> None:
     began = time.monotonic()
     file = tmp_path / "data.yaml"
     for text in (
@@ -199,7 +199,7 @@ VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation
         VOC.format("").replace("9", "9" * 100_000),
     ],
 )
-def test_xml_with_entities_or_endless_depth_is_one_short_finding(text: str, tmp_path: Path) -> None:
+def test_xml_entities_or_nesting_is_one_short_issue(text: str, tmp_path: Path) -> None:
     (tmp_path / "Annotations").mkdir()
     (tmp_path / "Annotations" / "a.xml").write_text(text)
     (tmp_path / "list.txt").write_text("a\n")
@@ -230,7 +230,7 @@ def test_no_name_leads_a_conversion_out_of_its_folder(form, name: str, tmp_path:
     assert not any(".." in path.relative_to(out).parts for path in made if out in path.parents)
 
 
-def test_an_image_cache_does_not_follow_a_link_of_somebody_else(tmp_path: Path) -> None:
+def test_image_cache_does_not_follow_foreign_link(tmp_path: Path) -> None:
     from ppdist.data import cache
 
     (tmp_path / "target").write_bytes(b"precious")

@@ -55,7 +55,7 @@ def test_the_size_is_that_of_the_image_as_it_is_read(tmp_path, suffix, orientati
     assert (frame.stored, frame.orientation) == ((40, 24), orientation)
 
 
-def test_an_orientation_behind_the_pixels_of_a_png_counts_and_one_in_xmp_does_not(tmp_path):
+def test_late_png_exif_orientation_counts_not_xmp(tmp_path):
     png = write_turned(tmp_path / "a.png", 6)
     content = png.read_bytes()
     start = content.index(b"eXIf") - 4
@@ -69,7 +69,7 @@ def test_an_orientation_behind_the_pixels_of_a_png_counts_and_one_in_xmp_does_no
         assert image_size(path) == size == read_image(path).shape[1::-1]
 
 
-def test_the_size_of_an_image_that_pillow_takes_for_a_bomb_is_read(tmp_path):
+def test_size_of_pillow_bomb_image_is_read(tmp_path):
     header = struct.pack(">IIBBBBB", 40_000, 30_000, 8, 0, 0, 0, 0)
     chunk = b"IHDR" + header
     content = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(header)) + chunk
@@ -88,7 +88,7 @@ def test_the_size_of_what_is_no_image_is_not_known(tmp_path, content):
     assert image_size(tmp_path / "absent.png") is None
 
 
-def test_the_pixels_of_a_png_are_not_decoded_for_its_size(tmp_path):
+def test_png_size_is_read_without_decoding_pixels(tmp_path):
     noise_HW3 = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     Image.fromarray(noise_HW3).save(tmp_path / "a.png")
     start = time.process_time()
@@ -114,7 +114,7 @@ def test_boxes_and_outlines_turn_with_the_pixels(tmp_path, orientation):
 
 
 @pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
-def test_annotations_of_the_stored_frame_mean_the_same_pixels_in_every_format(tmp_path, form):
+def test_stored_frame_boxes_survive_every_format(tmp_path, form):
     images = [
         annotated_as_stored(write_turned(tmp_path / f"{orientation}.png", orientation))
         for orientation in (1, 5, 6, 7, 8)
@@ -133,7 +133,7 @@ def test_annotations_of_the_stored_frame_mean_the_same_pixels_in_every_format(tm
             np.testing.assert_allclose(thing.box, expected, atol=1e-9)
 
 
-def test_an_image_not_as_large_as_annotated_is_left_out_of_yolo(tmp_path):
+def test_image_of_other_size_is_left_out_of_yolo(tmp_path):
     good, bad = (write_turned(tmp_path / name, 1) for name in ("a.png", "b.png"))
     images = [annotated_as_stored(good), annotated_as_stored(bad)]
     images[1].width, images[1].image_id = 80, 2
@@ -143,7 +143,7 @@ def test_an_image_not_as_large_as_annotated_is_left_out_of_yolo(tmp_path):
     assert (tmp_path / "out" / "train.txt").read_text() == "./images/train/a.png\n"
 
 
-def test_a_yolo_image_of_unknown_size_is_left_out_of_other_formats(tmp_path):
+def test_yolo_image_of_unknown_size_is_not_converted(tmp_path):
     write_turned(tmp_path / "images" / "a.png", 1)
     (tmp_path / "images" / "b.jpg").write_bytes(b"broken")
     (tmp_path / "labels").mkdir()

@@ -177,7 +177,7 @@ def test_boxes_are_padded_to_a_multiple_of_eight(tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "world"), [(0, 1), (2, 1), (1, 3)])
-def test_evaluation_sees_each_image_once_stretched_to_the_input(folder, workers, world):
+def test_evaluation_loads_each_image_once_stretched(folder, workers, world):
     seen = []
     for rank in range(world):
         one = eval_loader(folder, workers, rank, world)
@@ -209,7 +209,7 @@ def damaged(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_image_is_replaced_by_the_next_good_one_and_named_once(damaged, workers, caplog):
+def test_damaged_image_is_replaced_and_named_once(damaged, workers, caplog):
     with caplog.at_level(logging.WARNING, "ppdist"):
         found = [
             index
@@ -225,7 +225,7 @@ def test_a_damaged_image_is_replaced_by_the_next_good_one_and_named_once(damaged
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_evaluation_counts_a_damaged_image_as_one_without_detections(damaged, workers, caplog):
+def test_evaluation_counts_damaged_image_as_empty(damaged, workers, caplog):
     with caplog.at_level(logging.WARNING, "ppdist"):
         (batch,) = eval_loader(damaged, workers, batch_size=20)
     assert batch.image_index_B.numpy().tolist() == list(range(COUNT))
@@ -261,9 +261,7 @@ def test_nothing_but_damaged_images_stops_the_run(damaged):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_our_own_mistake_in_a_worker_arrives_with_its_traceback_and_file(
-    folder, workers, monkeypatch
-):
+def test_worker_bug_arrives_with_traceback_and_file(folder, workers, monkeypatch):
     def broken(self, key):
         raise KeyError("a bug")
 

@@ -230,7 +230,7 @@ def test_ranks_and_accumulation_change_no_byte(folder, name, shared):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_resumed_within_an_epoch_sees_the_very_same_bytes(folder, name):
+def test_run_resumed_mid_epoch_gets_same_bytes(folder, name):
     middle = 4  # of three steps an epoch
     resumed = stream(config_of(folder, CASES[name]), first=middle)
     assert resumed == reference(folder, name)[middle:]
@@ -264,7 +264,7 @@ def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
 
 
 @pytest.mark.parametrize("sampling", ["balanced", "difficulty"])
-def test_nor_do_all_of_these_together_with_images_that_come_more_often(folder, sampling, tmp_path):
+def test_repeated_images_keep_stream_reproducible(folder, sampling, tmp_path):
     often = SamplingConfig(name=sampling, balance_threshold=0.9)
     alone = stream(config_of(folder, TOGETHER, sampling=often))
     changes = {"workers": 2, "cache": "disk", "cache_dir": str(tmp_path), "sampling": often}
@@ -322,7 +322,7 @@ def evaluation(folder: Path, world: int, shape_multiple: int | None) -> dict[int
     return found
 
 
-def test_rectangular_evaluation_sees_the_very_pixels_of_the_square_one_on_any_ranks(folder):
+def test_rectangular_evaluation_pixels_equal_square(folder):
     square = evaluation(folder, 1, None)
     assert sorted(square) == list(range(len(IMAGES)))
     for world in (1, 3):
@@ -332,7 +332,7 @@ def test_rectangular_evaluation_sees_the_very_pixels_of_the_square_one_on_any_ra
             np.testing.assert_array_equal(image, square[index])
 
 
-def test_some_images_are_decoded_reduced_so_that_all_this_covers_it(folder):
+def test_reproducible_cases_include_reduced_images(folder):
     dataset = read_split(config_of(folder, TOGETHER), "train", 3)
     largest = max(height for height, _ in SIZES), max(width for _, width in SIZES)
     for augment in (EACH["mosaic of 4"], TOGETHER):
@@ -352,7 +352,7 @@ def digest(steps: list[list[Sample]]) -> str:
     return hashlib.sha256(repr(steps).encode()).hexdigest()
 
 
-def test_another_process_with_other_hashes_and_threads_makes_the_very_same_bytes(folder):
+def test_other_process_and_hash_seed_give_same_bytes(folder):
     environment = os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"}
     ended = subprocess.run(
         [sys.executable, "-c", FRESH, str(folder)],

@@ -114,7 +114,7 @@ def disturbed(one: TrainLoader, kinds: list[signal.Signals]) -> list[Batch]:
 # --- death and hang ------------------------------------------------------------------------------
 
 
-def test_killed_workers_are_replaced_and_the_stream_stays_as_it_is(folder, monkeypatch, caplog):
+def test_killed_workers_restart_with_same_stream(folder, monkeypatch, caplog):
     undisturbed = list(loader(folder, workers=0, end=60))
     slow_down(monkeypatch, 0.005)
     found = disturbed(loader(folder, workers=3, end=60), [signal.SIGKILL] * 6)
@@ -127,7 +127,7 @@ def test_killed_workers_are_replaced_and_the_stream_stays_as_it_is(folder, monke
     assert all(not batch.bad_images for batch in found)
 
 
-def test_stopped_workers_are_replaced_and_the_stream_stays_as_it_is(folder, monkeypatch, caplog):
+def test_stopped_workers_restart_with_same_stream(folder, monkeypatch, caplog):
     undisturbed = list(loader(folder, workers=0, end=20))
     slow_down(monkeypatch, 0.005)
     kinds = [signal.SIGKILL, signal.SIGSTOP]
@@ -136,7 +136,7 @@ def test_stopped_workers_are_replaced_and_the_stream_stays_as_it_is(folder, monk
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_away_for_long_finds_its_workers_in_good_health(folder, monkeypatch, caplog):
+def test_long_absent_rank_finds_healthy_workers(folder, monkeypatch, caplog):
     many = 40_000  # boxes: more than a socket holds, so that the worker waits for the rank
     boxes_M4, labels_M = np.zeros((many, 4), np.float32), np.arange(many)
 
@@ -152,16 +152,14 @@ def test_a_rank_that_is_away_for_long_finds_its_workers_in_good_health(folder, m
     assert not warnings_in(caplog)
 
 
-def test_the_time_limit_is_for_an_image_and_not_for_its_batch(folder, monkeypatch, caplog):
+def test_timeout_is_per_image_not_per_batch(folder, monkeypatch, caplog):
     act_on(monkeypatch, ".jpg", lambda: time.sleep(0.2))
     with caplog.at_level(logging.WARNING, "ppdist"):
         assert len(list(loader(folder, end=2, timeout=0.6))) == 2  # batches of four images
     assert not warnings_in(caplog)
 
 
-def test_a_worker_that_cannot_be_replaced_ends_the_run_and_nobody_elses_process(
-    folder, monkeypatch
-):
+def test_unrestartable_worker_ends_only_its_own_run(folder, monkeypatch):
     one = loader(folder, workers=2)
     batches = iter(one)
     next(batches)
@@ -221,7 +219,7 @@ HANG_REASON = "reading it took a worker longer than data.worker_timeout_seconds,
         pytest.param(lambda: time.sleep(3600), 0.5, HANG_REASON, marks=pytest.mark.slow),
     ],
 )
-def test_an_image_that_ends_workers_twice_is_not_opened_again(
+def test_image_killing_workers_twice_joins_blocklist(
     folder, monkeypatch, caplog, act, timeout, reason
 ):
     expected = list(loader(folder, workers=0, end=12, unreadable={7: reason}))
@@ -238,7 +236,7 @@ def test_an_image_that_ends_workers_twice_is_not_opened_again(
     assert 2 <= len([line for line in lines if f"while reading {path}" in line]) <= 4
 
 
-def test_an_image_that_ends_workers_stops_the_run_when_asked_to(folder, monkeypatch):
+def test_image_killing_workers_stops_run_on_request(folder, monkeypatch):
     act_on(monkeypatch, "007.jpg", crash)
     with pytest.raises(DataError) as caught:
         list(loader(folder, bad_images="error"))
@@ -254,7 +252,7 @@ def test_what_a_check_found_unreadable_is_never_opened(folder, monkeypatch):
     assert [of_batch for of_batch in bad if of_batch] == [{7: "why"}]
 
 
-def test_a_batch_that_ends_three_workers_without_a_culprit_ends_the_run(folder, monkeypatch):
+def test_batch_killing_three_workers_ends_run(folder, monkeypatch):
     monkeypatch.setattr(TrainSamples, "make", lambda self, key: os.kill(os.getpid(), 9))
     one = loader(folder, workers=1)
     with pytest.raises(RuntimeError) as caught:
@@ -268,7 +266,7 @@ def test_a_batch_that_ends_three_workers_without_a_culprit_ends_the_run(folder, 
     assert not one.worker_ids
 
 
-def test_workers_that_cannot_be_started_are_the_users_to_lower(folder, monkeypatch):
+def test_workers_failing_to_start_are_user_error(folder, monkeypatch):
     monkeypatch.setattr(os, "fork", refused)
     with pytest.raises(DataError) as caught:
         list(loader(folder))
@@ -296,7 +294,7 @@ def test_workers_live_from_one_iteration_to_the_next(folder):
     assert not set(one.worker_ids) & set(workers)
 
 
-def test_a_new_iteration_drops_what_is_in_flight_and_ends_the_old_one(folder):
+def test_new_iteration_drops_batches_in_flight(folder):
     one = loader(folder, workers=2)
     expected = list(one)
     old = iter(one)
@@ -333,7 +331,7 @@ def test_nothing_lies_in_dev_shm(folder, record_property):
     record_property("figure", "0 files in it")
 
 
-def test_a_batch_is_the_ranks_own_and_not_overwritten_by_the_next(folder):
+def test_batch_belongs_to_rank_never_overwritten(folder):
     one = loader(folder, workers=1)
     batches = iter(one)
     first = next(batches)
@@ -344,7 +342,7 @@ def test_a_batch_is_the_ranks_own_and_not_overwritten_by_the_next(folder):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_signal_to_the_group_of_the_rank_does_not_reach_its_workers(folder):
+def test_signal_to_rank_group_does_not_reach_workers(folder):
     one = loader(folder, workers=2)
     next(iter(one))
     assert all(os.getpgid(worker) == worker for worker in one.worker_ids)
@@ -385,7 +383,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_leaves_no_worker_whatever_that_one_does(folder, tmp_path):
+def test_killed_rank_leaves_no_worker(folder, tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(folder), str(tmp_path / "looping"), how],

@@ -75,9 +75,7 @@ def test_every_image_comes_exactly_once_in_every_epoch(
 
 
 @pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
-def test_a_step_holds_the_same_images_however_its_batch_is_made_up(
-    images, world, accumulate, batch
-):
+def test_step_holds_same_images_for_any_batch_layout(images, world, accumulate, batch):
     total = world * accumulate * batch
     together = [sampler(images, batch=total)]
     accumulated = [sampler(images, accumulate=world * accumulate, batch=batch)]
@@ -89,7 +87,7 @@ def test_a_step_holds_the_same_images_however_its_batch_is_made_up(
 
 
 @pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
-def test_all_ranks_have_as_many_micro_batches_and_none_is_empty(images, world, accumulate, batch):
+def test_ranks_have_equal_nonempty_micro_batches(images, world, accumulate, batch):
     samplers = ranks(images, world, accumulate, batch)
     for step in range(samplers[0].steps_per_epoch):
         sizes = []
@@ -109,9 +107,7 @@ def test_the_length_is_the_number_of_micro_batches():
 
 
 @pytest.mark.parametrize("images, world, accumulate, batch", SHAPES)
-def test_micro_batches_in_parts_are_smaller_and_a_step_holds_the_same_images(
-    images, world, accumulate, batch
-):
+def test_split_micro_batches_keep_images_of_step(images, world, accumulate, batch):
     whole = ranks(images, world, accumulate, batch)
     for parts in (2, 4):
         samplers = [replace(one, parts=parts, end_step=5) for one in whole]
@@ -123,7 +119,7 @@ def test_micro_batches_in_parts_are_smaller_and_a_step_holds_the_same_images(
         assert len(samplers[0]) == 5 * accumulate * parts == len([*samplers[0]])
 
 
-def test_a_resumed_sampler_goes_on_where_the_first_would_have():
+def test_resumed_sampler_continues_same_sequence():
     whole = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, end=12))
     resumed = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, start=5, end=12))
     assert resumed == whole[5 * 2 :]
@@ -145,7 +141,7 @@ def test_the_order_is_the_one_of_this_release():
 COPIES_N = np.array([0.25, 1.0, 2.5, 0.0, 1.75, 3.0, 1.1, 0.4])  # together 10
 
 
-def test_images_come_as_often_as_asked_numbered_and_in_every_epoch_as_many():
+def test_repeats_are_numbered_in_equal_length_epochs():
     for world, accumulate, batch in [(1, 1, 4), (2, 1, 2), (3, 2, 1), (1, 1, 64)]:
         samplers = [replace(one, copies_N=COPIES_N) for one in ranks(8, world, accumulate, batch)]
         steps = samplers[0].steps_per_epoch
@@ -162,27 +158,27 @@ def test_images_come_as_often_as_asked_numbered_and_in_every_epoch_as_many():
             assert set(seen) == {(i, copy) for i in times for copy in range(times[i])}
 
 
-def test_repeated_images_fall_in_the_same_steps_on_any_number_of_ranks():
+def test_repeats_fall_in_same_steps_on_any_ranks():
     alone = replace(sampler(8, batch=4), copies_N=COPIES_N)
     shared = [replace(one, copies_N=COPIES_N) for one in ranks(8, 2, 2, 1)]
     for step in range(9):
         assert keys_of_step(shared, step) == keys_of_step([alone], step)
 
 
-def test_a_resumed_sampler_goes_on_with_repeated_images_too():
+def test_resumed_sampler_continues_repeated_images():
     whole = replace(sampler(8, batch=2, accumulate=2, end=12), copies_N=COPIES_N)
     resumed = replace(whole, start_step=5)
     assert list(resumed) == list(whole)[5 * 2 :]
 
 
-def test_over_many_epochs_an_image_comes_its_expected_times_on_average():
+def test_image_appears_expected_times_over_epochs():
     one = replace(sampler(8, batch=10), copies_N=COPIES_N)
     times = Counter(index for step in range(4000) for index, _ in keys_of_step([one], step))
     found_N = np.array([times[index] for index in range(8)]) / 4000
     np.testing.assert_allclose(found_N, COPIES_N, atol=0.03)  # 4 standard deviations at most
 
 
-def test_repeated_images_are_shuffled_and_differ_between_epochs_and_seeds():
+def test_repeats_are_shuffled_by_epoch_and_seed():
     orders = set()
     for seed in (0, 1):
         one = replace(sampler(8, batch=10, seed=seed), copies_N=COPIES_N)
@@ -193,7 +189,7 @@ def test_repeated_images_are_shuffled_and_differ_between_epochs_and_seeds():
     assert not any(list(order) == sorted(order) for order in orders)
 
 
-def test_the_order_of_repeated_images_is_the_one_of_this_release():
+def test_order_of_repeats_matches_this_release():
     # A change of it would break the order of every run that is resumed.
     (keys,) = replace(sampler(8, batch=10, seed=7), copies_N=COPIES_N).micro_batches(2)
     assert [(key.index, key.copy) for key in keys] == [
@@ -204,7 +200,7 @@ def test_the_order_of_repeated_images_is_the_one_of_this_release():
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def test_one_size_a_step_for_all_ranks_and_every_size_in_use():
+def test_ranks_share_size_per_step_using_every_size():
     samplers = ranks(205, 4, 2, 2)
     sizes = []
     for step in range(60):
@@ -242,7 +238,7 @@ def test_an_input_is_no_larger_than_its_image_needs():
     ]  # fmt: skip
 
 
-def test_an_image_has_the_same_pixels_in_the_smaller_input_and_the_input_fits_in_the_larger():
+def test_smaller_input_has_same_pixels_as_larger_one():
     sizes_N2 = np.random.default_rng(0).integers(1, 3000, (4000, 2))
     for size, multiple in [((640, 640), 32), ((320, 320), 64), ((384, 640), 32), ((608, 416), 16)]:
         shapes_N2 = rectangular_shapes(sizes_N2, size, multiple)
@@ -281,14 +277,14 @@ def batches_of(images_hw, batch_size, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
-def test_rectangular_evaluation_sees_each_image_once_in_the_same_batches_on_any_ranks(world):
+def test_rectangular_batches_are_equal_on_any_ranks(world):
     images_hw = IMAGES_HW * 5
     found = batches_of(images_hw, 4, world)
     assert sorted(index for _, keys in found for index in keys) == list(range(len(images_hw)))
     assert sorted(found) == sorted(batches_of(images_hw, 4, 1))
 
 
-def test_the_largest_inputs_come_first_so_that_too_little_memory_shows_at_once():
+def test_largest_inputs_come_first_to_test_memory():
     pixels = [shape[0] * shape[1] for shape, _ in batches_of(IMAGES_HW * 5, 4, 1)]
     assert pixels == sorted(pixels, reverse=True)
 
@@ -296,7 +292,7 @@ def test_the_largest_inputs_come_first_so_that_too_little_memory_shows_at_once()
 # --- padding -------------------------------------------------------------------------------------
 
 
-def test_a_micro_batch_that_is_empty_on_every_rank_says_so():
+def test_micro_batch_empty_on_every_rank_is_reported():
     def indices(images):
         step = [one.micro_batches(0) for one in ranks(images, world=2, accumulate=2, batch=4)]
         return [[min(micro[0].index, 0) for micro in of_rank] for of_rank in step]

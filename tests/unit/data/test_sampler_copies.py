@@ -37,7 +37,7 @@ def test_shuffle_needs_no_numbers():
     assert copies(dataset([0], [1]), SamplingConfig(), None) is None
 
 
-def test_balanced_repeats_by_the_rarest_class_of_an_image():
+def test_balanced_repeats_by_rarest_class_of_image():
     # Of 8 images, 8 show class 0, 2 class 1 and 1 class 2: sqrt(0.5 / 0.25), sqrt(0.5 / 0.125).
     some = dataset([0], [0, 0], [0], [0], [0, 1], [1, 0, 1], [0, 2], [0])
     factor_N = copies(some, BALANCED, None)
@@ -59,12 +59,12 @@ def test_balanced_equals_the_formula_of_lvis_written_out():
     np.testing.assert_allclose(copies(dataset(*lists, classes=5), config, None), expected)
 
 
-def test_where_no_class_is_rare_balanced_shows_every_image_once():
+def test_balanced_without_rare_class_repeats_nothing():
     factor_N = copies(dataset([0, 1], [1, 2], [0, 2]), BALANCED, None)
     np.testing.assert_array_equal(whole_copies(factor_N, 0.37), [1, 1, 1])
 
 
-def test_difficulty_weighs_images_by_their_objects_and_keeps_the_length():
+def test_difficulty_weighs_images_and_keeps_length():
     # Class 0: 4 objects, class 1: 1 object; d = (0.25, 1): weights 2/16 and 1, and their mean.
     some = dataset([0, 0], [0, 0], [1], [], classes=2)
     weight_N = np.array([1 / 8, 1 / 8, 1, 10 / 24])
@@ -78,7 +78,7 @@ def test_before_the_first_evaluation_only_rarity_counts():
     np.testing.assert_allclose(copies(some, DIFFICULTY, None), [2 / 3, 2 / 3, 2 / 3, 2])
 
 
-def test_a_class_nobody_evaluated_is_as_difficult_as_the_others_on_average():
+def test_unevaluated_class_has_average_difficulty():
     np.testing.assert_allclose(difficulty([0.2, 0.6, -1, None]), [0.64, 0.16, 0.36, 0.36])
     np.testing.assert_allclose(difficulty([np.nan, -1]), [1, 1])
 
@@ -98,13 +98,13 @@ def test_crowds_count_for_nothing():
         )
 
 
-def test_difficulties_of_another_number_of_classes_are_refused():
+def test_difficulties_of_wrong_length_are_refused():
     with pytest.raises(ValueError, match="2 difficulties for 3 classes"):
         copies(dataset([0]), DIFFICULTY, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whole_copies_are_floor_or_ceil_and_always_as_many(seed):
+def test_integer_repeats_are_floor_or_ceil_fixed_sum(seed):
     rng = np.random.default_rng(seed)
     copies_N = rng.gamma(0.7, 1.5, rng.integers(1, 300)).round(rng.integers(1, 12))
     copies_N[rng.random(len(copies_N)) < 0.3] = 1.0
@@ -122,7 +122,7 @@ def test_whole_copies_are_right_on_average():
     np.testing.assert_allclose(mean_N, copies_N, atol=0.002)
 
 
-def test_a_sum_that_is_not_whole_is_rounded_at_the_cost_of_fractions_alone():
+def test_fractional_sum_is_rounded_in_fractions_only():
     for copies_N in ([1.0, 1.3, 1.4], [1.0, 1.3, 1.1], [2.0, 0.1, 3.0], [1.0, 0.9, 0.9]):
         copies_N = np.array(copies_N)
         exact_N = copies_N == np.floor(copies_N)

@@ -35,7 +35,7 @@ def small_set() -> DetectionSet:
     return DetectionSet(records, names, (1, 2, 7), "set.json", ("set.json: 2 boxes clipped",))
 
 
-def test_every_object_is_a_row_with_its_size_in_the_input(small_set):
+def test_each_object_is_row_with_size_in_input(small_set):
     objects = objects_of(small_set, (50, 100), "stretch")
     assert objects.image_M.tolist() == [0, 0, 1, 1]
     assert objects.labels_M.tolist() == [0, 1, 0, 2]
@@ -94,7 +94,7 @@ def test_a_set_without_any_object_is_described_too():
     assert rows["  without an object"] == "1 (100.0%)"
 
 
-def test_the_overview_of_any_two_splits_has_the_same_lines(small_set):
+def test_overviews_of_any_two_splits_have_same_lines(small_set):
     empty = DetectionSet((record(1, (50, 40), [], [], []),), ("cat",), (1,), "set.json")
     lines = [
         [what for what, _ in overview(summary(some, objects_of(some, (50, 50), "stretch")))]
@@ -103,7 +103,7 @@ def test_the_overview_of_any_two_splits_has_the_same_lines(small_set):
     assert lines[0] == lines[1]
 
 
-def test_images_with_classes_alone_have_no_boxes_to_describe():
+def test_class_only_images_have_no_box_statistics():
     unknown = record(1, (0, 0), [[0, 0, 0, 0]], [1], [False])
     dataset = DetectionSet((unknown, unknown), ("cat", "dog"), (0, 1), "folder")
     counts = summary(dataset, objects_of(dataset, (50, 50), "stretch"), boxes=False)
@@ -116,7 +116,7 @@ def test_images_with_classes_alone_have_no_boxes_to_describe():
     assert class_rows([counts], 10) == [["0", "cat", "0"], ["1", "dog", "2"]]
 
 
-def test_of_many_classes_the_common_and_the_rare_are_listed():
+def test_many_classes_list_only_common_and_rare():
     classes = [{"id": n, "name": f"c{n}", "images": n, "objects": n} for n in range(30)]
     rows = class_rows([{"classes": classes}, {"classes": classes}], 4)
     assert [row[1] for row in rows] == ["c29", "c28", "...", "c1", "c0"]

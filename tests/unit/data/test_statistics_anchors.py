@@ -35,7 +35,7 @@ def record(width: int, height: int, boxes: list[list[float]], crowd: list[bool])
     return ImageRecord("a.jpg", 1, width, height, box, labels, np.array(crowd, bool), area)
 
 
-def test_recall_and_fitness_equal_a_loop_over_boxes_and_anchors() -> None:
+def test_recall_and_fitness_equal_loop_over_anchors() -> None:
     wh_N2 = sizes(200)
     reached, fits = 0, []
     for w, h in wh_N2.tolist():
@@ -49,7 +49,7 @@ def test_recall_and_fitness_equal_a_loop_over_boxes_and_anchors() -> None:
     assert statistics.best_possible_recall(wh_N2[:0], PUBLISHED, 4.0) == 1
 
 
-def test_sizes_are_those_in_the_input_without_crowds_and_specks() -> None:
+def test_anchor_sizes_are_in_input_without_crowds() -> None:
     boxes = [[0, 0, 40, 20], [10, 10, 90, 90], [0, 0, 1, 50]]
     some = DetectionSet(
         (record(200, 100, boxes, [False, True, False]), record(64, 64, [], [])), ("a",), (1,), "x"
@@ -63,7 +63,7 @@ def test_sizes_are_those_in_the_input_without_crowds_and_specks() -> None:
     assert statistics.sizes_in_input(nothing, (320, 320), "stretch").shape == (0, 2)
 
 
-def test_fitted_anchors_reach_more_boxes_and_stand_in_order() -> None:
+def test_fitted_anchors_match_more_boxes_in_order() -> None:
     wh_N2 = sizes(3000) * 0.3  # far smaller than the published anchors are for
     fit = statistics.fit_anchors(wh_N2, PUBLISHED)
     assert fit.recall_before < 0.9 < statistics.ENOUGH_RECALL < fit.recall_after
@@ -74,7 +74,7 @@ def test_fitted_anchors_reach_more_boxes_and_stand_in_order() -> None:
     np.testing.assert_allclose(fit.anchors_LA2 * 10, (fit.anchors_LA2 * 10).round(), atol=1e-3)
 
 
-def test_refinement_only_improves_and_depends_on_the_seed_alone() -> None:
+def test_refinement_only_improves_and_is_seeded() -> None:
     wh_N2 = sizes(500)
     some = [statistics.fit_anchors(wh_N2, PUBLISHED, generations=n) for n in (0, 100, 1000)]
     fits = [fit.fitness_after for fit in some]
@@ -118,7 +118,7 @@ def test_too_few_boxes_are_refused_with_what_to_do() -> None:
     )
 
 
-def test_blood_cells_are_reached_by_the_published_anchors_and_fitted_better(
+def test_blood_cell_anchors_beat_published_ones(
     shared_dir: Path,
 ) -> None:
     split = SplitConfig(annotations="annotations/instances_train.json")

@@ -68,13 +68,13 @@ def test_every_record_comes_back_as_it_was(masks):
     assert_same(pickle.loads(pickle.dumps(found))[7], expected[7])
 
 
-def test_a_set_without_images_or_without_objects_is_a_set_too():
+def test_set_without_images_or_objects_is_valid():
     assert len(Records.of([])) == 0 and list(Records.of([])) == []
     (empty,) = Records.of(some_records(1))
     assert empty.boxes_M4.shape == (0, 4) and empty.labels_M.dtype == np.int64
 
 
-def test_an_object_without_an_outline_stands_beside_those_with_one():
+def test_objects_with_and_without_outline_coexist():
     records = some_records(4) + some_records(4, masks=True)
     found = Records.of(records)
     assert found[3].polygons_M == ((), (), ())
@@ -99,7 +99,7 @@ def test_annotations_cannot_be_changed_in_passing():
         record.boxes_M4[0] = 0
 
 
-def test_a_million_records_take_a_hundred_bytes_each_and_no_objects():
+def test_million_records_take_hundred_bytes_each():
     few, many = (
         Records.of(record for _ in range(count) for record in some_records(4))
         for count in (50, 500)
@@ -127,7 +127,7 @@ def test_the_worker_count_follows_from_cores_and_ranks(
     assert f"data.workers: auto is {expected} per rank: {available} cores" in caplog.text
 
 
-def test_a_number_of_workers_is_taken_as_it_is_and_too_many_are_named(monkeypatch, caplog):
+def test_worker_count_is_kept_and_excess_is_named(monkeypatch, caplog):
     monkeypatch.setattr(loader, "available_cores", lambda: 4.0)
     worker_count.cache_clear()
     assert worker_count(0, 1) == 0 and worker_count(2, 2) == 2

@@ -37,7 +37,7 @@ def test_an_audit_finds_every_defect_once(tmp_path, decode, record_property):
     record_property("figure", f"{len(wanted)} of {len(wanted)} kinds of defects found")
 
 
-def test_an_audit_finds_what_only_files_of_one_image_can_have(tmp_path):
+def test_validate_finds_issues_of_per_image_files(tmp_path):
     config = write_dirty_voc(tmp_path)
     found = {row.name: row for row in validate(config, decode=False, workers=1).rows()}
     assert found.keys() >= _OF_OTHER_FORMATS
@@ -45,12 +45,12 @@ def test_an_audit_finds_what_only_files_of_one_image_can_have(tmp_path):
     assert found["encoding"].examples[0].endswith("2.xml: not UTF-8 text: read as GBK")
 
 
-def test_an_audit_finds_what_only_folders_of_labels_can_have(tmp_path):
+def test_validate_finds_issues_of_label_folders(tmp_path):
     report = validate(write_dirty_yolo(tmp_path), decode=False, workers=1)
     assert {row.name: row.count for row in report.rows()} == dict.fromkeys(_OF_YOLO, 1)
 
 
-def test_an_image_whose_size_yolo_cannot_know_is_one_that_training_loses(tmp_path, monkeypatch):
+def test_image_with_unknown_yolo_size_is_lost_issue(tmp_path, monkeypatch):
     settings = write_dirty_yolo(tmp_path)
     (tmp_path / "images" / "train" / "b.jpg").write_bytes(b"no image")
     monkeypatch.setattr(yolo, "image_size", lambda path: None)  # as of a format Pillow has not
@@ -93,7 +93,7 @@ def test_the_real_defects_of_bccd_are_found(shared_dir):
     assert "BloodImage_00343" in train and "BloodImage_00338" in val
 
 
-def test_other_classes_in_validation_are_an_error_of_the_report(tmp_path):
+def test_other_validation_classes_are_report_error(tmp_path):
     settings = write_clean_coco(tmp_path)
     file = tmp_path / "val.json"
     content = json.loads(file.read_text())
@@ -120,7 +120,7 @@ def test_one_list_for_both_splits_is_no_leakage(tmp_path):
     assert leak.count == 1
 
 
-def test_links_in_a_circle_are_walked_once_and_a_linked_folder_is_no_other(tmp_path):
+def test_link_cycles_and_linked_folders_count_once(tmp_path):
     settings = write_clean_coco(tmp_path)
     images = tmp_path / "images"
     for number in range(3):  # each doubles what a walk without memory sees, at every depth
@@ -137,7 +137,7 @@ def test_links_in_a_circle_are_walked_once_and_a_linked_folder_is_no_other(tmp_p
     assert [issue.image for issue in issues] == [str(images / "0.jpg")]
 
 
-def test_one_box_of_two_classes_is_no_duplicate_and_a_crowd_no_use(tmp_path):
+def test_box_of_two_classes_is_no_duplicate(tmp_path):
     settings = write_clean_coco(tmp_path)
     file = tmp_path / "train.json"
     content = json.loads(file.read_text(encoding="utf-8"))

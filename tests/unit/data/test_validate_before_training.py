@@ -77,7 +77,7 @@ def test_a_damaged_memory_of_a_check_does_not_matter(home, broken, content):
     assert _check(broken)[0].unreadable == first
 
 
-def test_a_home_that_cannot_be_written_to_does_not_matter(tmp_path, broken, monkeypatch):
+def test_unwritable_home_does_not_matter(tmp_path, broken, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -141,7 +141,7 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
     assert home.exists()
 
 
-def test_a_change_of_permissions_alone_asks_for_another_look(home, broken, caplog):
+def test_permission_change_triggers_new_check(home, broken, caplog):
     caplog.set_level(logging.INFO, "ppdist.data")
     _check(broken)
     os.chmod(os.path.join(broken.root, "images", "0.jpg"), 0o600)

@@ -113,7 +113,7 @@ def test_of_equal_images_one_good_one_always_stays(tmp_path):
     assert validate(again, decode=True, workers=1).errors == 0
 
 
-def test_one_list_for_both_splits_stays_in_both_however_often_it_is_cleaned(tmp_path):
+def test_list_of_both_splits_stays_so_when_recleaned(tmp_path):
     write_clean_coco(tmp_path / "set")
     settings = config(tmp_path / "set", "coco", "train.json", "train.json")
     for number in range(2):
@@ -143,7 +143,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def test_other_classes_in_validation_leave_nothing_written(tmp_path):
+def test_other_validation_classes_write_nothing(tmp_path):
     settings = write_clean_coco(tmp_path)
     file = tmp_path / "val.json"
     file.write_text(file.read_text().replace('"cat"', '"dog"'))

@@ -98,7 +98,7 @@ def test_a_large_file_is_judged_by_its_head_and_end(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["bmp", "webp", "tif"])
-def test_a_large_file_of_any_format_is_found_to_be_cut_short(tmp_path, suffix):
+def test_truncated_large_file_of_any_format_is_found(tmp_path, suffix):
     noise = np.random.RandomState(0).randint(0, 256, (300, 400, 3)).astype(np.uint8)
     file = tmp_path / f"a.{suffix}"
     Image.fromarray(noise).save(file, **({"quality": 98} if suffix == "webp" else {}))
@@ -125,7 +125,7 @@ def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
         assert check_image(str(file), SIZE, decode=False).problem == ("", ""), file
 
 
-def test_a_problem_that_may_pass_is_told_from_one_of_the_file(tmp_path, monkeypatch):
+def test_transient_problem_is_told_from_file_problem(tmp_path, monkeypatch):
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"no image")
     assert not check_image(str(bad), None, decode=False).passing
@@ -163,9 +163,7 @@ def _deadly(path: str, size: object, *, decode: bool) -> ImageCheck:
     return ImageCheck(digest=path)
 
 
-def test_a_file_that_kills_or_hangs_its_child_is_named_and_the_others_are_seen(
-    tmp_path, monkeypatch
-):
+def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "check_image", _deadly)
     names = [f"{number}" for number in range(100)]
     names[7], names[40], names[41], names[99] = "segv1", "segv2", "hang", "once"
@@ -198,7 +196,7 @@ def test_no_file_gives_no_look():
     assert check_images([], decode=True, workers=2) == []
 
 
-def test_a_whole_file_is_not_damaged_however_it_was_written(tmp_path):
+def test_intact_file_of_any_writer_is_not_damaged(tmp_path):
     image = Image.fromarray(picture(0))
     for suffix, modes, options in (
         ("jpg", ("RGB", "L", "CMYK"), ({}, {"progressive": True}, {"optimize": True})),
@@ -226,7 +224,7 @@ def test_every_prefix_of_a_file_is_cut_short(tmp_path, suffix):
         assert found is not None and found.code == "image_truncated", length
 
 
-def test_sizes_that_a_file_cannot_hold_are_refused_before_they_are_allocated(tmp_path):
+def test_impossible_sizes_are_refused_unallocated(tmp_path):
     png = bytearray(write_picture(tmp_path / "a.png", 0).read_bytes())
     png[16:24] = (30_000).to_bytes(4, "big") * 2
     jpeg = bytearray(write_picture(tmp_path / "a.jpg", 0).read_bytes())

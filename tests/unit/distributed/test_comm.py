@@ -87,7 +87,7 @@ def fail_alone(argument):
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_rank_fails_on_all_and_rank_0_stays_until_they_know():
+def test_failure_on_one_rank_fails_all_rank_0_last():
     first, second = run_on_ranks(2, "tests.unit.distributed.test_comm:fail_alone")
     who = f"rank 1 (host {HOST})"
     named = [
@@ -118,14 +118,14 @@ def test_messages_are_of_so_many_bytes_whatever_the_type():
         assert sizes == [most] * (8 // most)
 
 
-def test_asking_for_a_gpu_that_paddle_cannot_use_says_what_to_do():
+def test_gpu_without_paddle_support_says_remedy():
     if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
         pytest.skip("this Paddle can use a GPU")
     with pytest.raises(ConfigError, match=r"device: gpu was asked for.*device: cpu"):
         comm.init("gpu", DistributedConfig())
 
 
-def test_a_rank_that_is_ended_because_of_another_prints_nothing():
+def test_rank_ended_by_another_prints_nothing():
     waiting = (
         "import time; from ppdist.distributed import comm; "
         "from ppdist.config.distributed import DistributedConfig; "

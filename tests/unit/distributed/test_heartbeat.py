@@ -45,7 +45,7 @@ def test_a_rank_says_where_it_is(folder: Path) -> None:
     assert after.collectives == inside.collectives and after.seconds > inside.seconds
 
 
-def test_steps_are_measured_but_the_first_after_a_start_or_an_evaluation(folder: Path) -> None:
+def test_step_timing_skips_first_after_start_or_eval(folder: Path) -> None:
     heartbeat.begin(1.0, 60.0)
     found = []
     for phase, step in (
@@ -70,7 +70,7 @@ def test_steps_are_measured_but_the_first_after_a_start_or_an_evaluation(folder:
     assert found == [*first, (0, 3), (0, 3), (0, 3), (1, 3), (1, 3), (2, 4)]
 
 
-def test_what_steps_came_to_adds_up_until_the_process_ends(
+def test_step_totals_accumulate_until_process_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = ("_steps", "_bad_steps", "_images", "_step_seconds", "_own_seconds", "_data_seconds")
@@ -194,7 +194,7 @@ def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:
     assert micros < 100
 
 
-def test_a_rank_that_holds_the_interpreters_lock_shows_its_stacks(tmp_path: Path) -> None:
+def test_rank_holding_gil_shows_its_stacks(tmp_path: Path) -> None:
     code = """
 import ctypes
 from ppdist.distributed import heartbeat

@@ -49,7 +49,7 @@ def sums(argument):
     }
 
 
-def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
+def test_shm_sum_of_two_ranks_equals_sockets():
     first, second = run_on_ranks(
         2, "tests.unit.distributed.test_shm_allreduce:sums", {"memory": True}, hosts=1
     )
@@ -59,7 +59,7 @@ def test_two_ranks_of_one_host_sum_in_its_memory_as_by_sockets():
 
 
 @pytest.mark.slow
-def test_ranks_of_two_hosts_sum_in_memory_first_and_then_between_hosts():
+def test_two_hosts_sum_in_memory_then_between_hosts():
     results = run_on_ranks(
         4, "tests.unit.distributed.test_shm_allreduce:sums", {"memory": True}, hosts=2
     )
@@ -91,7 +91,7 @@ def late(argument):
 
 
 @pytest.mark.slow
-def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
+def test_wait_hears_signals_and_names_missing_rank():
     (*first, pid_0), (*second, pid_1) = run_on_ranks(
         2, "tests.unit.distributed.test_shm_allreduce:late", hosts=1
     )
@@ -105,7 +105,7 @@ def test_waiting_hears_signals_and_ends_with_the_name_of_who_is_missing():
     assert second == [[2.0], True, gone]
 
 
-def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(monkeypatch):
+def test_awaited_rank_is_named_before_socket_timeout(monkeypatch):
     monkeypatch.setattr("ppdist.distributed.shm_allreduce._BETWEEN_HOSTS_SECONDS", 0.15)
     me = os.getpid()
 
@@ -131,7 +131,7 @@ def test_a_rank_that_other_hosts_wait_for_is_named_before_their_sockets_give_up(
     assert wait(2).startswith("rank 2 waited 0.4 s (distributed.timeout_seconds) for rank 3")
 
 
-def test_the_launcher_takes_a_lost_rank_for_the_consequence_and_a_late_one_for_the_cause():
+def test_launcher_blames_late_rank_not_lost_rank():
     lost = failure_of(RankError("", code="lost_rank"))
     slow = failure_of(RankError("", code="rank_timeout"))
     assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
@@ -163,7 +163,7 @@ def apart(argument):
     return said
 
 
-def test_ranks_that_come_to_different_collectives_all_say_which(record_property):
+def test_ranks_in_different_collectives_report_which(record_property):
     began = time.monotonic()
     first, second = run_on_ranks(
         2, "tests.unit.distributed.test_shm_allreduce:apart", ["left out", "another"], hosts=1
@@ -188,14 +188,14 @@ def refuse(argument):
     return [comm._host is None, comm.all_reduce_sum(paddle.to_tensor([1.0])).tolist()]
 
 
-def test_where_memory_cannot_be_shared_all_ranks_talk_through_sockets():
+def test_unshareable_memory_falls_back_to_sockets():
     assert (
         run_on_ranks(2, "tests.unit.distributed.test_shm_allreduce:refuse", hosts=1)
         == [[True, [2.0]]] * 2
     )
 
 
-def test_messages_cover_every_value_once_and_shares_every_element():
+def test_buckets_and_shares_cover_every_value_once():
     places = [(0, 3), (1000, 10), (5000, 1)]
     messages = list(_messages(places, 4))
     assert [sum(count for _, count in message) for message in messages] == [4, 4, 4, 2]
@@ -209,7 +209,7 @@ def test_messages_cover_every_value_once_and_shares_every_element():
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_value_is_added_up_in_the_order_of_ranks_whoever_does_it(monkeypatch, ranks, across):
+def test_values_are_summed_in_rank_order(monkeypatch, ranks, across):
     monkeypatch.setattr("ppdist.distributed.shm_allreduce._AT_A_TIME", 13)
     draw = np.random.default_rng(0)
     arrays = [[draw.normal(size=size).astype(np.float32) for size in (3, 100, 1, 70)]
@@ -246,14 +246,14 @@ def test_each_value_is_added_up_in_the_order_of_ranks_whoever_does_it(monkeypatc
         assert all(np.array_equal(a, b) for a, b in zip(values, expected))
 
 
-def test_pieces_cover_what_lies_between_two_elements_of_a_message_once():
+def test_pieces_cover_part_of_bucket_exactly_once():
     message = [(0, 3), (1000, 10), (5000, 1)]
     assert list(_pieces(message, 0, 14)) == [(0, 0, 3), (3, 1000, 10), (13, 5000, 1)]
     assert list(_pieces(message, 2, 5)) == [(2, 8, 1), (3, 1000, 2)]
     assert list(_pieces(message, 5, 5)) == []
 
 
-def test_threads_that_gloo_makes_may_be_woken_later_and_no_others():
+def test_timer_slack_applies_to_gloo_threads_only():
     def slack():
         found = []
         thread = threading.Thread(target=lambda: found.append(ctypes.CDLL(None).prctl(30)))

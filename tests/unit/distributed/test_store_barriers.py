@@ -25,7 +25,7 @@ def delayed(_):
     return found
 
 
-def test_no_connection_to_the_store_waits_with_small_messages_for_larger_ones():
+def test_store_small_messages_do_not_wait_for_large():
     of_rank_0, of_rank_1 = run_on_ranks(2, "tests.unit.distributed.test_store_barriers:delayed")
     assert len(of_rank_0) >= 3 and of_rank_1  # rank 0 serves itself and the other
     assert not any(of_rank_0) and not any(of_rank_1)
@@ -51,7 +51,7 @@ def stopped(_):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_paused_amid_a_meeting_goes_on():
+def test_training_paused_in_barrier_continues():
     assert (
         run_on_ranks(2, "tests.unit.distributed.test_store_barriers:stopped")
         == [["here", "here"]] * 2

@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_reached_is_named_in_time() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_store_behind_a_firewall_is_told_from_one_that_is_late(
+def test_firewalled_store_is_told_from_late_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store, "_call", lambda address, port: TimeoutError("timed out"))

@@ -59,9 +59,7 @@ def losses(output):
 
 
 @pytest.mark.slow
-def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
-    shapes, tmp_path, monkeypatch
-):
+def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch):
     small = ("train.auto_batch_most=3", "train.max_steps=4")
     first = train(shapes, tmp_path / "whole", *small)
     assert first.trainer.derived.batch_size_per_card == 3
@@ -87,7 +85,7 @@ def test_a_run_takes_a_batch_that_was_trained_with_and_its_resumption_the_same(
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_run_is_said_as_without_auto(shapes, tmp_path):
+def test_invalid_run_is_reported_as_without_auto(shapes, tmp_path):
     with pytest.raises(
         UserError, match=r"^train\.freeze: no weight of this model has a key"
     ) as one:
@@ -128,7 +126,7 @@ def on_two(shapes, output, megabytes, *overrides):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_limits_take_the_least_of_what_fits_and_train(shapes, tmp_path):
+def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
     more = ("model.image_size=[384,384]", "train.sync_bn=true", "train.auto_batch_memory=0.6")
     wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)
     assert wide == narrow == [1, 1, 2], f"{wide}, {narrow}"
@@ -166,14 +164,14 @@ def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_without_room_for_one_image_ends_the_run_on_all(shapes, tmp_path):
+def test_rank_without_room_for_one_image_ends_all(shapes, tmp_path):
     wide, narrow = on_two(shapes, tmp_path, [8192, 64])
     assert "train.batch_size_per_card: auto: not even one image can be trained with: " in narrow
     assert "rank 1 (host " in wide
     assert "not even one image" in wide
 
 
-def test_a_total_batch_says_how_many_micro_steps_there_are(tmp_path):
+def test_total_batch_prints_number_of_micro_steps(tmp_path):
     config = tiny_config(tmp_path, ["train.batch_size_per_card=2", "train.total_batch=24"])
     assert config.train.micro_steps(1) == 12
     assert config.train.micro_steps(4) == 3
@@ -206,7 +204,7 @@ def test_what_needs_a_number_says_so(tmp_path):
     )
 
 
-def test_a_total_batch_that_ranks_cannot_share_evenly_is_an_error():
+def test_unevenly_divisible_total_batch_is_error():
     assert images_per_rank(None, 3) is None
     assert images_per_rank(12, 3) == 4
     with pytest.raises(ConfigError) as caught:
@@ -246,11 +244,11 @@ def test_a_rank_deals_its_share_out_in_equal_parts(number, most, expected):
         ({"total_batch": 24, "world": 2}, 2, 1, (12, {})),  # older than auto
     ],
 )
-def test_a_run_that_goes_on_deals_the_same_total_batch_out(state, world, accumulate, expected):
+def test_resumed_run_splits_same_total_batch(state, world, accumulate, expected):
     assert batch_of_checkpoint(state, world, None, accumulate) == expected
 
 
-def test_a_run_that_goes_on_keeps_the_total_batch_that_is_asked_for():
+def test_resumed_run_keeps_requested_total_batch():
     state = {"total_batch": 24, "world": 2, "batch_size_per_card": 6}
     assert batch_of_checkpoint(state, 2, 24, 1) == (6, {})
     assert batch_of_checkpoint(state, 1, 24, 1) == (6, {})

@@ -46,7 +46,7 @@ def of(model, images=1, size=SIZE, moments=1, averaged=True, frozen=()):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_estimate_counts_what_the_optimizer_and_the_average_hold(family, tmp_path):
+def test_estimate_counts_optimizer_and_ema_memory(family, tmp_path):
     model = build_model(tiny_config(tmp_path, model=family))
     found = of(model, moments=2)
     everything = sum(value.numpy().nbytes for value in model.state_dict().values())
@@ -56,7 +56,7 @@ def test_the_estimate_counts_what_the_optimizer_and_the_average_hold(family, tmp
     assert of(model, averaged=False).average == 0
 
 
-def test_what_is_frozen_has_no_gradient_and_keeps_nothing_for_backward(tmp_path):
+def test_frozen_layers_keep_no_gradient_or_tensor(tmp_path):
     model = build_model(tiny_config(tmp_path))
     plain, tenth = of(model, moments=2), of(model, moments=2, frozen=frozen_keys(model, 1))
     frozen = frozen_keys(model, ["backbone"])
@@ -83,7 +83,7 @@ def test_activations_grow_with_images_and_pixels(family, tmp_path):
     assert large == pytest.approx(16 * small, rel=0.1)  # so a small image is enough
 
 
-def test_saved_tensors_of_a_known_layer_are_those_that_backward_needs():
+def test_saved_tensors_match_needs_of_backward():
     """Of y = relu(conv(x)): the convolution keeps x, the relu its result."""
 
     class Known(paddle.nn.Layer):
@@ -103,7 +103,7 @@ def test_saved_tensors_of_a_known_layer_are_those_that_backward_needs():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_estimate_leaves_model_and_random_numbers_as_they_were(family, tmp_path):
+def test_estimate_leaves_model_and_rng_unchanged(family, tmp_path):
     model = build_model(tiny_config(tmp_path, model=family))
     model.train()
     still = model.sublayers()[3]
@@ -180,7 +180,7 @@ def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_room_is_shared_by_the_ranks_of_a_host_and_a_limit_is_one_ranks_own():
+def test_host_memory_is_shared_but_limit_is_per_rank():
     alone, shared = free_memory(1), free_memory(4)
     assert shared[HOST] == pytest.approx(alone[HOST] / 4, rel=0.1)
     assert ADDRESSES not in alone

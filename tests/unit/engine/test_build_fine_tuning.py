@@ -77,7 +77,7 @@ def is_frozen(key):
     return key.startswith(FROZEN)
 
 
-def test_frozen_weights_statistics_and_their_average_are_what_they_were(pretrained, tuned):
+def test_frozen_weights_statistics_ema_stay_equal(pretrained, tuned):
     before = arrays(pretrained, "ema")
     for group in ("model", "ema"):
         after = arrays(tuned, group)
@@ -91,7 +91,7 @@ def test_frozen_weights_statistics_and_their_average_are_what_they_were(pretrain
     assert not any(is_frozen(entry) for entry in arrays(tuned, "optimizer"))
 
 
-def test_the_log_says_where_weights_come_from_what_is_frozen_and_the_rates(pretrained, tuned):
+def test_log_names_weights_source_frozen_keys_and_lr(pretrained, tuned):
     text = said(tuned)
     assert f"from {pretrained / 'checkpoints' / 'last'}" in text  # no evaluation, so no best
     assert "frozen: " in text and "(backbone.stem, backbone.stages.0, backbone.stages.1)" in text
@@ -113,7 +113,7 @@ def test_a_fine_tuned_run_resumes_bit_for_bit(shapes, pretrained, tuned, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_what_is_frozen_can_be_another_part_from_a_checkpoint_on(optimizer, shapes, tmp_path):
+def test_resumed_run_can_freeze_another_part(optimizer, shapes, tmp_path):
     """First the head alone, then all of it: in one run, if that is meant."""
     name = f"optimizer.name={optimizer}"
     run(shapes, tmp_path, name, "train.freeze=[backbone,neck]", "train.max_steps=2")
@@ -135,7 +135,7 @@ def test_what_is_frozen_can_be_another_part_from_a_checkpoint_on(optimizer, shap
     assert len(losses(tmp_path)) == 6
 
 
-def test_a_part_that_does_not_exist_costs_nothing_that_was_there(shapes, tuned):
+def test_unknown_part_to_freeze_keeps_checkpoints(shapes, tuned):
     there = sorted(path.name for path in (tuned / "checkpoints").iterdir())
     with pytest.raises(ConfigError, match=r"train\.freeze: no weight of this model has a key that"):
         run(shapes, tuned, "train.freeze=[backbon]")
@@ -149,7 +149,7 @@ def test_a_run_never_sets_aside_the_one_it_begins_with(shapes, tuned):
     assert sorted(path.name for path in (tuned / "checkpoints").iterdir()) == there
 
 
-def test_values_that_mean_nothing_are_errors_of_the_configuration(tmp_path):
+def test_meaningless_values_are_config_errors(tmp_path):
     for override, said in {
         "train.freeze=0": r"train\.freeze: 0 freezes nothing; for that write null",
         "train.freeze=[]": r"train\.freeze: \[\] freezes nothing; for that write null",
@@ -174,7 +174,7 @@ def test_freezing_random_weights_is_a_surprise(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_few_images_sees_those_alone_and_cannot_go_on_with_others(shapes, tmp_path):
+def test_subset_run_cannot_resume_with_other_images(shapes, tmp_path):
     run(shapes, tmp_path, "data.train.limit=5", "train.max_steps=2", "data.val.limit=2",
         evaluate=True)  # fmt: skip
     assert "data.train.limit: 5 of 10 images" in said(tmp_path)
@@ -247,7 +247,7 @@ def on_two_ranks(argument: tuple[str, str]) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["quick", "more"])
-def test_two_ranks_fine_tune_like_one_with_all_the_images(tmp_path, which):
+def test_two_ranks_fine_tune_like_one(tmp_path, which):
     """Objects fall unevenly: eleven on one image, one on another, none on six of eight."""
     target = "tests.unit.engine.test_build_fine_tuning:on_two_ranks"
     losses_W = run_on_ranks(2, target, (str(tmp_path), which), seconds=300)

@@ -32,7 +32,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_flipped_byte_is_found_and_an_older_checkpoint_used(tmp_path):
+def test_flipped_byte_falls_back_to_older_checkpoint(tmp_path):
     save(tmp_path, 1)
     file = save(tmp_path, 2) / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -45,7 +45,7 @@ def test_a_flipped_byte_is_found_and_an_older_checkpoint_used(tmp_path):
     assert "damaged" in reasons[0]
 
 
-def test_only_what_the_manifest_lists_is_of_a_checkpoint_and_all_of_it_is_verified(tmp_path):
+def test_manifest_lists_exactly_verified_files(tmp_path):
     path = save(tmp_path, 1)
     (path / "ema.safetensors").write_bytes(b"not ours")
     checkpoint = read_checkpoint(path)
@@ -69,7 +69,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path):
     assert len(reasons) == 2
 
 
-def test_no_checkpoint_is_none_and_a_wrong_path_is_an_error(tmp_path):
+def test_no_checkpoint_is_none_but_bad_path_is_error(tmp_path):
     assert newest_valid(tmp_path / "nothing") == (None, [])
     with pytest.raises(CheckpointError, match=r"not a checkpoint \(it has no manifest\.json\)"):
         read_checkpoint(tmp_path)
@@ -89,7 +89,7 @@ def test_drafts_of_killed_processes_go(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "last"}
 
 
-def test_checkpoints_beyond_the_first_step_make_way_for_a_new_run(tmp_path):
+def test_new_run_sets_aside_later_checkpoints(tmp_path):
     folder = tmp_path / "checkpoints"
     first, *later = [save(folder, step) for step in (10, 20, 30)]
     point(folder / "best", later[0])

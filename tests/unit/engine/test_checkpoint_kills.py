@@ -170,14 +170,14 @@ def in_a_process(function: str, root: Path) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_a_kill_at_any_call_leaves_whole_checkpoints_and_links_to_them(tmp_path, record_property):
+def test_kill_at_any_call_leaves_whole_checkpoints(tmp_path, record_property):
     report = in_a_process("sweep", tmp_path)
     record_property("kills", report["kills"])
     assert report["wrong"] == {}
     assert report["kills"] > 50
 
 
-def test_nothing_is_named_or_deleted_before_what_it_needs_is_on_disk(tmp_path):
+def test_naming_and_deleting_wait_for_fsync(tmp_path):
     """What a power loss may leave is what was synced: files before their directory is renamed, the
     rename and the links before an older checkpoint goes."""
     seen = in_a_process("calls", tmp_path)
@@ -196,7 +196,7 @@ def test_nothing_is_named_or_deleted_before_what_it_needs_is_on_disk(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone"])
-def test_whatever_file_of_the_newest_is_damaged_the_one_before_is_used(harm, tmp_path):
+def test_damage_in_newest_falls_back_to_previous(harm, tmp_path):
     for name in ("model.safetensors", "state.json", "config.yml", "manifest.json"):
         folder = tmp_path / name
         make(folder)

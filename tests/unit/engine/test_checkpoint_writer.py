@@ -61,9 +61,7 @@ def storage(monkeypatch):
     return storage
 
 
-def test_slow_storage_takes_the_newest_that_waits_and_nobody_waits_for_it(
-    tmp_path, storage, record_property
-):
+def test_slow_storage_saves_newest_without_blocking(tmp_path, storage, record_property):
     writer = CheckpointWriter(tmp_path, "", keep=9)
     longest = 0.0
     for step in range(1, 6):
@@ -91,7 +89,7 @@ def test_the_best_is_written_although_newer_ones_wait(tmp_path, storage):
     assert (tmp_path / "last").resolve().name == "step-00000005"
 
 
-def test_a_best_that_was_refused_is_tried_again_before_the_next(tmp_path, storage):
+def test_refused_best_is_retried_before_next(tmp_path, storage):
     writer = CheckpointWriter(tmp_path, "", keep=9)
     storage.refuses = True
     storage.goes_on.release(99)
@@ -110,7 +108,7 @@ def test_a_best_that_was_refused_is_tried_again_before_the_next(tmp_path, storag
     assert (tmp_path / "best").resolve().name == "step-00000001"
 
 
-def test_at_the_end_the_newest_is_tried_again_and_then_it_says_why_it_is_lost(tmp_path, storage):
+def test_end_retries_newest_then_reports_loss(tmp_path, storage):
     writer = CheckpointWriter(tmp_path, "", keep=9)
     storage.refuses = True
     storage.goes_on.release(99)
@@ -131,7 +129,7 @@ def test_a_bug_in_the_thread_is_told_and_does_not_end_it(tmp_path):
     assert writer.finish() == "" and steps_in(tmp_path) == [2]
 
 
-def test_a_best_that_is_written_late_does_not_take_last_back(tmp_path, storage):
+def test_late_best_does_not_move_last_back(tmp_path, storage):
     writer = CheckpointWriter(tmp_path, "", keep=1)
     storage.refuses = True
     for step in (8, 12):
@@ -149,7 +147,7 @@ def test_a_best_that_is_written_late_does_not_take_last_back(tmp_path, storage):
     assert (tmp_path / "best").resolve().name == "step-00000008"
 
 
-def test_a_link_that_points_at_itself_does_not_end_the_thread(tmp_path):
+def test_self_link_does_not_end_writer_thread(tmp_path):
     (tmp_path / "best").symlink_to("best")
     writer = CheckpointWriter(tmp_path, "", keep=9)
     writer.hand_over(snapshot(1))
@@ -172,7 +170,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", f"{folder}"], check=True)
 
 
-def test_a_full_disk_keeps_what_it_holds_and_takes_more_when_there_is_room(small_disk, monkeypatch):
+def test_full_disk_keeps_checkpoints_until_room(small_disk, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
     folder = small_disk / "checkpoints"
     writer = CheckpointWriter(folder, "seed: 1\n", keep=2)
@@ -191,7 +189,7 @@ def test_a_full_disk_keeps_what_it_holds_and_takes_more_when_there_is_room(small
     assert writer.finish() == "" and newest_valid(folder)[0].state["step"] == 3
 
 
-def test_a_file_system_without_links_still_takes_checkpoints(tmp_path, monkeypatch):
+def test_file_system_without_links_takes_checkpoints(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -203,7 +201,7 @@ def test_a_file_system_without_links_still_takes_checkpoints(tmp_path, monkeypat
     assert "failed to link the best" in writer.troubles()[0]
 
 
-def test_what_a_living_process_is_writing_stays_and_the_rest_goes(tmp_path):
+def test_files_of_live_writer_stay_and_others_go(tmp_path):
     host = os.uname().nodename
     sleeper = subprocess.Popen(["sleep", "60"])
     dead = subprocess.Popen(["true"])
@@ -226,7 +224,7 @@ def test_what_a_living_process_is_writing_stays_and_the_rest_goes(tmp_path):
     }  # fmt: skip
 
 
-def test_a_link_that_is_missing_or_a_copy_of_a_checkpoint_misleads_nobody(tmp_path):
+def test_missing_or_copied_link_misleads_nobody(tmp_path):
     for step in (1, 2):
         save_checkpoint(tmp_path, step, snapshot(step).groups, {"step": step}, "")
     (tmp_path / "last").unlink()
@@ -274,7 +272,7 @@ def test_a_state_that_is_none_is_a_damaged_checkpoint(content, tmp_path):
     assert set_aside(tmp_path, 0) is not None
 
 
-def test_nothing_beyond_a_step_that_the_run_goes_back_to_is_written_any_more(tmp_path, storage):
+def test_writer_drops_steps_beyond_rollback(tmp_path, storage):
     writer = CheckpointWriter(tmp_path, "", keep=9)
     storage.refuses = True
     storage.goes_on.release(99)

@@ -58,7 +58,7 @@ def two_roots(folder: Path, damaged: int) -> list[str]:
     return write_shapes(folder / "1", damaged)
 
 
-def test_two_ranks_stop_together_with_the_same_list_of_too_many_bad_images(tmp_path):
+def test_two_ranks_stop_with_same_blocklist_at_limit(tmp_path):
     names = two_roots(tmp_path, damaged=2)  # in an epoch one rank may meet one, one the other
     first, second = run_on_ranks(2, f"{__name__}:on_a_rank", str(tmp_path))
     assert first == second
@@ -69,13 +69,13 @@ def test_two_ranks_stop_together_with_the_same_list_of_too_many_bad_images(tmp_p
 
 
 @pytest.mark.slow
-def test_an_image_that_two_hosts_hold_at_different_places_counts_once(tmp_path):
+def test_image_at_different_host_paths_counts_once(tmp_path):
     two_roots(tmp_path, damaged=1)
     assert run_on_ranks(2, f"{__name__}:on_a_rank", str(tmp_path)) == [["", 1], ["", 1]]
 
 
 @pytest.mark.slow
-def test_hosts_with_different_files_are_told_apart_before_training(tmp_path):
+def test_hosts_with_different_files_are_told_early(tmp_path):
     two_roots(tmp_path, damaged=0)
     file = tmp_path / "1" / "annotations" / "instances_train.json"
     content = json.loads(file.read_text())
@@ -87,9 +87,7 @@ def test_hosts_with_different_files_are_told_apart_before_training(tmp_path):
         assert "10 and 9 images, of which only one has images/train/" in message
 
 
-def test_one_bad_image_and_as_many_as_the_limit_allows_are_replaced_and_counted(
-    tmp_path, record_property
-):
+def test_bad_images_up_to_limit_are_replaced(tmp_path, record_property):
     write_shapes(tmp_path, damaged=3)
     assert train(tmp_path, tmp_path / "run", "data.bad_images_limit=0.3") == ("", 3)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -98,7 +96,7 @@ def test_one_bad_image_and_as_many_as_the_limit_allows_are_replaced_and_counted(
 
 
 @pytest.mark.parametrize("how", ["header", "decode"])
-def test_too_many_bad_images_are_told_before_the_first_step(how, tmp_path, monkeypatch):
+def test_too_many_bad_images_stop_before_first_step(how, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     names = write_shapes(tmp_path, damaged=2)
     message, _ = train(tmp_path, tmp_path / "run", f"data.check_images={how}")

@@ -44,7 +44,7 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_a_teacher_may_be_named_by_its_folder_its_best_or_its_checkpoint(teachers, tmp_path):
+def test_teacher_is_run_folder_best_or_checkpoint(teachers, tmp_path):
     output = shutil.copytree(teachers["ppyoloe"], tmp_path / "run", symlinks=True)
     folder = output / "checkpoints"
     config = distilled_config(tmp_path, output)
@@ -74,7 +74,7 @@ def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_steps_teach_the_student_and_leave_the_teacher_as_it_is(model, teachers, tmp_path):
+def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     comm.init("cpu", DistributedConfig())
     config = distilled_config(tmp_path, teachers[model], model=model)
     step, rates = build_step(config, frozen=False)
@@ -145,7 +145,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         assert float((one - other).abs().max()) <= 1e-4 * float(one.abs().max())
 
 
-def test_bfloat16_runs_and_no_feature_is_kept_where_none_is_compared(teachers, tmp_path):
+def test_bfloat16_runs_without_uncompared_features(teachers, tmp_path):
     comm.init("cpu", DistributedConfig())
     config = distilled_config(
         tmp_path, teachers["ppyoloe"], "train.amp={enabled: true, dtype: bfloat16}"
@@ -212,9 +212,7 @@ def train_on_ranks(argument):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*CASES], [*SLOW]])
-def test_two_ranks_learn_from_a_teacher_like_one_rank_with_both_batches(
-    cases, teachers, record_property
-):
+def test_two_ranks_distill_like_one_rank(cases, teachers, record_property):
     paths = {model: f"{path}" for model, path in teachers.items()}
     argument, target = [cases, paths], "tests.unit.engine.test_distillation:train_on_ranks"
     by_rank = run_on_ranks(2, target, argument, seconds=300)
@@ -257,7 +255,7 @@ def test_a_teacher_of_something_else_is_refused(other, said, tmp_path):
     assert f"{refused.value}".endswith("; give a teacher trained with the same")
 
 
-def test_a_teacher_with_a_head_without_suppression_teaches_by_the_other_one(teachers, tmp_path):
+def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     student = ["model.one_to_one=true"]
     teacher = write_teacher(tmp_path / "teacher", *student, seen=False)
     step, rates = build_step(distilled_config(tmp_path, teacher, *student), frozen=False)

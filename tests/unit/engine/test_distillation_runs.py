@@ -74,7 +74,7 @@ def taught(shapes, teacher, tmp_path_factory):
     return folder
 
 
-def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher):
+def test_run_names_teacher_and_writes_distill_loss(taught, teacher):
     text = (taught / "train.log").read_text()
     assert (
         f"teacher: {teacher}/checkpoints/last, 2.02 M parameters (3.6 times the student's), for "
@@ -84,7 +84,7 @@ def test_a_run_says_who_teaches_and_writes_what_is_left_to_learn(taught, teacher
 
 
 @pytest.mark.slow
-def test_a_run_with_other_anchors_than_its_teacher_does_not_begin(shapes, tmp_path):
+def test_anchors_unlike_teacher_are_refused(shapes, tmp_path):
     teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
     other = f"model.anchors={[[[20, 20]] * 3] * 3}"
     with pytest.raises(UserError, match=r"checkpoints/last: its anchors are others than the stud"):
@@ -104,9 +104,7 @@ def test_weights_of_a_student_need_no_teacher(taught, tmp_path):
     assert set(report.loaded) == set(model.state_dict()) and not (report.fresh or report.ignored)
 
 
-def test_a_resumed_run_learns_exactly_what_an_uninterrupted_one_learns(
-    taught, shapes, teacher, tmp_path
-):
+def test_resumed_distillation_equals_uninterrupted(taught, shapes, teacher, tmp_path):
     lesson = teach(teacher)
     run(shapes, tmp_path, *lesson, "train.max_steps=2")
     run(shapes, tmp_path, *lesson, resume=True)
@@ -136,9 +134,7 @@ def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_compared(
-    taught, shapes, teacher, tmp_path
-):
+def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_path):
     alone = shutil.copytree(taught, tmp_path / "alone", symlinks=True)
     run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
     assert not (alone / "checkpoints" / "last" / "distillation.safetensors").exists()
@@ -151,9 +147,7 @@ def test_a_run_may_go_on_without_its_teacher_but_not_with_features_it_never_comp
 
 
 @pytest.mark.slow
-def test_a_student_is_evaluated_and_exported_by_its_averaged_weights_without_adapters(
-    shapes, teacher, tmp_path
-):
+def test_student_evaluates_and_exports_no_adapter(shapes, teacher, tmp_path):
     lesson = (*teach(teacher), "train.max_steps=3")
     experiment = run(shapes, tmp_path / "run", *lesson, evaluate=True)
     average = load_file(tmp_path / "run" / "checkpoints" / "last" / "ema.safetensors")
@@ -168,9 +162,7 @@ def test_a_student_is_evaluated_and_exported_by_its_averaged_weights_without_ada
 
 
 @pytest.mark.slow
-def test_a_teacher_of_equal_widths_leaves_nothing_to_adapt_and_nothing_of_it_to_keep(
-    shapes, tmp_path
-):
+def test_equal_width_teacher_needs_no_adapter(shapes, tmp_path):
     twin = write_teacher(tmp_path / "twin", "model.width_multiple=0.125", seen=False)
     run(shapes, tmp_path / "run", *teach(twin), "train.max_steps=1")
     assert '"loss_distill_features": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -195,7 +187,7 @@ def look_for_the_teacher(argument):
     return f"{refused.value}"
 
 
-def test_no_rank_waits_for_one_that_does_not_find_the_teacher(teacher, tmp_path):
+def test_missing_teacher_on_one_rank_blocks_no_rank(teacher, tmp_path):
     paths = [f"{teacher}", f"{tmp_path}/absent"]
     argument = [f"{tmp_path}", paths]
     said = run_on_ranks(2, f"{HERE}:look_for_the_teacher", argument, seconds=60)
@@ -210,7 +202,7 @@ def runs_on_ranks(argument):
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_exactly_as_if_nobody_had_stopped_them(shapes, teacher, tmp_path):
+def test_two_resumed_ranks_equal_uninterrupted_ones(shapes, teacher, tmp_path):
     whole, halves = f"{tmp_path}/whole", f"{tmp_path}/halves"
     runs = [(whole, 4, False), (halves, 2, False), (halves, 4, True)]
     run_on_ranks(2, f"{HERE}:runs_on_ranks", [f"{shapes}", f"{teacher}", runs], seconds=300)

@@ -35,7 +35,7 @@ def stops_after(values, *, default="mAP", **keys):
     return None, standing
 
 
-def test_training_ends_after_so_many_evaluations_in_a_row_without_a_better_one():
+def test_training_ends_after_patience_evaluations():
     assert stops_after([0.1, 0.3, 0.2, 0.3, 0.31, 0.3, 0.2, 0.1], patience=3)[0] == 8
     assert stops_after([0.1, 0.3, 0.2, 0.3, 0.29], patience=3)[0] == 5
     assert stops_after([0.1, 0.2, 0.3, 0.4], patience=1)[0] is None
@@ -47,7 +47,7 @@ def test_a_loss_gets_better_by_falling():
     assert stops_after([3.0, 2.9, 2.8], metric="val_loss", patience=1)[0] is None
 
 
-def test_small_steps_count_once_they_are_more_than_min_delta_together():
+def test_small_gains_count_once_sum_beats_min_delta():
     values = [0.10, 0.14, 0.18, 0.22, 0.26, 0.30]
     assert stops_after(values, patience=3, min_delta=0.05)[0] is None
     assert stops_after(values, patience=1, min_delta=0.05)[0] == 2
@@ -87,7 +87,7 @@ def warned_after(pairs):
     return found
 
 
-def test_over_fitting_is_warned_of_once_when_the_losses_part():
+def test_overfitting_warns_once_when_losses_diverge():
     train = [3.0 - 0.05 * n for n in range(40)]
     val = [3.0 - 0.05 * n if n < 15 else 2.3 + 0.04 * (n - 15) for n in range(40)]
     found = warned_after(zip(train, val))
@@ -109,7 +109,7 @@ def test_over_fitting_is_not_warned_of_when(kind):
     assert not warned_after(zip(train.tolist(), val.tolist()))
 
 
-def test_noise_that_lasts_for_ten_evaluations_is_no_over_fitting():
+def test_ten_noisy_evaluations_are_no_overfitting():
     rng = np.random.default_rng(0)
     for _ in range(30):
         val = 2 + 0.06 * np.repeat(rng.normal(size=10), 10)
@@ -185,7 +185,7 @@ def lines_of(folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_end_early_alike_whether_resumed_or_not(shapes, tmp_path):
+def test_two_ranks_stop_early_alike_resumed_or_not(shapes, tmp_path):
     argument = {"data": str(shapes), "folder": str(tmp_path)}
     first, second = run_on_ranks(2, "tests.unit.engine.test_early_stopping:two_ranks", argument)
     assert first == second
@@ -226,7 +226,7 @@ def test_more_patience_on_resume_goes_on(shapes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_without_it_elsewhere_begins_it_anew(shapes, tmp_path):
+def test_early_stopping_restarts_after_gap(shapes, tmp_path):
     def goes_on(before, *overrides):
         overrides = ("train.batch_size_per_card=8", *overrides)
         _, trainer = trained(shapes, tmp_path / "other", *overrides, resume=tmp_path / before)
@@ -253,7 +253,7 @@ def test_without_evaluations_it_is_refused(shapes, tmp_path):
         )
 
 
-def test_a_metric_that_the_model_does_not_have_is_refused(tmp_path):
+def test_metric_unknown_to_model_is_refused(tmp_path):
     file = tmp_path / "wrong.yml"
     file.write_text(
         "data: {format: coco, root: x, train: {images: a, annotations: b}, "

@@ -35,7 +35,7 @@ def on_ranks(argument):
     return {"result": result, "detections": detections.tolist()}
 
 
-def test_boxes_come_back_in_original_pixels_and_inside_the_image():
+def test_boxes_are_original_pixels_within_image():
     detections_R7 = evaluator().predict(Oracle(five_images()))
     assert detections_R7.dtype == np.float32
     assert (np.diff(detections_R7[:, 0]) >= 0).all()
@@ -63,7 +63,7 @@ def test_fitness_counts_map_nine_times_as_much_as_map50(monkeypatch):
     assert result["fitness"] == pytest.approx(0.9 * 0.4 + 0.1 * 0.8)
 
 
-def test_two_ranks_with_uneven_shares_get_what_one_rank_gets():
+def test_two_ranks_with_uneven_shards_equal_one_rank():
     alone = evaluator().evaluate(Oracle(five_images()))
     detections = evaluator().predict(Oracle(five_images())).tolist()
     first, second = run_on_ranks(2, "tests.unit.engine.test_evaluator:on_ranks")
@@ -85,7 +85,7 @@ def test_an_image_left_out_is_an_error_that_names_it():
         evaluator([0, 1, 2, 3]).evaluate(Oracle(five_images()))
 
 
-def test_the_model_runs_in_eval_mode_and_every_layer_gets_its_mode_back():
+def test_evaluation_restores_mode_of_every_layer():
     model = Oracle(five_images())
     model.train()
     model.frozen.eval()
@@ -116,7 +116,7 @@ def test_a_model_that_finds_nothing_scores_zero():
     assert under_test.evaluate(Blind(five_images()))["mAP"] == 0.0
 
 
-def test_an_untrained_model_gives_a_bounded_number_of_boxes():
+def test_untrained_model_gives_bounded_box_count():
     class Untrained(Oracle):
         def decode(self, outputs):
             rng = np.random.default_rng(0)
@@ -130,7 +130,7 @@ def test_an_untrained_model_gives_a_bounded_number_of_boxes():
     assert len(counts) == IMAGES and counts.max() <= NMSConfig().keep
 
 
-def test_pictures_show_truth_beside_predictions_and_are_limited():
+def test_images_show_truth_and_boxes_up_to_limit():
     under_test = evaluator(max_pictures=3)
     under_test.evaluate(Oracle(five_images()))
     assert [picture.shape for picture in under_test.pictures] == [(HEIGHT, 2 * WIDTH + 4, 3)] * 3

@@ -93,7 +93,7 @@ def test_the_ranking_is_in_the_order_of_the_set():
 
 
 @pytest.mark.parametrize("argument", ["uneven", "none"])
-def test_two_ranks_get_what_one_rank_gets_even_where_one_has_no_image(argument):
+def test_two_ranks_equal_one_even_with_empty_rank(argument):
     alone = evaluator().predict(Lookup())
     first, second = run_on_ranks(
         2, "tests.unit.engine.test_evaluator_classification:on_ranks", argument
@@ -115,7 +115,7 @@ def test_an_image_left_out_is_an_error_that_names_it():
         evaluator([0, 1, 2, 3]).evaluate(Lookup())
 
 
-def test_the_model_runs_in_eval_mode_and_gets_its_mode_back():
+def test_evaluation_restores_classifier_mode():
     model = Lookup()
     before = model.norm._mean.numpy().copy()
     evaluator().evaluate(model)
@@ -123,7 +123,7 @@ def test_the_model_runs_in_eval_mode_and_gets_its_mode_back():
     assert (model.norm._mean.numpy() == before).all()
 
 
-def test_pictures_are_limited_drawn_anew_and_leave_padding_out():
+def test_images_are_limited_redrawn_and_omit_padding():
     for most, expected in ((3, 3), (100, 5), (0, 0)):
         under_test = evaluator(max_pictures=most)
         for _ in range(2):

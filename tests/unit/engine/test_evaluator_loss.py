@@ -132,7 +132,7 @@ def on_ranks(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_find_what_one_finds_and_no_two_of_them_differ(shapes, ranks):
+def test_ranks_agree_and_equal_single_rank_losses(shapes, ranks):
     alone = run_on_ranks(1, "tests.unit.engine.test_evaluator_loss:on_ranks", str(shapes))[0]
     several = run_on_ranks(ranks, "tests.unit.engine.test_evaluator_loss:on_ranks", str(shapes))
     assert all(found == several[0] for found in several)

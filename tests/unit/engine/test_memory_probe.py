@@ -46,7 +46,7 @@ def line(batch):
     return 100 + 10 * batch
 
 
-def test_what_a_line_promises_is_trained_with_before_it_is_taken():
+def test_predicted_batch_is_trained_before_use():
     made = Made(line)
     assert search(made, {HOST: 500}, 64).images == 40
     assert made.asked == [[1, 2, 4], [40]]
@@ -61,14 +61,14 @@ def test_no_more_is_tried_than_is_of_use():
     assert search(Made(line), {HOST: 500}, 3).images == 3
 
 
-def test_a_batch_that_takes_more_than_was_promised_bends_the_line():
+def test_batch_above_prediction_refits_memory_line():
     made = Made(lambda batch: line(batch) + (batch > 4) * batch**2)
     found = search(made, {HOST: 500}, 64)
     assert 12 <= found.images <= 15  # 15 take 475, 16 take 516
     assert made.asked[1] == [40]
 
 
-def test_small_batches_that_took_too_much_for_a_line_do_not_keep_it_low():
+def test_oversized_small_batches_do_not_lower_limit():
     """Images of other shapes leave gaps in the heap of the process that tries several batches."""
     made = Made(lambda batch: 100 + (40 if batch <= 4 else 10) * batch)
     assert search(made, {HOST: 500}, 64).images == 40
@@ -81,7 +81,7 @@ def test_a_process_that_dies_halves_the_distance():
     assert all(batch <= 64 for (batch,) in made.asked[1:])
 
 
-def test_a_process_that_dies_among_the_small_ones_leaves_those_before():
+def test_death_in_small_batches_keeps_earlier_ones():
     made = Made(line, dies_above=2)
     assert search(made, {HOST: 10**6}, 64).images == 2
     assert made.asked == [[1, 2, 4], [3]]
@@ -163,7 +163,7 @@ def test_what_a_failed_process_said_is_in_the_message(monkeypatch):
     )
 
 
-def test_a_step_that_finds_no_memory_is_told_from_other_failures(monkeypatch):
+def test_out_of_memory_is_told_from_other_failures(monkeypatch):
     code = f"import sys; sys.stderr.write('out of memory'); sys.exit({NO_MEMORY})"
     end_as(monkeypatch, code)
     why = trial_of({}, {HOST: GIB}, time.monotonic() + 60)([1])[1]
@@ -194,7 +194,7 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     assert time.monotonic() - began < 30
 
 
-def test_a_process_is_a_run_of_one_rank_and_nothing_to_fleetrun(monkeypatch):
+def test_trial_is_one_rank_hidden_from_fleetrun(monkeypatch):
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setenv("PPDIST_EXIT_DIR", "/nowhere")
     code = (

@@ -53,7 +53,7 @@ def made(loss: float, applied: bool = True) -> StepResult:
     )
 
 
-def test_one_line_tells_of_an_epoch_what_its_applied_steps_came_to():
+def test_epoch_line_summarises_its_applied_steps():
     log = Heard()
     epochs = EpochLogger(log, steps_per_epoch=3, shown=["mAP"])
     epochs.on_train_begin(TrainingRun(None, None, None, 0, total_steps=100))
@@ -118,7 +118,7 @@ def without_tensorboardx(folder):
     return str(caught.value)
 
 
-def test_a_package_that_rank_0_lacks_ends_all_ranks_with_what_to_do(run):
+def test_package_missing_on_rank_0_ends_all_ranks(run):
     folder = str(run[0].parent)
     for said in run_on_ranks(
         2, "tests.unit.engine.test_monitor_epochs:without_tensorboardx", folder

@@ -40,7 +40,7 @@ def test_a_slow_rank_is_named_within_50_steps(record_property):
     record_property("warning", warning)
 
 
-def test_one_slow_stretch_or_small_differences_are_no_reason(monkeypatch):
+def test_brief_or_small_slowness_is_no_straggler(monkeypatch):
     pace = StragglerMonitor(None)
     assert pace._judge([1.0, 2.0]) == ""
     assert pace._judge([1.0, 1.1]) == ""
@@ -53,7 +53,7 @@ def test_one_slow_stretch_or_small_differences_are_no_reason(monkeypatch):
     assert pace._judge([1.0, 2.0]) == ""  # it was said
 
 
-def test_several_that_are_about_as_slow_are_named_together(monkeypatch):
+def test_equally_slow_stragglers_are_named_together(monkeypatch):
     monkeypatch.setattr(comm, "addresses", lambda: [*"aaabbb"])
     pace = StragglerMonitor(None)
     assert pace._judge([1.0, 1.0, 1.1, 2.1, 2.0, 1.0]) == ""

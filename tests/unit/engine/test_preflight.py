@@ -47,7 +47,7 @@ def test_a_difference_names_key_values_ranks_and_hosts() -> None:
     assert comm.ranks_named([0, 2, 3], ["a"] * 4) == "ranks 0, 2-3 (host a)"
 
 
-def test_what_may_differ_between_hosts_is_not_compared_and_all_else_is(tmp_path: Path) -> None:
+def test_handshake_compares_all_but_per_host_keys(tmp_path: Path) -> None:
     one = flat_config(tiny_config(tmp_path, ["output_dir=a", "data.workers=0"]))
     other = flat_config(tiny_config(tmp_path, ["output_dir=b", "data.workers=3"]))
     assert one == other and "train.amp.enabled" in one and "data.cache" in one
@@ -55,7 +55,7 @@ def test_what_may_differ_between_hosts_is_not_compared_and_all_else_is(tmp_path:
     assert keys >= set(HOSTS_OWN_KEYS)
 
 
-def test_weights_are_compared_by_their_content_not_their_place(tmp_path: Path) -> None:
+def test_weights_are_compared_by_content_not_path(tmp_path: Path) -> None:
     facts = []
     for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / name).write_bytes(content)
@@ -65,7 +65,7 @@ def test_weights_are_compared_by_their_content_not_their_place(tmp_path: Path) -
     assert none.keys() != facts[0].keys()  # one rank with weights, one without
 
 
-def test_of_a_run_whose_weights_are_taken_the_best_checkpoint_is_compared(tmp_path: Path) -> None:
+def test_pretrained_run_compares_its_best_checkpoint(tmp_path: Path) -> None:
     facts = []
     for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
         best = tmp_path / name / "checkpoints" / "best"
@@ -75,7 +75,7 @@ def test_of_a_run_whose_weights_are_taken_the_best_checkpoint_is_compared(tmp_pa
     assert facts[0] == facts[1] != facts[2]
 
 
-def test_a_run_that_begins_does_not_set_aside_the_weights_it_begins_with(tmp_path: Path) -> None:
+def test_new_run_keeps_weights_it_starts_from(tmp_path: Path) -> None:
     best, elsewhere = tmp_path / "checkpoints" / "best", tmp_path / "other.npz"
     step = best.parent / "step-00000004"
     step.mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_ranks_that_agree_start_within_five_seconds(told: list[dict[str, str]]) 
         assert float(texts["seconds"]) < 5
 
 
-def test_each_kind_of_difference_is_refused_on_every_rank(
+def test_each_difference_is_refused_on_every_rank(
     told: list[dict[str, str]], record_property
 ) -> None:
     for texts in told:
@@ -237,7 +237,7 @@ def test_each_kind_of_difference_is_refused_on_every_rank(
     record_property("figure", f"{len(alike)} kinds of differences refused")
 
 
-def test_what_would_hang_while_ranks_join_is_refused_before(told: list[dict[str, str]]) -> None:
+def test_settings_that_hang_rendezvous_are_refused(told: list[dict[str, str]]) -> None:
     for texts in told:
         assert texts["devices"].startswith(
             f"device: cpu on rank 0 (host {HOST}), gpu on rank 1 (host {HOST})"
@@ -266,12 +266,12 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
         assert f".jpg: {size} bytes and {size + 1} bytes; give" in longer
 
 
-def test_a_rank_that_does_not_come_to_the_first_sum_is_named(told: list[dict[str, str]]) -> None:
+def test_rank_missing_from_first_allreduce_is_named(told: list[dict[str, str]]) -> None:
     text = told[0]["late"]
     assert text.startswith("rank 1 (host 127.0.0.1) did not reach the first all-reduce within 0")
 
 
-def test_facts_in_another_order_are_the_same_and_the_script_is_a_fact(
+def test_fact_order_is_ignored_script_is_compared(
     told: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [texts["order"] for texts in told] == ["agreed: None"] * 2
@@ -284,7 +284,7 @@ def test_facts_in_another_order_are_the_same_and_the_script_is_a_fact(
     assert found[0].keys() == found[1].keys() and found[0]["mine.py"] != found[1]["mine.py"]
 
 
-def test_a_call_that_does_not_come_back_ends_the_process_with_a_reason() -> None:
+def test_hung_call_ends_process_with_reason() -> None:
     code = (
         "import time; from ppdist.engine.preflight import within\n"
         "with within(0.2, 'the first all-reduce'): time.sleep(30)"

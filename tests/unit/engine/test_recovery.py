@@ -185,7 +185,7 @@ def log_of(ranks, name):
     return (ranks[0] / name / "train.log").read_text()
 
 
-def test_steps_that_one_rank_cannot_finish_take_all_ranks_back_with_half_the_rate(ranks, shapes):
+def test_unfinishable_steps_roll_back_with_half_lr(ranks, shapes):
     folder, found = ranks
     assert found["nan"][2] == 1 and found["whole"][2] == 0
     text = log_of(ranks, "nan")
@@ -213,7 +213,7 @@ def test_steps_that_one_rank_cannot_finish_take_all_ranks_back_with_half_the_rat
     assert (state["step"], state["returns"], state["bad_steps"]) == (8, 1, 0)
 
 
-def test_a_rank_without_memory_makes_all_take_smaller_bites_of_the_same_steps(ranks):
+def test_out_of_memory_rank_splits_steps_on_all(ranks):
     folder, found = ranks
     for name, parts in (("memory", 4), ("memory in backward", 2)):
         assert found[name][1] == parts
@@ -240,7 +240,7 @@ def test_a_rank_without_memory_makes_all_take_smaller_bites_of_the_same_steps(ra
     assert state["most_images"] == 1
 
 
-def test_two_ranks_whose_weights_differ_are_named_and_go_back_together(ranks):
+def test_unequal_replicas_are_named_and_roll_back(ranks):
     text = log_of(ranks, "flip")
     assert "after step 6: rank 1 (host " in text and "held other weights than rank 0 (host " in text
     assert text.count("which of them are right is unknown, so all have those of rank 0") == 2
@@ -256,7 +256,7 @@ def test_two_ranks_whose_weights_differ_are_named_and_go_back_together(ranks):
     assert "held other weights" not in log_of(ranks, "whole")
 
 
-def test_an_evaluation_that_fails_on_one_rank_is_made_again(ranks):
+def test_evaluation_failing_on_one_rank_is_retried(ranks):
     folder, _ = ranks
     text = log_of(ranks, "evaluation")
     assert "the evaluation after step 2 failed, retrying: rank 1 (host " in text
@@ -266,7 +266,7 @@ def test_an_evaluation_that_fails_on_one_rank_is_made_again(ranks):
     assert same(folder / "evaluation", folder / "whole")
 
 
-def test_training_goes_on_without_an_evaluation_that_fails_again(ranks):
+def test_training_skips_evaluation_that_fails_twice(ranks):
     folder, _ = ranks
     text = log_of(ranks, "evaluations")
     assert text.count("failed, skipping this evaluation: rank 0") == 4
@@ -274,7 +274,7 @@ def test_training_goes_on_without_an_evaluation_that_fails_again(ranks):
     assert same(folder / "evaluations", folder / "whole")
 
 
-def test_going_back_is_resuming_with_half_the_rate_bit_for_bit(shapes, tmp_path):
+def test_rollback_equals_resume_with_half_lr(shapes, tmp_path):
     short = "train.max_steps=6"
     alone(shapes, tmp_path / "back", short, before=lambda trainer: spoil(trainer, (3, 4, 5)))
     alone(shapes, tmp_path / "resumed", "train.max_steps=3")
@@ -286,7 +286,7 @@ def test_going_back_is_resuming_with_half_the_rate_bit_for_bit(shapes, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp_path):
+def test_run_stopped_amid_bad_steps_resumes_equal(shapes, tmp_path):
     def bad(trainer):
         spoil(trainer, (4, 5, 6))  # step 6 is to be saved
 
@@ -311,7 +311,7 @@ def test_a_run_that_ends_amid_bad_steps_goes_on_as_one_that_does_not(shapes, tmp
 
 
 @pytest.mark.slow
-def test_a_best_of_steps_that_are_made_again_goes_aside_and_the_log_says_where(shapes, tmp_path):
+def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
     def rising(trainer):
         spoil(trainer, (5, 6, 7))
         inner = trainer.evaluator.evaluate
@@ -331,7 +331,7 @@ def test_a_best_of_steps_that_are_made_again_goes_aside_and_the_log_says_where(s
     assert [r["step"] for r in records if "mAP" in r] == [3, 6, 8]
 
 
-def test_a_run_that_goes_back_in_vain_ends_and_says_where_the_images_are(shapes, tmp_path):
+def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
     with pytest.raises(
         FloatingPointError, match=r"2 steps in a row, up to step 5, and 3 rollbacks"
     ):
@@ -342,9 +342,7 @@ def test_a_run_that_goes_back_in_vain_ends_and_says_where_the_images_are(shapes,
     assert json.loads((tmp_path / "checkpoints/last/state.json").read_text())["step"] == 3
 
 
-def test_images_that_are_not_finite_leave_no_trace_in_running_statistics(
-    shapes, tmp_path, monkeypatch
-):
+def test_non_finite_images_leave_running_stats_equal(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "loss_scale", lambda scaler: 0.5)
 
     def poison(trainer):
@@ -365,7 +363,7 @@ def test_images_that_are_not_finite_leave_no_trace_in_running_statistics(
     )
 
 
-def test_a_step_left_out_opens_no_image_and_moves_no_weight(shapes, tmp_path, monkeypatch):
+def test_skipped_step_opens_no_image_keeps_weights(shapes, tmp_path, monkeypatch):
     alone(shapes, tmp_path / "two", "train.max_steps=2")
     monkeypatch.setenv(SKIP_STEP_VARIABLE, "3")
     opened = []
@@ -393,24 +391,20 @@ def test_a_step_left_out_opens_no_image_and_moves_no_weight(shapes, tmp_path, mo
     assert [r["step"] for r in lines_of(tmp_path / "three", "metrics.jsonl") if "mAP" in r] == [3]
 
 
-def test_a_single_image_without_memory_is_the_users_to_put_right(shapes, tmp_path):
+def test_single_image_out_of_memory_is_user_error(shapes, tmp_path):
     with pytest.raises(ConfigError, match=r"step 1: rank 0 .* out of memory with one image at a"):
         alone(shapes, tmp_path, before=lambda trainer: out_of_memory(trainer, 1))
 
 
 @pytest.mark.slow
-def test_a_resumed_run_still_takes_small_bites_and_the_users_batch_may_be_smaller_yet(
-    shapes, tmp_path
-):
+def test_resume_keeps_split_and_takes_smaller_batch(shapes, tmp_path):
     alone(shapes, tmp_path, "train.max_steps=2", before=lambda t: out_of_memory(t, 3))
     assert alone(shapes, tmp_path, "train.max_steps=4", resume=True).feed.parts == 2
     smaller = ("train.batch_size_per_card=1", "train.accumulate_steps=4", "train.max_steps=6")
     assert alone(shapes, tmp_path, *smaller, resume=True).feed.parts == 1
 
 
-def test_a_rank_that_cannot_tell_the_others_leaves_it_to_the_next_attempt(
-    shapes, tmp_path, monkeypatch
-):
+def test_gpu_rank_failing_alone_leaves_it_to_restart(shapes, tmp_path, monkeypatch):
     """Within a collective of GPUs, where nobody knows which meetings it missed."""
 
     def run_out(trainer):
@@ -497,7 +491,7 @@ def test_going_back_is_resuming_for_all_that_ranks_keep(shapes, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "3,,4", "-1", "3;4"])
-def test_steps_to_leave_out_that_are_no_numbers_are_the_users_error(text):
+def test_non_numeric_skip_steps_are_user_error(text):
     with pytest.raises(ConfigError, match=f"PPDIST_SKIP_STEP={text}: expected the numbers of st"):
         recovery._steps_of(text)
     assert recovery._steps_of("7,12") == {7, 12} and recovery._steps_of("") == set()

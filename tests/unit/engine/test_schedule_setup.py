@@ -37,7 +37,7 @@ def why(derived, name):
     return next(reason for shown, _, reason in derived.rows() if shown == name)
 
 
-def test_four_cards_derive_a_scaled_run_from_the_same_config():
+def test_four_cards_scale_run_from_same_config():
     plain = {"warmup_compensation": "none"}
     one, four = run(1, schedule=plain), run(4, schedule=plain)
     assert (one.total_batch, four.total_batch) == (16, 64)
@@ -59,7 +59,7 @@ def test_a_warm_up_is_not_shorter_than_asked_for():
     assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
 
 
-def test_the_square_root_rule_takes_decay_and_moments_along():
+def test_sqrt_rule_scales_decay_and_moments():
     adam = {"name": "adamw", "lr_scaling": "sqrt", "weight_decay": 0.05}
     scaled = run(8, adam | {"betas_scaling": "auto"}).scaled
     assert scaled.lr == pytest.approx(0.01 * math.sqrt(8))
@@ -77,7 +77,7 @@ def test_the_square_root_rule_takes_decay_and_moments_along():
         run(16, adam | {"betas_scaling": "auto"})
 
 
-def test_a_noise_scale_caps_the_rate_of_weights_and_biases():
+def test_noise_scale_caps_rate_of_weights_and_biases():
     # r = 1: 4 times the batch counts as 4 * 2 / 5 = 1.6 times.
     capped = run(4, {"noise_scale": 16}, {"warmup_bias_lr": 0.1})
     assert capped.schedule.peak_lr == pytest.approx(0.016)
@@ -119,7 +119,7 @@ def test_a_run_below_one_epoch_is_not_rounded_up_to_one():
     assert short.epoch_scale == pytest.approx(1.6) and short.schedule_steps == 10
 
 
-def test_the_images_of_a_warm_up_count_the_smaller_last_step_of_each_epoch():
+def test_warm_up_images_count_smaller_last_steps():
     def said(world, epochs):
         derived = run(world, {"lr_scaling": "none"}, {"warmup_epochs": epochs})
         return why(derived, "warm-up").rpartition(": ")[2]
@@ -128,7 +128,7 @@ def test_the_images_of_a_warm_up_count_the_smaller_last_step_of_each_epoch():
     assert said(1, 1.5) == "1496 images (1.49 epochs)"  # 94 steps: 1000 + 31 * 16
 
 
-def test_phases_written_for_a_run_of_another_length_keep_their_share_of_it():
+def test_phases_keep_their_share_of_other_run_length():
     drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 2, "warmup_least_steps": 0}
     written, short = run(schedule=drops), run(schedule=drops, epochs=4, phases_factor=0.4)
     assert written.schedule.warmup_steps == 2 * 63
@@ -166,7 +166,7 @@ def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
     assert build.build_schedule_setup(as_written, 64).phase_scale == 1.0
 
 
-def test_augmentation_by_the_epoch_stretches_with_the_run():
+def test_epoch_based_augmentation_scales_with_run():
     augment = AugmentConfig(combine_epochs=(2, 50), close_mosaic_epochs=15, plain_epochs=5)
     longer = augment.with_epoch_scale(1.6)
     assert (longer.combine_epochs, longer.close_mosaic_epochs, longer.plain_epochs) == (
@@ -178,7 +178,7 @@ def test_augmentation_by_the_epoch_stretches_with_the_run():
     assert AugmentConfig().with_epoch_scale(2.0) == AugmentConfig()
 
 
-def test_what_was_derived_reaches_optimizer_loss_and_augmentation(tmp_path, monkeypatch):
+def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
     config = tiny_config(
         tmp_path,
         [

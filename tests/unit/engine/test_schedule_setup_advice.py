@@ -48,7 +48,7 @@ OURS = [
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_configurations_are_run_without_a_warning(name):
+def test_shipped_configs_run_without_warning(name):
     most = 2 if name.startswith("examples/") else 8  # as the head of the file says
     for world in (1, 2, 4, 8):
         if world <= most:
@@ -92,7 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cost_others_accuracy_is_said_with_what_to_do(case):
+def test_known_accuracy_loss_is_warned_with_remedy(case):
     name, world, overrides, expected = CASES[case]
     found = [line for line in said(name, world, *overrides) if expected in line]
     assert len(found) == 1
@@ -102,12 +102,12 @@ def test_what_cost_others_accuracy_is_said_with_what_to_do(case):
     )
 
 
-def test_one_rank_needs_no_reference_and_a_reference_ends_the_advice():
+def test_one_rank_or_reference_batch_gives_no_advice():
     assert said(PPYOLOE, 1, "optimizer.reference_batch_size=null") == []
     assert said(PPYOLOE, 8, "optimizer.reference_batch_size=64") == []
 
 
-def test_a_warm_up_that_compensation_would_not_change_is_not_warned_of():
+def test_unaffected_warm_up_gives_no_warning():
     written = "schedule.warmup_epochs=4", "schedule.warmup_compensation=none"
     assert not [line for line in said(PPYOLOE, 32, *written) if "warmup" in line]
 

@@ -72,7 +72,7 @@ def test_settings_are_told_apart_by_what_they_change(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_settings_that_teach_it_nothing_else(shapes, output, tmp_path):
+def test_settings_not_affecting_training_may_change(shapes, output, tmp_path):
     free = ["data.workers=1", "train.batch_size_per_card=2", "train.accumulate_steps=2"]
     run(shapes, output, *free, "train.max_steps=6", resume=output)
     line = next(line for line in said(output).splitlines() if "do not affect training" in line)
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_other_settings_that_teach_it_nothing_else(shapes, ou
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
-def test_settings_that_change_what_is_learned_need_to_be_meant(shapes, output):
+def test_settings_affecting_training_need_flag(shapes, output):
     longer = ["train.epochs=4", "optimizer.lr=0.001", "log.images=0"]
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as refused:
@@ -116,7 +116,7 @@ def test_another_training_set_is_noticed(shapes, output, tmp_path):
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_best_begins_anew_where_scores_are_measured_otherwise(shapes, output):
+def test_other_evaluation_metric_resets_best(shapes, output):
     experiment = build(shapes, output, evaluate=True, resume=output)
     experiment.log.close()
     assert np.isfinite(experiment.trainer.progress.best)
@@ -126,7 +126,7 @@ def test_the_best_begins_anew_where_scores_are_measured_otherwise(shapes, output
     assert 'evaluate.metric: null then, "mAP50" now): best starts anew' in said(output)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_moved_aside(shapes, output, tmp_path):
+def test_damaged_newest_checkpoint_is_set_aside(shapes, output, tmp_path):
     whole = tmp_path / "whole"
     shutil.copytree(output, whole, symlinks=True)
     file = output / "checkpoints" / "step-00000005" / "ema.safetensors"
@@ -142,7 +142,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_moved_aside(shapes, outp
     assert_same_checkpoint(output, whole)
 
 
-def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from_as_if_it_had_one(shapes, output):
+def test_checkpoint_without_optimizer_is_not_resumed(shapes, output):
     path = output / "checkpoints" / "step-00000005"
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"]["optimizer.safetensors"]
@@ -151,9 +151,7 @@ def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from_as_if_it_had_one(
         run(shapes, output, resume=output)
 
 
-def test_a_stop_amid_an_evaluation_that_is_made_up_leaves_a_checkpoint(
-    shapes, output, tmp_path, monkeypatch
-):
+def test_stop_in_late_evaluation_saves_checkpoint(shapes, output, tmp_path, monkeypatch):
     def stop(*_):
         raise EvaluationStopped
 
@@ -167,7 +165,7 @@ def test_a_stop_amid_an_evaluation_that_is_made_up_leaves_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_in_another_folder_whatever_lies_there(shapes, output, tmp_path):
+def test_run_may_resume_in_any_other_folder(shapes, output, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(output / "checkpoints", other / "checkpoints", symlinks=True)
     path = output / "checkpoints" / "step-00000004"
@@ -187,7 +185,7 @@ def test_a_finished_run_has_nothing_left_to_train(shapes, output):
     assert logged_steps(output) == [1, 2, 3, 4, 5]
 
 
-def test_a_checkpoint_hands_on_the_bad_images_and_the_id_of_its_run(shapes, output):
+def test_checkpoint_carries_blocklist_and_run_id(shapes, output):
     saved = read_checkpoint(output / "checkpoints" / "step-00000005").state["run"]
     assert saved["images"] == 10 and saved["schedule_steps"] == 9
     experiment = build(shapes, output, "train.max_steps=6", resume=output)
@@ -210,7 +208,7 @@ def job(tmp_path, monkeypatch):
     return folder
 
 
-def test_an_attempt_goes_on_from_what_the_job_has_written_without_being_told(shapes, job, tmp_path):
+def test_restart_resumes_from_job_output_unprompted(shapes, job, tmp_path):
     output = tmp_path / "output"
     run(shapes, output, "train.max_steps=4")
     experiment = build(shapes, output)  # the very command, which does not say --resume
@@ -221,7 +219,7 @@ def test_an_attempt_goes_on_from_what_the_job_has_written_without_being_told(sha
     assert not (output / "metrics.previous.jsonl").exists()
 
 
-def test_an_attempt_does_not_take_what_an_earlier_run_has_left(shapes, job, output):
+def test_restart_ignores_checkpoints_of_earlier_run(shapes, job, output):
     # The job's first attempt was killed before it could move them aside: nothing is noted.
     experiment = build(shapes, output)
     experiment.log.close()
@@ -236,7 +234,7 @@ def test_an_attempt_does_not_take_what_an_earlier_run_has_left(shapes, job, outp
 
 
 @pytest.mark.slow
-def test_an_attempt_of_a_resumed_run_begins_where_the_command_says(shapes, job, output, tmp_path):
+def test_restart_of_resumed_run_begins_at_given_path(shapes, job, output, tmp_path):
     other = tmp_path / "other"
     path = output / "checkpoints" / "step-00000004"
     for expected in (4, 4, 6):  # killed before its first checkpoint; after it; and once more
@@ -248,14 +246,12 @@ def test_an_attempt_of_a_resumed_run_begins_where_the_command_says(shapes, job, 
         (job / "again").touch()
 
 
-def test_a_returned_host_learns_from_the_others_that_the_job_has_begun(monkeypatch, job):
+def test_returned_host_learns_job_has_begun(monkeypatch, job):
     monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, "the run", None])
     assert module._id_of_job() == "the run"
 
 
-def test_the_size_of_messages_is_that_of_a_checkpoint_of_as_many_ranks(
-    shapes, five_steps, tmp_path, monkeypatch
-):
+def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(comm, "resume_bucket", taken.append)
     found = read_checkpoint(five_steps / "checkpoints" / "step-00000005")
@@ -270,7 +266,7 @@ def test_the_size_of_messages_is_that_of_a_checkpoint_of_as_many_ranks(
     assert start.notes[0] == "ranks: 2 then, 1 now; each step has the same images"
 
 
-def test_a_configuration_of_another_version_is_shown_and_not_guessed(tmp_path):
+def test_config_of_other_version_is_shown_unguessed(tmp_path):
     (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
     config = tiny_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
@@ -278,9 +274,7 @@ def test_a_configuration_of_another_version_is_shown_and_not_guessed(tmp_path):
     assert require_same(tmp_path, config, by_scores=False, allow=True).learned
 
 
-def test_auto_means_the_output_dir_once_it_holds_a_checkpoint_whole_or_not(
-    shapes, five_steps, tmp_path
-):
+def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
     config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
     (tmp_path / "checkpoints").mkdir()
     assert module.find_start(module.AUTO, tmp_path, config, False).step is None

@@ -74,7 +74,7 @@ def entries(batch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_change_of_ranks_amid_an_epoch_misses_and_doubles_no_sample(case, monkeypatch, shapes):
+def test_rank_change_mid_epoch_uses_each_sample_once(case, monkeypatch, shapes):
     overrides = CASES[case]
     whole = ledger(monkeypatch, shapes, overrides, range(STEPS), 2, 12, 1, 0)
     parts = {}

@@ -96,21 +96,17 @@ def follow(shapes, tmp_path, record_property, *parts):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_same_losses_on_half_as_many_ranks(
-    shapes, tmp_path, record_property
-):
+def test_half_as_many_ranks_resume_with_same_losses(shapes, tmp_path, record_property):
     follow(shapes, tmp_path, record_property, (2, 4), (1, 9))  # changes amid the second epoch
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_same_losses_on_one_two_and_four_ranks(
-    shapes, tmp_path, record_property
-):
+def test_1_2_and_4_ranks_resume_with_same_losses(shapes, tmp_path, record_property):
     follow(shapes, tmp_path, record_property, (1, 2), (4, 5), (2, 8), (1, 10))
 
 
 @pytest.mark.slow
-def test_ranks_that_share_no_folder_get_the_checkpoint_from_rank_0(shapes, tmp_path):
+def test_ranks_without_shared_folder_load_via_rank_0(shapes, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     compressed = ["distributed.gradient_rank=2", "distributed.shard_optimizer=true"]
     runs = [
@@ -144,7 +140,7 @@ def goes_on(argument):
 
 
 @pytest.mark.parametrize("words", [("auto", "auto"), ("auto", "elsewhere")])
-def test_a_rank_that_was_not_told_auto_is_refused_and_waits_for_nobody(words, shapes, tmp_path):
+def test_rank_without_auto_is_refused_at_once(words, shapes, tmp_path):
     argument = {"shapes": str(shapes), "output": str(tmp_path / "run"), "words": words}
     said = run_on_ranks(2, f"{HERE}:goes_on", argument)
     if words[0] == words[1]:
@@ -198,9 +194,7 @@ def fleetrun(folder, output, overrides, *arguments, fault="", restarts=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_that_is_resumed_ends_bit_for_bit_like_an_undisturbed_one(
-    kind, shapes, tmp_path
-):
+def test_killed_run_resumes_bit_for_bit_equal(kind, shapes, tmp_path):
     (tmp_path / "cfg.yml").write_text(CONFIG.format(shapes=shapes))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, said = fleetrun(tmp_path, whole, KINDS[kind])
@@ -217,7 +211,7 @@ def test_a_killed_run_that_is_resumed_ends_bit_for_bit_like_an_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_a_restarted_job_takes_its_own_checkpoints_and_none_of_an_earlier_run(shapes, tmp_path):
+def test_restarted_job_uses_own_checkpoints_only(shapes, tmp_path):
     (tmp_path / "cfg.yml").write_text(CONFIG.format(shapes=shapes))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, said = fleetrun(tmp_path, whole, [])

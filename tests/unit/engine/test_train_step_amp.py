@@ -83,7 +83,7 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
     return step, optimizer
 
 
-def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_property):
+def test_overflow_halves_loss_scale(record_property):
     comm.init("cpu", DistributedConfig())
     step, optimizer = build()
     enable_scaling(step.scaler)
@@ -98,7 +98,7 @@ def test_an_overflow_halves_the_loss_scale_and_a_good_step_keeps_it(record_prope
     assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled
 
 
-def test_a_loss_scale_that_is_still_too_high_is_no_fault_until_it_is_below_one():
+def test_high_loss_scale_is_no_fault_until_below_one():
     comm.init("cpu", DistributedConfig())
     step, _ = build()
     enable_scaling(step.scaler)
@@ -127,7 +127,7 @@ def accumulate(argument):
     return optimizer.gradients
 
 
-def test_two_ranks_accumulate_gradients_of_low_precision_and_update_in_float32():
+def test_two_ranks_accumulate_amp_update_float32():
     expected = [(1 + 3 + 2 + 4) / 4] * 2
     assert run_on_ranks(2, "tests.unit.engine.test_train_step_amp:accumulate") == [
         expected,

@@ -100,14 +100,14 @@ def local_runs():
     return run_on_ranks(2, f"{HERE}:local")
 
 
-def test_averaging_weights_after_every_step_is_averaging_gradients(local_runs):
+def test_local_sgd_every_step_equals_allreduce(local_runs):
     for runs in local_runs:
         gradients, weights = runs["losses"]
         assert weights == pytest.approx(gradients, rel=1e-5)
         assert max(runs["distances"].values()) < 1e-4, runs["distances"]
 
 
-def test_ranks_are_the_same_after_synchronised_steps_and_at_no_other_time(local_runs):
+def test_replicas_are_equal_only_after_synced_steps(local_runs):
     first, second = (runs["every three"] for runs in local_runs)
     for step, (one, other) in enumerate(zip(first, second)):
         together = step in (2, 5)
@@ -121,7 +121,7 @@ def test_ranks_are_the_same_after_synchronised_steps_and_at_no_other_time(local_
         assert first[1][part] == second[1][part]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none(local_runs):
+def test_non_finite_gradient_on_one_rank_skips_all(local_runs):
     for runs in local_runs:
         history = runs["every three"]
         assert [each["applied"] for each in history] == [True] * 4 + [False] + [True] * 2
@@ -158,7 +158,7 @@ def sharded(argument):
 
 
 @pytest.mark.slow
-def test_optimizer_state_in_shares_makes_the_same_weights_bit_for_bit():
+def test_sharded_optimizer_state_gives_same_weights():
     runs = run_on_ranks(2, f"{HERE}:sharded")
     for name in ("momentum", "adamw"):
         first, second = (run[name] for run in runs)
@@ -223,9 +223,7 @@ def steps_of(output_dir, what):
 
 
 @pytest.mark.slow
-def test_local_sgd_stops_is_saved_and_evaluated_where_ranks_agree_and_resumes_exactly(
-    shapes, tmp_path
-):
+def test_local_sgd_stops_saves_and_resumes_exactly(shapes, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     every = ["distributed.sync_every=3", "checkpoint.every_steps=2"]
     runs = [
@@ -246,9 +244,7 @@ def test_local_sgd_stops_is_saved_and_evaluated_where_ranks_agree_and_resumes_ex
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_state_of_all_shares_and_resumes_on_any_number_of_ranks(
-    shapes, tmp_path
-):
+def test_sharded_checkpoint_resumes_on_any_ranks(shapes, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     shares = ["distributed.shard_optimizer=true", "optimizer.name=adamw", "train.epochs=2"]
     runs = [

@@ -121,7 +121,7 @@ RESUMED = {
         for each in RESUMED
     ],
 )
-def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, tmp_path):
+def test_resumed_run_ends_bit_for_bit_equal(case, shapes, tmp_path):
     model, overrides = RESUMED[case]
     data = shapes
     if model == "yolov5_cls":
@@ -138,7 +138,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(case, shapes, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp_path):
+def test_resume_uses_metrics_of_last_whole_epoch(shapes, tmp_path):
     seen = {}
 
     def note(trainer):
@@ -166,7 +166,7 @@ def test_a_resumed_run_goes_on_by_the_scores_of_the_last_whole_epoch(shapes, tmp
     assert_same_run(whole, parts)
 
 
-def test_anchors_fitted_before_training_are_part_of_the_checkpoint(shapes, tmp_path):
+def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path):
     before = {"anchors": None}
 
     def note(trainer):
@@ -191,7 +191,7 @@ def two_ranks(argument):
 
 
 @pytest.mark.slow
-def test_two_resumed_ranks_end_bit_for_bit_like_uninterrupted_ones(shapes, tmp_path):
+def test_two_resumed_ranks_end_bit_for_bit_equal(shapes, tmp_path):
     def launch(name, overrides, resume):
         argument = {"output": str(tmp_path / name), "shapes": str(shapes), "resume": resume}
         argument["overrides"] = ["train.batch_size_per_card=3", *overrides]
@@ -203,7 +203,7 @@ def test_two_resumed_ranks_end_bit_for_bit_like_uninterrupted_ones(shapes, tmp_p
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
+def test_signal_saves_checkpoint_and_exits_75(shapes, tmp_path):
     def interrupt(trainer):
         original = trainer.train_step.__call__
 
@@ -222,7 +222,7 @@ def test_a_signal_ends_the_run_with_75_after_a_checkpoint(shapes, tmp_path):
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000012"
 
 
-def test_a_stop_waits_until_all_ranks_hold_the_same_weights(shapes, tmp_path):
+def test_stop_waits_until_ranks_hold_equal_weights(shapes, tmp_path):
     def unequal_until_step_5(trainer):
         original = trainer.train_step.__call__
 
@@ -282,7 +282,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_ranks(shapes, tmp_path):
     assert all(np.isfinite(value).all() for value in weights(tmp_path / "0").values())
 
 
-def test_a_run_that_starts_anew_leaves_nothing_of_an_earlier_one_to_resume_from(shapes, tmp_path):
+def test_new_run_leaves_no_old_checkpoint_to_resume(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=9")
     run(shapes, tmp_path, "train.max_steps=1", "train.batch_size_per_card=2")
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -296,7 +296,7 @@ def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
         run(shapes, tmp_path, "train.batch_size_per_card=2", resume=True)
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes, tmp_path):
+def test_stopped_run_saves_and_resume_evaluates(shapes, tmp_path):
     def stop_now(trainer):
         def call(batches, count, step, rates, stop, *rest):
             return original(batches, count, step, rates, True, *rest)
@@ -317,7 +317,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_evaluates_when_it_goes_on(shapes,
     assert (ended["step"], ended["best_step"]) == (2, 1)
 
 
-def test_arrays_of_low_precision_are_saved_as_float32_and_come_back_exact():
+def test_low_precision_arrays_round_trip_as_float32():
     import paddle
 
     from ppdist.engine.state import _array, copy_into
@@ -335,7 +335,7 @@ def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
         run(shapes, tmp_path, resume=True)
 
 
-def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
+def test_resuming_other_model_names_first_difference(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=1")
     wider = "model.width_multiple=0.25"
     with pytest.raises(CheckpointError, match=r"  model\.width_multiple: 0\.125 then, 0\.25 now\n"):
@@ -344,7 +344,7 @@ def test_resuming_another_model_names_the_first_difference(shapes, tmp_path):
         run(shapes, tmp_path, wider, resume=True, resume_changed=True)
 
 
-def test_an_output_dir_that_cannot_be_written_is_the_users_error(shapes, tmp_path):
+def test_unwritable_output_dir_is_user_error(shapes, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir: cannot write to"):
         run(shapes, tmp_path / "file")

@@ -18,9 +18,7 @@ def records(output_dir: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
-    shapes: Path, tmp_path: Path
-) -> None:
+def test_resumed_one_to_one_run_has_same_weights(shapes: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     run(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
     run(shapes, halves, *SWITCHES, "train.max_steps=2")

@@ -159,9 +159,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_a_run_whose_last_checkpoint_is_refused_fails_and_resumes_from_the_one_before(
-    shapes, tmp_path, undisturbed, monkeypatch
-):
+def test_refused_last_checkpoint_fails_resumable_run(shapes, tmp_path, undisturbed, monkeypatch):
     with monkeypatch.context() as context:
         refuse_steps(context, 12)
         with pytest.raises(RuntimeError, match=r"step 12 was not written: .*--resume, which"):
@@ -192,14 +190,14 @@ def refused_at_the_end(argument):
 
 
 @pytest.mark.slow
-def test_all_ranks_fail_when_the_last_checkpoint_is_refused(shapes, tmp_path):
+def test_refused_last_checkpoint_fails_every_rank(shapes, tmp_path):
     argument = {"shapes": str(shapes), "output": str(tmp_path)}
     told = run_on_ranks(2, f"{HERE}:refused_at_the_end", argument, seconds=240)
     assert told[0] == told[1] and "step 2 was not written" in told[0]
     assert final(tmp_path).state["step"] == 1
 
 
-def test_a_kill_between_a_checkpoint_and_its_links_is_mended_when_the_run_goes_on(shapes, tmp_path):
+def test_resume_repairs_links_lost_to_kill(shapes, tmp_path):
     assert train(shapes, tmp_path, "train.max_steps=6", evaluate=True) == 0
     folder = tmp_path / "checkpoints"
     best = read_checkpoint(folder / "best").state["best_step"]
@@ -212,7 +210,7 @@ def test_a_kill_between_a_checkpoint_and_its_links_is_mended_when_the_run_goes_o
     assert (folder / "last").resolve().name == "step-00000006"
 
 
-def test_a_second_training_into_the_same_folder_is_refused(shapes, tmp_path, monkeypatch):
+def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypatch):
     code = "import sys, time\nfrom pathlib import Path\nfrom ppdist.common.files import hold\n" \
            "hold(Path(sys.argv[1]))\nprint(flush=True)\ntime.sleep(300)"  # fmt: skip
     other = subprocess.Popen(
@@ -231,7 +229,7 @@ def test_a_second_training_into_the_same_folder_is_refused(shapes, tmp_path, mon
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}  # nothing was touched
 
 
-def test_the_cost_of_a_checkpoint_is_measured_in_its_parts(shapes, tmp_path):
+def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
     init_cpu()
     config = tiny_config(shapes, ["train.batch_size_per_card=4"])
     report = measure_saving(config, saves=2, scratch=tmp_path)
@@ -241,7 +239,7 @@ def test_the_cost_of_a_checkpoint_is_measured_in_its_parts(shapes, tmp_path):
     assert report["bytes"] > 100_000 and report["saves"] == 2
 
 
-def test_a_rollback_and_a_resume_take_back_all_that_was_learned(shapes, tmp_path):
+def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
     experiment = build(shapes, tmp_path)
     with experiment.log:
         trainer = experiment.trainer

@@ -34,7 +34,7 @@ def asked_to_stop_on(one_rank):
     return None
 
 
-def test_one_rank_that_is_asked_to_stop_ends_the_evaluation_on_all_and_the_next_is_whole():
+def test_stop_on_one_rank_ends_evaluation_on_all():
     results = run_on_ranks(2, "tests.unit.engine.test_trainer_stopping:asked_to_stop_on", 0)
     assert [result["batches"] for result in results] == [1, 1]  # of 2 and 1
     assert [result["mAP50"] for result in results] == [pytest.approx(1.0)] * 2
@@ -72,7 +72,7 @@ def no_nohup() -> None:
 
 
 @pytest.mark.parametrize(("second", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_repeats_are_the_same_request_and_a_later_signal_ends_the_process(
+def test_repeated_signal_counts_once_later_one_kills(
     second, code, no_nohup, monkeypatch, capfd
 ) -> None:
     asked, codes, now = [], [], 100.0
@@ -111,7 +111,7 @@ def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
         *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS if n != signal.SIGTERM),
     ],
 )
-def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_nohup) -> None:
+def test_signal_before_first_step_exits_75(number, no_nohup) -> None:
     code = (
         "import os\nfrom ppdist.common import process\nprocess.hold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
@@ -127,7 +127,7 @@ def test_a_signal_before_the_first_step_ends_a_lone_process_with_75(number, no_n
     assert "Aborted" not in ended.stderr and "FatalError" not in ended.stderr
 
 
-def test_what_a_rank_has_reported_is_its_exit_code_whatever_comes_while_it_ends(tmp_path) -> None:
+def test_reported_exit_code_stays_while_rank_ends(tmp_path) -> None:
     code = (
         "import os, signal\nfrom ppdist.common import process\n"
         "import threading, time\n"
@@ -143,9 +143,7 @@ def test_what_a_rank_has_reported_is_its_exit_code_whatever_comes_while_it_ends(
 
 
 @pytest.mark.slow
-def test_a_stop_amid_an_evaluation_does_not_wait_for_it_and_a_resumed_run_makes_it_up(
-    tmp_path: Path, monkeypatch, record_property
-) -> None:
+def test_stop_skips_evaluation_until_resume(tmp_path: Path, monkeypatch, record_property) -> None:
     monkeypatch.chdir(tmp_path)
     drawn = [sys.executable, str(ROOT / "tools/data.py"), "synthetic", "--out", "data"]
     command = [*drawn, "--train", "16", "--val", "1200"]

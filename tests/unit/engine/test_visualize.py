@@ -46,7 +46,7 @@ def made(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*"))
 
 
-def test_the_first_batches_are_drawn_and_those_where_augmentation_changes(tmp_path):
+def test_first_and_newly_augmented_batches_are_drawn(tmp_path):
     look(pictures(tmp_path, mosaic=1.0, close_mosaic_epochs=2), 0, 5 * STEPS)
     assert made(tmp_path) == sorted(
         f"train_batch{kind}_{number}.jpg" for kind in ("", "_epoch_3") for number in range(3)
@@ -67,7 +67,7 @@ def test_micro_batches_belong_to_their_step(tmp_path):
     assert made(tmp_path) == [f"train_batch_{number}.jpg" for number in range(3)]
 
 
-def test_what_was_drawn_before_a_resume_stays_and_a_new_run_draws_anew(tmp_path):
+def test_resume_keeps_drawn_images_new_run_redraws(tmp_path):
     old = tmp_path / "train_batch_0.jpg"
     old.write_text("old")
     look(pictures(tmp_path), 2, 5)
@@ -90,14 +90,14 @@ def test_going_back_draws_nothing_twice(tmp_path):
     assert made(tmp_path) == ["train_batch_1.jpg", "train_batch_2.jpg"]
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_no_batch(tmp_path, caplog):
+def test_unwritable_folder_costs_warning_not_batch(tmp_path, caplog):
     (tmp_path / "plots").write_text("a file")
     look(pictures(tmp_path / "plots"), 0, 6)
     (warning,) = caplog.records
     assert "continuing without pictures" in warning.getMessage()
 
 
-def test_validation_images_that_cannot_be_written_cost_one_warning(tmp_path):
+def test_unwritable_val_images_cost_one_warning(tmp_path):
     evaluator = SimpleNamespace(headline=("mAP",), pictures=[np.zeros((8, 20, 3), np.uint8)])
     with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
         (tmp_path / "plots").write_text("a file")

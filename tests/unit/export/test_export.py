@@ -113,9 +113,7 @@ def test_images_without_objects_give_no_rows(tmp_path: Path, model: PPYOLOE) -> 
         assert [found_R6.shape for found_R6 in split_rows(rows_R6, count_B)] == [(0, 6), (0, 6)]
 
 
-def test_infer_yml_alone_is_enough_to_get_the_boxes_of_eager(
-    model: PPYOLOE, with_nms: Path
-) -> None:
+def test_infer_yml_suffices_for_eager_boxes(model: PPYOLOE, with_nms: Path) -> None:
     """Written without anything of ppdist, as somebody who deploys the model would."""
     image_HW3 = pictures(1, 40, 200)[0].transpose(1, 2, 0).astype(np.uint8)
     spec = yaml.safe_load((with_nms / "infer.yml").read_text(encoding="utf-8"))
@@ -150,7 +148,7 @@ def test_exporting_leaves_the_model_as_it_was(
 
 
 @pytest.mark.slow
-def test_a_graph_of_fixed_batch_and_size_computes_the_same(tmp_path: Path, model: PPYOLOE) -> None:
+def test_fixed_shape_graph_gives_same_output(tmp_path: Path, model: PPYOLOE) -> None:
     plain = deployment_copy(model)
     with paddle.no_grad():
         expected = RawModel(plain)(paddle.to_tensor(pictures(1)))
@@ -161,7 +159,7 @@ def test_a_graph_of_fixed_batch_and_size_computes_the_same(tmp_path: Path, model
         assert np.abs(got - true.numpy()).max() < 1e-3
 
 
-def test_a_deployment_copy_has_plain_convolutions_and_batch_norms_in_eval_mode() -> None:
+def test_deploy_copy_has_plain_convs_and_eval_norms() -> None:
     model = tiny_model()
     plain = [type(layer) for layer in model.sublayers()]
     use_onednn_convolutions(model)
@@ -184,9 +182,7 @@ class OtherWhenStatic(PPYOLOE):
         return scores_BNC, boxes_BN4 + (0.0 if paddle.in_dynamic_mode() else 4.0)
 
 
-def test_a_file_that_computes_something_else_is_refused_and_an_older_export_stays(
-    tmp_path: Path, with_nms: Path
-) -> None:
+def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(with_nms, directory)
     kept = {file.name: file.read_bytes() for file in directory.iterdir()}
@@ -223,7 +219,7 @@ def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOL
         ),
     ],
 )
-def test_a_description_that_does_not_fit_the_model_is_refused(
+def test_spec_not_fitting_model_is_refused(
     tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, code: str, message: str
 ) -> None:
     with pytest.raises(ExportError, match=message) as error:
@@ -276,12 +272,12 @@ def test_a_row_that_differs_counts_on_both_sides(column: int, change: float) -> 
     assert unexplained_rows(other, ROWS, NMS) == 2
 
 
-def test_a_row_is_counted_once_however_many_partners_it_could_have() -> None:
+def test_row_counts_once_despite_many_partners() -> None:
     twice = np.concatenate([ROWS, ROWS[:1]])
     assert unexplained_rows(twice, ROWS, NMS) == 1
 
 
-def test_a_missing_row_is_explained_by_a_tie_at_a_threshold() -> None:
+def test_missing_row_is_explained_by_threshold_tie() -> None:
     at_score = np.array([[1, NMS.score_threshold, 0, 0, 5, 5]], np.float32)
     at_overlap = np.array([[0, 0.85, 0, 0, 10, 7]], np.float32)  # IoU 0.7 with the first row
     for extra in (at_score, at_overlap):
@@ -290,7 +286,7 @@ def test_a_missing_row_is_explained_by_a_tie_at_a_threshold() -> None:
     assert unexplained_rows(np.concatenate([ROWS, elsewhere]), ROWS, NMS) == 1
 
 
-def test_of_two_overlapping_boxes_that_score_alike_either_may_stay() -> None:
+def test_either_of_two_tied_boxes_may_stay() -> None:
     one = np.array([[0, 0.9, 0, 0, 50, 50]], np.float32)
     other = one + np.float32([0, 1e-7, 2, 0, 2, 0])
     raw = np.array([[0.9, 0, 0], [0.9, 0, 0]], np.float32), np.concatenate([one, other])[:, 2:]
@@ -300,7 +296,7 @@ def test_of_two_overlapping_boxes_that_score_alike_either_may_stay() -> None:
     assert unexplained_rows(other, one, NMS) == 2
 
 
-def test_what_a_box_lost_to_a_tie_would_have_suppressed_is_explained() -> None:
+def test_row_freed_by_lost_tie_is_explained() -> None:
     best, shift = [0, 0.95, 0, 0, 100, 100], 100 * 0.3 / 1.7  # IoU 0.7 with the best
     tied = [0, 0.9, shift, 0, 100 + shift, 100]
     behind = [0, 0.8, shift + 4, 0, 104 + shift, 100]
@@ -318,7 +314,7 @@ def test_a_tie_at_the_limit_of_candidates_is_explained() -> None:
     assert unexplained_rows(other - np.float32([0, 0.1, 0, 0, 0, 0]), one, nms, raw) == 2
 
 
-def test_a_box_without_area_and_what_a_full_list_lost_for_it_are_explained() -> None:
+def test_zero_area_box_and_lost_row_are_explained() -> None:
     nms = NMS.model_copy(update={"keep": 3})
     thin = np.array([[0, 0.95, 30, 10, 30, 40]], np.float32)
     assert unexplained_rows(np.concatenate([thin, ROWS[:2]]), ROWS, nms) == 0
@@ -346,7 +342,7 @@ def test_another_suppression_is_not_explained_by_ties(change: dict[str, Any]) ->
     assert error.value.code == "export_differs"
 
 
-def test_numbers_that_are_not_finite_or_of_another_shape_are_no_agreement() -> None:
+def test_non_finite_or_misshapen_output_disagrees() -> None:
     true = np.zeros((2, 5, 3)), np.zeros((2, 5, 4))
     moved = np.full((2, 5, 4), [0.0, 0.0, 0.02, 0.04])
     found = raw_differences((true[0] + 0.5, moved), true, "it")

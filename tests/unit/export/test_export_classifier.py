@@ -67,7 +67,7 @@ def exported(model: YOLOv5Classifier, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
-def test_the_exported_classifier_gives_the_probabilities_of_eager(
+def test_exported_classifier_gives_eager_output(
     model: YOLOv5Classifier, exported: Path, onednn: bool
 ) -> None:
     classify = ExportedClassifier(exported, RuntimeOptions(onednn=onednn))
@@ -81,7 +81,7 @@ def test_the_exported_classifier_gives_the_probabilities_of_eager(
     assert np.ptp(differing, axis=0).max() > 0.05, "the images make no difference"
 
 
-def test_infer_yml_alone_is_enough_to_get_the_probabilities_of_eager(
+def test_infer_yml_suffices_for_eager_probabilities(
     model: YOLOv5Classifier, exported: Path
 ) -> None:
     """Written without anything of ppdist, as somebody who deploys the model would."""
@@ -137,7 +137,7 @@ def test_infer_yml_read_again_is_what_was_written(spec: InferenceSpec, tmp_path:
     assert (spec.resize.map_back is None) == (spec.task == "classify")
 
 
-def test_a_json_reader_and_a_yaml_reader_find_the_same_in_infer_yml(tmp_path: Path) -> None:
+def test_infer_yml_reads_alike_as_json_and_yaml(tmp_path: Path) -> None:
     strange = (
         "größe 1e-5",
         "细胞 🩸",

@@ -70,7 +70,7 @@ def normalised(model: ImageModel, images_B3HW: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("takes", ["pixels", "normalised pixels"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_deployed_model_computes_the_same_without_any_batch_norm(kind: str, takes: str) -> None:
+def test_deployed_model_without_batch_norm_is_equal(kind: str, takes: str) -> None:
     paddle.seed(0)
     model = MODELS[kind]()
     before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
@@ -88,7 +88,7 @@ def arrays(model: nn.Layer) -> dict[str, np.ndarray]:
     return {key: value.numpy() for key, value in model.state_dict().items()}
 
 
-def test_a_folded_norm_gives_the_same_output_from_one_convolution() -> None:
+def test_folded_norm_equals_single_convolution() -> None:
     paddle.seed(0)
     block = ConvBNLayer(3, 8, 3, stride=2, epsilon=1e-2)
     for value in (block.bn.weight, block.bn.bias, block.bn._mean):
@@ -105,7 +105,7 @@ def test_a_folded_norm_gives_the_same_output_from_one_convolution() -> None:
 
 
 @pytest.mark.slow
-def test_an_export_for_normalised_pixels_says_so_and_keeps_the_boxes_of_eager(
+def test_normalised_pixel_export_keeps_eager_boxes(
     tmp_path: Path,
 ) -> None:
     paddle.seed(0)

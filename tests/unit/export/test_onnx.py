@@ -107,9 +107,7 @@ def predictions(batch: int, count: int, classes: int, steps: int = 0) -> np.ndar
         "no suppression, one label",
     ],
 )
-def test_the_suppression_in_onnx_keeps_the_rows_of_paddle(
-    tmp_path: Path, nms: NMSConfig, batch: int
-) -> None:
+def test_onnx_nms_keeps_rows_of_paddle(tmp_path: Path, nms: NMSConfig, batch: int) -> None:
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
     graph = OnnxGraph(tmp_path / "kept.onnx", ONNX)
     assert graph.output_names == ("rows", "count")
@@ -124,9 +122,7 @@ def test_the_suppression_in_onnx_keeps_the_rows_of_paddle(
 
 
 @pytest.mark.parametrize("candidates", [20, 1000])
-def test_of_equal_scores_onnx_takes_those_that_paddle_takes(
-    tmp_path: Path, candidates: int
-) -> None:
+def test_onnx_breaks_score_ties_as_paddle(tmp_path: Path, candidates: int) -> None:
     nms = NMSConfig(score_threshold=0.05, iou_threshold=0.6, candidates=candidates, keep=25)
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
     both = predictions(2, 200, 4, steps=20)
@@ -152,7 +148,7 @@ def assert_boxes_of_eager(directory: Path) -> None:
         assert_same_boxes(exported(images), eager(images))
 
 
-def test_an_onnx_file_keeps_the_boxes_of_eager_at_other_batch_and_image_sizes(
+def test_onnx_keeps_eager_boxes_at_other_shapes(
     with_nms: Path,
 ) -> None:
     assert {file.name for file in with_nms.iterdir()} == {"model.onnx", "infer.yml"}
@@ -177,16 +173,14 @@ def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> 
     assert any(len(a) != len(b) or not np.allclose(a, b) for a, b in zip(eager, published))
 
 
-def test_batch_norms_and_the_pixels_scale_are_gone_from_the_graph(with_nms: Path) -> None:
+def test_graph_has_no_batch_norms_and_no_pixel_scale(with_nms: Path) -> None:
     nodes = onnx.load(str(with_nms / "model.onnx")).graph.node
     assert "BatchNormalization" not in {node.op_type for node in nodes}
     assert [node.op_type for node in nodes if "images" in node.input] == ["Conv"]
 
 
 @pytest.mark.slow
-def test_without_suppression_an_onnx_file_gives_scores_and_boxes(
-    tmp_path: Path, converter: None
-) -> None:
+def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None) -> None:
     report = export_detector(tiny_model(), tmp_path / "model", tiny_spec(), ("onnx",), False)
     assert report.spec.onnx is not None
     assert [output.name for output in report.spec.onnx.outputs] == ["scores", "boxes"]
@@ -194,9 +188,7 @@ def test_without_suppression_an_onnx_file_gives_scores_and_boxes(
 
 
 @pytest.mark.slow
-def test_a_classifier_in_onnx_gives_the_probabilities_of_eager(
-    tmp_path: Path, converter: None
-) -> None:
+def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: None) -> None:
     model = tiny_classifier()
     report = export_classifier(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
     assert set(report.agreement) == {"paddle", "onnx"}
@@ -227,7 +219,7 @@ def test_int8_needs_one_more_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.code == "package_missing"
 
 
-def test_a_full_disk_is_noticed_before_the_converter_is_blamed(
+def test_full_disk_is_blamed_before_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.pdiparams").write_bytes(bytes(2_000_000))
@@ -253,7 +245,7 @@ runpy.run_path("tools/export.py", run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_export_leaves_neither_a_folder_nor_the_converter(
+def test_stopped_export_leaves_no_folder_or_process(
     tmp_path: Path, converter: None, number: signal.Signals
 ) -> None:
     pid = tmp_path / "pid"

@@ -42,7 +42,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_int8_model_scores_nearly_as_the_float_model_does(exported: Path) -> None:
+def test_int8_model_scores_close_to_float_model(exported: Path) -> None:
     images = pictures(3, 96, 64)  # neither the batch nor the size of the calibration
     floats, _ = OnnxGraph(exported / "model.onnx", INT8)(images)
     integers, _ = OnnxGraph(exported / "model_int8.onnx", INT8)(images)
@@ -63,7 +63,7 @@ def test_all_convolutions_but_the_last_run_on_integers(exported: Path) -> None:
     assert onnx.TensorProto.INT8 in {tensor.data_type for tensor in graph.initializer}
 
 
-def test_the_int8_model_is_described_beside_the_float_model(exported: Path) -> None:
+def test_int8_model_is_described_beside_float_model(exported: Path) -> None:
     spec = read_spec(exported)
     assert spec.onnx is not None and spec.onnx_int8 is not None
     assert spec.onnx_int8.files == ("model_int8.onnx",)
@@ -110,7 +110,7 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> DetectionSet:
 
 
 @pytest.mark.slow
-def test_the_accuracy_of_every_file_is_noted_beside_eager(
+def test_accuracy_of_each_file_is_noted_beside_eager(
     tmp_path: Path, validation: DetectionSet
 ) -> None:
     directory = tmp_path / "model"
@@ -126,7 +126,7 @@ def test_the_accuracy_of_every_file_is_noted_beside_eager(
     assert spec.onnx.sample.mAP == pytest.approx(spec.onnx.sample.mAP_eager, abs=1e-3)
 
 
-def test_a_sample_ends_with_its_time_and_images_that_cannot_be_read_do_not_count(
+def test_sample_has_time_limit_and_skips_unreadable(
     tmp_path: Path, validation: DetectionSet
 ) -> None:
     eager = EagerPredictor(tiny_model(), NMS)
@@ -153,7 +153,7 @@ def test_a_float_file_of_another_accuracy_is_not_kept(
     assert not (tmp_path / "model").exists()
 
 
-def test_the_beginning_of_a_spread_list_is_spread_over_it() -> None:
+def test_prefix_of_spread_list_is_spread_evenly() -> None:
     places = [int(place) for place in spread(range(1000))]  # type: ignore[arg-type]
     assert sorted(places) == list(range(1000))
     assert np.diff(sorted([*places[:50], 1000])).max() <= 60
@@ -165,9 +165,7 @@ def test_a_sample_of_crowds_alone_measures_nothing(validation: DetectionSet) -> 
     assert take_sample(replace(validation, records=crowds), eager, tiny_spec()) is None
 
 
-def test_for_an_image_that_cannot_be_read_the_next_is_taken(
-    tmp_path: Path, validation: DetectionSet
-) -> None:
+def test_unreadable_image_is_replaced_by_next(tmp_path: Path, validation: DetectionSet) -> None:
     gone = replace(validation.records[0], path=str(tmp_path / "gone.png"))
     warnings: list[str] = []
     found = readable([gone, *validation.records], 2, warnings.append)
@@ -179,7 +177,7 @@ def test_for_an_image_that_cannot_be_read_the_next_is_taken(
 
 
 @pytest.mark.slow
-def test_an_int8_file_whose_suppression_is_broken_is_not_kept(
+def test_int8_file_with_broken_nms_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = onnx_nms.append_nms

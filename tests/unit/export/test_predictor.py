@@ -124,7 +124,7 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
     assert half == [("enable_use_gpu", 900, 0, "half")]
 
 
-def test_onnx_runtime_is_asked_for_the_best_kernels_first() -> None:
+def test_onnx_runtime_gets_best_kernels_first() -> None:
     def asked(**options: Any) -> list[tuple[str, dict[str, Any]]]:
         return runtime._providers(RuntimeOptions(backend="onnx", **options))
 
@@ -135,7 +135,7 @@ def test_onnx_runtime_is_asked_for_the_best_kernels_first() -> None:
     assert asked(device="gpu", tensorrt=True, precision="float16") == [half, card, cpu]
 
 
-def test_an_onnx_runtime_without_a_card_or_with_a_broken_file_says_so(tmp_path: Path) -> None:
+def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     file = tmp_path / "model.onnx"
     file.write_bytes(b"no model")
@@ -156,7 +156,7 @@ def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPat
     assert error.value.code == "package_missing"
 
 
-def test_an_export_without_the_wanted_file_says_how_to_make_it(tmp_path: Path) -> None:
+def test_export_without_wanted_file_says_remedy(tmp_path: Path) -> None:
     write_spec(tmp_path, tiny_spec())
     for options, message in (
         ({}, "no Paddle model; export with --format paddle$"),
@@ -186,7 +186,7 @@ def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
 
 
 @pytest.mark.slow
-def test_predictors_are_interleaved_and_compared_with_the_first(
+def test_predictors_are_interleaved_against_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, order = [0.0], []

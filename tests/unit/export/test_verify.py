@@ -12,7 +12,7 @@ def shapes(**changes) -> list[tuple[int, ...]]:
     return [images.shape for images in check_images(section, [sample])]
 
 
-def test_other_batches_and_sizes_are_checked_where_the_graph_takes_them() -> None:
+def test_dynamic_graph_is_checked_at_other_shapes() -> None:
     one, sample = (1, 3, 64, 96), (1, 3, 64, 96)
     assert shapes(dynamic_batch=False, dynamic_size=False) == [one, sample]
     assert shapes(dynamic_batch=True, dynamic_size=False) == [one, (2, 3, 64, 96), sample]

@@ -95,7 +95,7 @@ def test_two_hosts_on_loopback_sum() -> None:
 
 
 @pytest.mark.slow
-def test_wrong_input_on_one_rank_is_one_message_and_exit_2() -> None:
+def test_invalid_input_on_one_rank_exits_2_once() -> None:
     code = (
         "def main():\n"
         " if rank: raise DataError('a.json: no images', code='no_images')\n"
@@ -165,7 +165,7 @@ time.sleep(120)
 
 
 @pytest.mark.slow
-def test_rank_0_writes_to_the_terminal_itself_and_at_once() -> None:
+def test_rank_0_writes_to_terminal_directly() -> None:
     code = """
 print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
 for _ in range(3):
@@ -192,7 +192,7 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-def test_a_script_of_no_rank_reports_what_paddles_launcher_said() -> None:
+def test_failure_before_ranks_shows_launcher_error() -> None:
     ended = fleetrun("--nproc_per_node", "1", "--elastic_level", "high", write(""))
     assert ended.returncode == 1
     assert "Paddle's launcher failed before any rank began" in ended.stderr

@@ -52,9 +52,7 @@ def test_an_attempt_that_cannot_start_counts_as_one() -> None:
         attempts(missing)
 
 
-def test_a_signal_while_the_machine_is_looked_at_ends_with_75(
-    monkeypatch: pytest.MonkeyPatch, capfd
-) -> None:
+def test_signal_during_machine_check_ends_with_75(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     """nvidia-smi may take seconds."""
 
     def look() -> Machine:
@@ -86,7 +84,7 @@ def test_a_signal_in_the_pause_ends_the_job_with_75(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_signal_for_one_host_in_the_pause_ends_it_on_all(stopped: int) -> None:
+def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
     one, other = (Connection(end) for end in socket.socketpair())
     lines = [
         ControlChannel(A, (A, B), {B: one}, None, print),
@@ -110,7 +108,7 @@ def test_a_signal_for_one_host_in_the_pause_ends_it_on_all(stopped: int) -> None
     assert codes == {0: 75, 1: 75}
 
 
-def test_a_failure_of_another_host_in_the_pause_is_no_signal() -> None:
+def test_other_host_failure_in_pause_is_no_signal() -> None:
     one, other = (Connection(end) for end in socket.socketpair())
     line = ControlChannel(A, (A, B), {B: one}, None, print)
     other.send({"type": "ended", "host": B, "code": 1, "message": "no room", "age_ms": 0})

@@ -44,7 +44,7 @@ def both(start: Callable[..., Host], port: str, script: str, *words: str) -> lis
 
 
 @pytest.mark.slow
-def test_ranks_count_through_the_hosts_and_all_end_together(start, port: str) -> None:
+def test_ranks_count_across_hosts_and_end_together(start, port: str) -> None:
     code = WAITS_FOR_ALL + "if rank == 3: time.sleep(2)\nprint('rank', rank)\n"
     hosts = both(start, port, write(code), "--nproc_per_node", "2")
     first, second = [host.ended() for host in hosts]
@@ -90,7 +90,7 @@ def test_a_host_whose_fleetrun_is_killed_ends_the_other(start, port: str) -> Non
     assert f"fleetrun: host {B}: its fleetrun is gone: it was killed" in ended.errors
 
 
-def test_different_commands_are_refused_before_anything_starts(start, port: str) -> None:
+def test_different_commands_are_refused_before_start(start, port: str) -> None:
     script = write("Path(f'ran{rank}').touch()\n")
     common = ("--ips", f"{A},{B}", "--start_port", port)
     first = start(A, "--host", A, *common, script, "-c", "a.yml")

@@ -23,7 +23,7 @@ def test_only_ranks_of_paddles_launcher_are_told() -> None:
     assert started_by_stock_launcher({}) is None
 
 
-def test_with_several_hosts_the_notice_says_what_can_go_wrong() -> None:
+def test_multi_host_notice_says_what_can_go_wrong() -> None:
     two = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{B}:1"}
     one = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{A}:2"}
     assert "several hosts" in (started_by_stock_launcher(two) or "")

@@ -60,7 +60,7 @@ def test_of_two_hosts_the_slow_one_is_named() -> None:
     assert finding.level == WARN and "rank 1 (host b) takes 1.6 times as long" in finding.found
 
 
-def test_a_host_behind_a_slow_interface_is_named_not_its_links() -> None:
+def test_host_with_slow_interface_is_named_not_links() -> None:
     slow = report({(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1e8}, (1.0, 1.0, 1.0), "abc")
     finding = list(judge_speed(slow))[-1]
     assert finding.level == WARN
@@ -85,7 +85,7 @@ def test_links_are_compared_with_those_of_their_kind() -> None:
     ]
 
 
-def test_the_table_has_a_line_for_every_size_link_and_rank() -> None:
+def test_table_has_line_per_size_link_and_rank() -> None:
     lines = list(table(report({(0, 1): 1e9}, (1.0, 1.0), "ab")))
     assert lines[0] == "2 ranks, cpu"
     assert [line.split()[0:2] for line in lines[2:4]] == [["1", "KiB"], ["1", "MiB"]]

@@ -26,7 +26,7 @@ def ranks(tmp_path: Path) -> Ranks:
     return Ranks(folder)
 
 
-def test_each_rank_is_measured_and_the_run_by_rank_0s_host_alone(ranks: Ranks) -> None:
+def test_run_metrics_come_from_rank_0_host_alone(ranks: Ranks) -> None:
     ranks.say(0, "step", 20, inside=True)
     ranks.say(1, "step", 17, silent=300)
     found = ranks.read()
@@ -49,7 +49,7 @@ def test_each_rank_is_measured_and_the_run_by_rank_0s_host_alone(ranks: Ranks) -
     assert not [name for name in other if name.startswith("ppdist_run_")]
 
 
-def test_a_rank_that_has_ended_is_down_and_says_nothing_more(ranks: Ranks) -> None:
+def test_ended_rank_is_down_without_other_metrics(ranks: Ranks) -> None:
     ranks.say(0, "step", 20)
     ranks.say(1, "step", 20)
     worker.end_report(ranks.attempt, 1, 1, -9)
@@ -58,7 +58,7 @@ def test_a_rank_that_has_ended_is_down_and_says_nothing_more(ranks: Ranks) -> No
     assert "ppdist_rank_silent_seconds{rank=1}" not in found
 
 
-def test_restarts_and_ended_stalls_are_counted_over_attempts(ranks: Ranks, tmp_path: Path) -> None:
+def test_restarts_and_hangs_count_over_attempts(ranks: Ranks, tmp_path: Path) -> None:
     ranks.tell_run(tmp_path / "output" / "demo")
     first = Measures(ranks.folder, metrics.read_cards, pytest.fail)
     assert {labels["run"] for _, labels, _ in first.samples()} == {"demo"}
@@ -202,7 +202,7 @@ def fake_nvml(broken: bool = False) -> types.ModuleType:
     return module
 
 
-def test_cards_are_measured_and_what_one_cannot_say_is_left_out(
+def test_gpu_metrics_omit_what_card_cannot_report(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())

@@ -79,7 +79,7 @@ def test_it_answers_in_prometheus_words(endpoint: int) -> None:
         ask(endpoint, "POST")
 
 
-def test_clients_that_are_silent_rude_or_gone_disturb_nobody(endpoint: int) -> None:
+def test_silent_rude_or_gone_clients_disturb_nobody(endpoint: int) -> None:
     silent = [socket.create_connection(("127.0.0.1", endpoint)) for _ in range(50)]
     rude = socket.create_connection(("127.0.0.1", endpoint))
     rude.sendall(b"\xff" * 100_000 + b"\r\n\r\n")
@@ -90,7 +90,7 @@ def test_clients_that_are_silent_rude_or_gone_disturb_nobody(endpoint: int) -> N
         client.close()
 
 
-def test_a_file_beside_the_user_is_not_taken_for_a_module(
+def test_files_in_cwd_are_not_imported_as_modules(
     ranks: Ranks, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_an_address_that_cannot_be_opened_is_one_line(
     assert says in said and said.endswith("; the run goes on without it\n")
 
 
-def test_a_missing_package_is_one_line_that_says_what_to_install(
+def test_missing_package_is_one_line_with_remedy(
     tmp_path: Path, port: int, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
@@ -190,7 +190,7 @@ def test_the_option_takes_a_port_or_an_address_too(typed: str, address: str, por
 
 
 @pytest.mark.parametrize("typed", ["94100000", "70000", "0", "::9410", "a b:9410", ":9410", "x"])
-def test_what_is_no_port_is_refused_before_anything_starts(typed: str) -> None:
+def test_invalid_port_is_refused_before_start(typed: str) -> None:
     with pytest.raises(LaunchError, match="expected PORT or ADDRESS:PORT, as in"):
         parse_options(["--metrics_port", typed, "t.py"], {})
 

@@ -19,7 +19,7 @@ def test_every_name_form_and_list_of_cards_is_understood(name: str, form: str, v
     assert options.script_arguments == ("-c", "cfg.yml")
 
 
-def test_a_list_with_spaces_and_no_quotes_is_still_one_list() -> None:
+def test_unquoted_list_with_spaces_is_one_list() -> None:
     options = parse_options(["--selected_gpus", "0,", "1", ",2", "--ips", "A,", "B", *SCRIPT], {})
     assert (options.cards, options.ips, options.script) == ("0,1,2", "A,B", "tools/train.py")
 

@@ -37,7 +37,7 @@ def test_hosts_meet_in_whichever_order_they_start(order: tuple[str, ...]) -> Non
 
 
 @pytest.mark.slow
-def test_a_late_host_is_waited_for_and_named_on_every_host(monkeypatch) -> None:
+def test_late_host_awaited_and_named_on_every_host(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.5)
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, B, C)), pause=1.2)
     assert [each.error for each in hosts] == ["", "", ""]
@@ -58,7 +58,7 @@ def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
     assert "still waiting for host 127.0.0.2 (127.0.0.2:" in "\n".join(hosts[0].said)
 
 
-def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+def test_missing_host_named_after_start_timeout() -> None:
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), seconds=1.5)
     for each in hosts:
         assert "gave up after 1.5 s (--start_timeout): " in each.error
@@ -90,7 +90,7 @@ def test_at_the_start_others_wait_for_a_command_typed_anew() -> None:
     assert [each.error for each in hosts] == ["", "stopped", ""]
 
 
-def test_two_hosts_that_both_think_they_are_first_find_out() -> None:
+def test_two_hosts_claiming_first_are_detected() -> None:
     hosts = met(host(A, (A, B)), host(B, (B, A)))
     for each, other in zip(hosts, hosts[::-1]):
         own, theirs = (",".join(side.handshake.hosts) for side in (each, other))
@@ -146,7 +146,7 @@ def test_a_call_during_the_run_is_answered() -> None:
         b'{"type": 3}\n',
     ],
 )
-def test_another_program_on_the_port_is_told_from_a_fleetrun(speaks: bytes, monkeypatch) -> None:
+def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:
         waiting = Host(host(B), server.getsockname()[1], seconds=1.5)
@@ -165,7 +165,7 @@ def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:
             rendezvous.rendezvous(host(A), port, 5, print)
 
 
-def test_noise_on_the_port_of_the_first_host_does_no_harm() -> None:
+def test_noise_on_first_host_port_is_harmless() -> None:
     port = free_port()
     first, second = Host(host(A), port), Host(host(B), port)
     first.start()
@@ -254,7 +254,7 @@ def test_what_is_no_handshake_is_not_taken_for_one(change: dict) -> None:
     assert read_handshake(message | change) is None
 
 
-def test_a_host_that_does_not_answer_at_all_says_what_to_check(monkeypatch) -> None:
+def test_unresponsive_host_error_says_what_to_check(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
     with socket.create_server((A, 0), backlog=0) as server:
         address = server.getsockname()

@@ -83,7 +83,7 @@ def test_all_hosts_wait_for_all() -> None:
 
 
 @pytest.mark.parametrize("culprit", [A, B, C])
-def test_a_failure_on_one_host_stops_all_and_is_named_everywhere(culprit: str) -> None:
+def test_one_host_failure_stops_and_is_named_on_all(culprit: str) -> None:
     failed = Outcome(1, "rank 3 failed first: boom; above", told="rank 3 failed first: boom")
     ends = {host: killed_when_asked for host in (A, B, C)}
     ends[culprit] = lambda stop: failed
@@ -154,7 +154,7 @@ def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
 
 
 @pytest.mark.parametrize("gone", [A, B])
-def test_a_host_whose_fleetrun_is_gone_ends_the_others_by_name(gone: str) -> None:
+def test_host_without_fleetrun_ends_others_by_name(gone: str) -> None:
     made, _ = channels([A, B, C])
     hosts = {own: Host(own, made[own], killed_when_asked) for own in (A, B, C) if own != gone}
     for peer in made[gone]._peers.values():

@@ -76,7 +76,7 @@ def test_a_blocked_way_is_named_until_it_is_open(cable: Cable, cabled) -> None:
     assert [end.code for end in ended(hosts)] == [0, 0], hosts[0].said + hosts[1].said
 
 
-def test_a_port_that_another_program_has_is_named_on_both(cable: Cable, cabled) -> None:
+def test_port_of_other_program_named_on_both_hosts(cable: Cable, cabled) -> None:
     listen = f"import socket,time; s=socket.create_server(('{A}', 6070)); print(1, flush=True); "
     program = subprocess.Popen(
         [*cable.prefix(A), sys.executable, "-c", listen + "time.sleep(60)"], stdout=subprocess.PIPE
@@ -102,9 +102,7 @@ def test_the_interface_of_another_network_is_refused(cabled) -> None:
     assert f"{A}, which is on cable0" in end.errors
 
 
-def test_a_cable_pulled_during_the_run_ends_both_hosts_by_name(
-    cable: Cable, cabled, record_property
-) -> None:
+def test_pulled_cable_ends_both_hosts_by_name(cable: Cable, cabled, record_property) -> None:
     code = ALL_REDUCE + "Path(f'ready{rank}').touch()\nwhile True: dist.all_reduce(tensor)\n"
     script = write(code)
     hosts = [cabled(A, script), cabled(B, script)]

@@ -84,7 +84,7 @@ def test_a_host_without_the_token_is_refused(others: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_first_host_without_the_token_of_the_others_is_told_so() -> None:
+def test_first_host_without_token_is_told() -> None:
     port = free_port()
     members = Member(host(A), port, "", seconds=4), Member(host(B), port, TOKEN, seconds=4)
     for each in members:
@@ -170,7 +170,7 @@ def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None
 
 
 @pytest.mark.slow
-def test_hundreds_of_silent_callers_do_not_keep_a_host_out(record_property) -> None:
+def test_hundreds_of_silent_callers_block_no_host(record_property) -> None:
     port, over = free_port(), threading.Event()
 
     def crowd() -> None:

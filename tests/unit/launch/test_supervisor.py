@@ -169,7 +169,7 @@ def test_ranks_that_ignore_signals_die_with_fleetrun(job) -> None:
     ("name", "whom"),
     [("SIGUSR1", "fleetrun"), ("SIGINT", "fleetrun"), ("SIGTERM", "rank"), ("SIGTERM", "watcher")],
 )
-def test_a_signal_for_one_process_stops_all_ranks_cleanly(job, name: str, whom: str) -> None:
+def test_signal_to_one_process_stops_ranks_cleanly(job, name: str, whom: str) -> None:
     running = job(STOPS)
     running.ready()
     rank, watcher = running.rank(1)
@@ -304,7 +304,7 @@ def test_the_code_is_that_of_the_last_attempt(job) -> None:
 
 
 @slow
-def test_a_signal_between_two_attempts_ends_the_job_with_75(job) -> None:
+def test_signal_between_attempts_ends_job_with_75(job) -> None:
     running = job("heartbeat.beat('start')\nsys.exit(3)\n", "--max_restart", "9")
     wait_for(lambda: "restart 2 of 9 in 2 s" in running.host.said)
     os.kill(running.pid, signal.SIGTERM)
@@ -314,7 +314,7 @@ def test_a_signal_between_two_attempts_ends_the_job_with_75(job) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_well_amid_training_is_a_failure(job) -> None:
+def test_clean_exit_during_training_is_failure(job) -> None:
     running = job(IGNORES.replace("time.sleep(300)", "sys.exit(0) if rank else time.sleep(300)"))
     ended = running.host.ended()
     assert ended.code == 1 and running.living() == []
@@ -328,7 +328,7 @@ def test_a_rank_that_ends_well_leaves_others_alone(job) -> None:
     assert running.host.ended().code == 0
 
 
-def test_processes_of_a_rank_are_found_by_their_environment(tmp_path: Path) -> None:
+def test_rank_processes_found_by_their_environment(tmp_path: Path) -> None:
     variables = {"PPDIST_EXIT_DIR": str(tmp_path), "PADDLE_TRAINER_ID": "3"}
     command = [sys.executable, "-c", "print(1, flush=True); input()"]
     pipe = subprocess.PIPE

@@ -77,7 +77,7 @@ def test_without_cards_processes_share_the_cores() -> None:
 
 
 @pytest.mark.parametrize("typed", ["--selected_gpus 0,1", "--selected_gpu=0-1", "--gpus 0,1"])
-def test_asking_for_cards_where_there_are_none_says_what_to_type(typed: str) -> None:
+def test_cards_asked_but_absent_says_what_to_type(typed: str) -> None:
     with pytest.raises(LaunchError) as caught:
         plan(typed, machine())
     assert str(caught.value) == (
@@ -93,7 +93,7 @@ def test_a_command_for_two_hosts_is_suggested_whole() -> None:
         plan(f"--ips={A},{B} --selected_gpus 0-7", machine())
 
 
-def test_ids_are_physical_and_must_be_in_cuda_visible_devices() -> None:
+def test_card_ids_physical_and_in_visible_devices() -> None:
     made = plan("--selected_gpus 4,5", machine(cards=8), CUDA_VISIBLE_DEVICES="4, 5")
     assert given(made, "--devices") == "4,5"
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "4,5"  # Paddle does not strip spaces
@@ -159,7 +159,7 @@ def test_a_cpu_build_beside_cards_is_pointed_out() -> None:
     assert "no card is used" in made.description
 
 
-def test_no_paddle_no_script_and_a_number_for_a_script_are_said() -> None:
+def test_missing_paddle_script_or_number_reported() -> None:
     with pytest.raises(LaunchError, match="PaddlePaddle is not installed"):
         plan("", machine(build="none"))
     with pytest.raises(LaunchError, match=r"no script 'absent\.py'"):
@@ -257,7 +257,7 @@ def test_host_must_be_in_the_list() -> None:
         plan(f"--ips={A},{B} --host 10.9.0.3", machine())
 
 
-def test_one_host_takes_free_ports_and_two_runs_do_not_meet() -> None:
+def test_one_host_takes_free_ports_for_two_runs() -> None:
     ports = {given(plan("--nproc_per_node 4", machine()), "--start_port") for _ in range(5)}
     assert len(ports) > 1 and all(20000 <= int(port or 0) < 32000 for port in ports)
     made = plan("", machine())
@@ -266,9 +266,7 @@ def test_one_host_takes_free_ports_and_two_runs_do_not_meet() -> None:
 
 @pytest.mark.parametrize("taken", [7000, 7001, 7002])
 @pytest.mark.parametrize(("own", "refused"), [(A, True), (B, False)])
-def test_a_taken_port_is_refused_on_the_host_that_listens_there(
-    own: str, refused: bool, taken: int
-) -> None:
+def test_taken_port_refused_on_listening_host(own: str, refused: bool, taken: int) -> None:
     command = f"--ips={A},{B} --start_port 7000 --nproc_per_node 2"
     on = machine(own=own, taken=(taken,))
     if not refused:
@@ -307,7 +305,7 @@ def test_port_variables_reach_paddle_once() -> None:
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
 
 
-def test_a_master_gets_this_hosts_address_and_paddles_options() -> None:
+def test_master_gets_host_address_and_paddle_options() -> None:
     made = plan(f"--master {B}:33000 --nnodes 2 --rank 1 --nproc_per_node 1", machine())
     assert given(made, "--master") == f"{B}:33000" and given(made, "--host") == A
     assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
@@ -350,7 +348,7 @@ def test_nvidia_smi_is_read_without_mig_slices() -> None:
     assert parse_nvidia_smi("No devices were found\n") == []
 
 
-def test_what_a_job_around_this_one_was_told_is_not_passed_on() -> None:
+def test_outer_job_variables_are_not_passed_on() -> None:
     told = {
         name: "1"
         for name in ("PPDIST_RESTART", "PPDIST_SKIP_STEP", "PPDIST_JOB_DIR", "PPDIST_EXIT_DIR")

@@ -77,7 +77,7 @@ def test_an_old_name_is_waited_for() -> None:
     assert said and said[0].startswith(f"--host {B} is not among --ips {A}, {OLD}")
 
 
-def test_a_name_that_nobody_ever_knows_is_an_error_in_the_end() -> None:
+def test_name_never_resolved_is_error_in_the_end() -> None:
     with pytest.raises(LaunchError, match=r"pod-1 is not known.*waited 0.05 s: --start_timeout"):
         waited("pod-0,pod-1", None, Names(pod_0=[A]), 0.05)
 
@@ -176,7 +176,7 @@ def meet_all(
 
 
 @pytest.mark.parametrize("own", [A, B])
-def test_a_host_that_knows_an_old_address_finds_the_new_one(own: str) -> None:
+def test_host_with_stale_address_finds_new_one(own: str) -> None:
     """One of two pods came back; the other, the first or the second, still has its old address."""
     views = {each: [(A, B)] for each in (A, B)}
     views[own].insert(0, (A, OLD) if own == A else (OLD, B))
@@ -186,7 +186,7 @@ def test_a_host_that_knows_an_old_address_finds_the_new_one(own: str) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_disagree_about_a_third_one_look_again() -> None:
+def test_hosts_disagreeing_on_third_resolve_again() -> None:
     old, new = (A, B, OLD), (A, B, C)
     movers = meet_all({A: [old, new], B: [old, new], C: [new]}, (*NAMES, "pod-2"))
     assert [mover.error for mover in movers] == ["", "", ""], [mover.said for mover in movers]

@@ -148,7 +148,7 @@ def test_a_stopped_rank_is_named_and_stacks_are_kept(host) -> None:
     assert ranks.alive() == []
 
 
-def test_a_rank_that_computes_for_ever_is_named_by_what_it_says(host) -> None:
+def test_endlessly_computing_rank_named_by_heartbeat(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.beat(0, step=5, collectives=11, place="sum of 10 values")
@@ -157,7 +157,7 @@ def test_a_rank_that_computes_for_ever_is_named_by_what_it_says(host) -> None:
     assert ": in its own work, after 10 collectives, in step 6; rank 0 waits for it" in found
 
 
-def test_ten_times_the_slow_steps_of_this_run_are_waited_for(host) -> None:
+def test_watchdog_waits_ten_times_slow_steps(host) -> None:
     ranks = host(2)
     ranks.train(6, 20.0)
     assert ranks.wait(170) == ""
@@ -232,7 +232,7 @@ def test_signs_of_life_let_an_evaluation_go_on(host) -> None:
         assert ranks.wait(40) == ""
 
 
-def test_a_job_that_was_stopped_together_with_fleetrun_goes_on(host) -> None:
+def test_job_stopped_with_fleetrun_goes_on(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     for rank in ranks.processes:
@@ -257,7 +257,7 @@ def test_a_rank_that_was_stopped_for_a_while_goes_on(host) -> None:
     assert ranks.wait(50) == "" and ranks.alive() == [0, 1]
 
 
-def test_ranks_that_wait_in_different_collectives_are_told_apart(host) -> None:
+def test_ranks_in_different_collectives_told_apart(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.beat(0, step=5, collectives=11, place="all_reduce of 10 values")
@@ -288,7 +288,7 @@ def fail(ranks: Ranks, rank: int, code: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["lost_rank", "rank_timeout"])
-def test_whoever_gave_up_waiting_lets_the_stopped_rank_be_named(host, code: str) -> None:
+def test_rank_that_gave_up_leaves_stopped_rank_named(host, code: str) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)
     ranks.stop(1)
@@ -321,7 +321,7 @@ def test_who_let_another_host_wait_is_named_at_once(host) -> None:
 
 
 @pytest.mark.parametrize("at", ["first step", "after an evaluation", "slow steps", "waits"])
-def test_when_another_host_failed_these_ranks_are_innocent(host, at: str) -> None:
+def test_ranks_not_blamed_when_other_host_failed(host, at: str) -> None:
     ranks = host(1, several_hosts=True)
     if at != "first step":
         ranks.train(5, 25.0 if at == "slow steps" else 1.0)
@@ -336,7 +336,7 @@ def test_when_another_host_failed_these_ranks_are_innocent(host, at: str) -> Non
     assert ranks.found == "" and ranks.alive() == [0]
 
 
-def test_stacks_that_somebody_asked_for_are_put_beside_the_logs(host) -> None:
+def test_requested_stacks_are_put_beside_logs(host) -> None:
     ranks = host(2)
     ranks.train(1, 1.0)
     ranks.processes[1].send_signal(heartbeat.STACKS_SIGNAL)

@@ -224,7 +224,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-def test_a_crowded_image_costs_a_few_planes_of_boxes_by_predictions() -> None:
+def test_assigner_memory_bounded_on_crowded_image() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CROWD], capture_output=True, text=True, timeout=600, check=True
     )

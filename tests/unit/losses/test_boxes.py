@@ -65,7 +65,7 @@ def test_aligned_iou_and_giou_equal_their_definitions() -> None:
     assert min(want_giou) < 0 < max(want_iou)
 
 
-def test_ciou_equals_its_definition_and_the_gradient_holds_alpha_constant() -> None:
+def test_ciou_equals_definition_with_constant_alpha() -> None:
     a, b = random_boxes(40, seed=3), random_boxes(40, seed=4)
     x = paddle.to_tensor(a)
     x.stop_gradient = False
@@ -89,7 +89,7 @@ def test_ciou_equals_its_definition_and_the_gradient_holds_alpha_constant() -> N
             np.testing.assert_allclose(x.grad.numpy()[row, side], slope, rtol=1e-3, atol=1e-6)
 
 
-def test_iou_is_symmetric_and_one_with_itself_and_giou_never_above_it() -> None:
+def test_iou_symmetric_self_one_and_giou_not_above() -> None:
     a, b = paddle.to_tensor(random_boxes(30, seed=5)), paddle.to_tensor(random_boxes(30, seed=6))
     assert np.array_equal(boxes.aligned_iou(a, b).numpy(), boxes.aligned_iou(b, a).numpy())
     np.testing.assert_allclose(boxes.aligned_iou(a, a).numpy(), 1, atol=1e-6)
@@ -102,7 +102,7 @@ def test_iou_is_symmetric_and_one_with_itself_and_giou_never_above_it() -> None:
 
 
 @pytest.mark.parametrize("degenerate", [[5, 5, 5, 5], [9, 9, 3, 3], [0, 0, 0, 0]])
-def test_boxes_without_area_give_finite_values_and_gradients(degenerate: list[float]) -> None:
+def test_boxes_without_area_have_finite_gradients(degenerate: list[float]) -> None:
     a = paddle.to_tensor([degenerate, degenerate], dtype="float32")
     a.stop_gradient = False
     b = paddle.to_tensor([[1.0, 1.0, 8.0, 8.0], degenerate])

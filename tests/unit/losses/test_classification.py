@@ -36,7 +36,7 @@ def cross_entropy(logits_BC, label_B, smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_sum_over_images_is_cross_entropy_against_the_smoothed_target(smoothing):
+def test_loss_sum_equals_smoothed_cross_entropy(smoothing):
     output = loss_of(paddle.to_tensor(LOGITS_BC), LABEL_B, smoothing)
     expected = cross_entropy(LOGITS_BC, LABEL_B, smoothing).sum()
     assert float(output.total) == pytest.approx(expected, rel=1e-6)
@@ -53,7 +53,7 @@ def test_the_gradient_is_probability_minus_target():
     np.testing.assert_allclose(logits.grad.numpy(), p_BC - target_BC, atol=1e-6)
 
 
-def test_an_image_without_a_class_has_no_say_but_stays_in_the_graph():
+def test_image_without_class_only_stays_in_graph():
     logits = paddle.to_tensor(LOGITS_BC, stop_gradient=False)
     output = loss_of(logits, LABEL_B, mask_B=[1, 1, 0, 1, 0])
     output.total.backward()
@@ -81,7 +81,7 @@ def test_two_halves_add_up_to_the_whole():
         assert added == pytest.approx(float(getattr(whole, field)), rel=1e-6)
 
 
-def test_the_original_classifier_gives_the_same_loss_and_gradients(shared_dir):
+def test_original_classifier_gives_same_gradients(shared_dir):
     folder = shared_dir / "parity"
     module = importlib.util.spec_from_file_location("weights", folder / "parity_weights.py")
     weights = importlib.util.module_from_spec(module)

@@ -45,7 +45,7 @@ def tensors(*arrays: np.ndarray) -> list[paddle.Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_class_scores_are_soft_labels_of_a_quality_focal_loss(temperature: float) -> None:
+def test_class_scores_are_quality_focal_soft_labels(temperature: float) -> None:
     ours, theirs = drawn(2, 3, 7), drawn(2, 3, 7, seed=1)
     s, t = sigmoid(ours / temperature), sigmoid(theirs / temperature)
     bce = -t * np.log(s) - (1 - t) * np.log(1 - s)
@@ -201,7 +201,7 @@ def giou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return overlap / union - (hull - union) / hull
 
 
-def test_a_yolov5_learns_by_the_gains_and_divisors_of_its_own_loss() -> None:
+def test_yolov5_distills_with_its_own_gains() -> None:
     ours, theirs = yolov5_outputs(seed=0), yolov5_outputs(seed=1)
     anchors = yolov5_loss().anchors_LA2.numpy()
     matches, logits, boxes, features = sum(TOTALS[1:]) / 3, 0.0, 0.0, 0.0
@@ -228,7 +228,7 @@ def test_a_yolov5_learns_by_the_gains_and_divisors_of_its_own_loss() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_who_says_what_the_teacher_says_has_nothing_to_learn(family: str) -> None:
+def test_student_equal_to_teacher_has_zero_loss(family: str) -> None:
     ours = FAMILIES[family][1]()
     found = distilled(family, ours, FAMILIES[family][1]())
     assert all(abs(value) < 1e-3 for value in values(found).values()), values(found)
@@ -239,7 +239,7 @@ def test_one_who_says_what_the_teacher_says_has_nothing_to_learn(family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gradient_reaches_every_output_of_the_student_and_none_of_the_teacher(family) -> None:
+def test_gradient_reaches_student_and_not_teacher(family) -> None:
     make = FAMILIES[family][1]
     ours, theirs = make(seed=0), make(seed=1)
     distilled(family, ours, theirs).total.backward()
@@ -250,7 +250,7 @@ def test_the_gradient_reaches_every_output_of_the_student_and_none_of_the_teache
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_stays_finite_where_both_are_very_sure_of_the_opposite(family: str) -> None:
+def test_loss_finite_when_both_surely_disagree(family: str) -> None:
     make = FAMILIES[family][1]
     ours, theirs = make(seed=0, scale=200.0), make(seed=1, scale=200.0)
     found = distilled(family, ours, theirs)

@@ -69,7 +69,7 @@ def test_without_an_overlap_the_best_stay(keep: int, multi_label: bool) -> None:
     np.testing.assert_allclose(rows.numpy(), np.concatenate(best_first), atol=1e-6)
 
 
-def test_without_multi_label_a_prediction_appears_once_and_as_its_best_class() -> None:
+def test_single_label_keeps_best_class_once() -> None:
     scores = paddle.to_tensor([[[0.5, 0.9], [0.7, 0.6], [0.4, 0.4]]])
     boxes = paddle.to_tensor([[[0.0, 0, 9, 9], [20, 0, 29, 9], [40, 0, 49, 9]]])
     rows, _ = multiclass_nms(scores, boxes, NMSConfig(multi_label=False))
@@ -126,7 +126,7 @@ def test_a_saved_graph_suppresses_like_eager(
         assert np.array_equal(got_rows.numpy(), rows.numpy())
 
 
-def test_predictions_that_all_pass_leave_no_more_than_keep_of_each_image() -> None:
+def test_nms_caps_predictions_at_keep_per_image() -> None:
     # What an untrained model gives: every class of every place scores alike.
     nms = NMSConfig(score_threshold=0.0, candidates=100, keep=50)
     scores, boxes = random_predictions(images=2, count=2000, classes=20)

@@ -31,7 +31,7 @@ def test_images_without_objects_still_reach_every_output(step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [ATSS, TAL])
-def test_the_order_and_the_padding_of_boxes_do_not_matter(step: int) -> None:
+def test_box_order_and_padding_do_not_matter(step: int) -> None:
     box, labels, mask = truth()
     want = loss_of(random_outputs(), [box, labels, mask], step)
     order = np.array([3, 0, 4, 1, 2])
@@ -113,7 +113,7 @@ def test_no_value_is_asked_for_by_the_host(step: int, monkeypatch: pytest.Monkey
     assert float(result.total) > 0
 
 
-def test_varifocal_equals_its_definition_and_the_gradient_its_difference_quotient() -> None:
+def test_varifocal_equals_definition_and_gradient() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (2, CLASSES, 7))
     index, score = np.array([[3, 12], [30, 3]]), np.array([[0.8, 0.2], [0.5, 0.9]])
@@ -134,7 +134,7 @@ def test_varifocal_equals_its_definition_and_the_gradient_its_difference_quotien
     assert_value_and_slopes(got, x, by_definition)
 
 
-def test_distribution_loss_equals_its_definition_and_clips_long_sides() -> None:
+def test_dfl_equals_definition_and_clips_long_sides() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 1, (1, 3, 4, 17)).astype("float32")
     target = rng.uniform(-2, 20, (1, 3, 4)).astype("float32")

@@ -37,7 +37,7 @@ def tensors(arrays: list[np.ndarray]) -> list[paddle.Tensor]:
 
 
 @pytest.mark.parametrize("step", [ATSS, TAL])
-def test_images_without_objects_reach_the_auxiliary_outputs_too(step: int) -> None:
+def test_images_without_objects_reach_aux_outputs(step: int) -> None:
     outputs = with_auxiliary()
     result = criterion()(outputs, *tensors(truth((0, 0), boxes=1)), step)
     result.total.backward()
@@ -69,7 +69,7 @@ def test_two_halves_of_a_batch_add_up_to_the_batch(step: int) -> None:
     np.testing.assert_allclose(got, sums, rtol=1e-5)
 
 
-def test_the_auxiliary_head_assigns_once_tal_has_taken_over() -> None:
+def test_aux_head_assigns_once_tal_has_taken_over() -> None:
     outputs, real = with_auxiliary(), tensors(truth())
     guided = criterion().assign(outputs, *real, TAL)
     alone = criterion().assign(auxiliary_part(outputs), *real, TAL)
@@ -87,7 +87,7 @@ def test_atss_takes_its_soft_labels_from_the_detector() -> None:
 
 
 @pytest.mark.parametrize("step", [ATSS, TAL])
-def test_both_heads_share_one_assignment_and_one_normalizer(step: int) -> None:
+def test_heads_share_one_assignment_and_normalizer(step: int) -> None:
     outputs, real = with_auxiliary(same=True), tensors(truth())
     alone = criterion()(main_part(outputs), *real, step)
     both = criterion()(outputs, *real, step)  # an auxiliary head that says what the detector says
@@ -101,7 +101,7 @@ def test_both_heads_share_one_assignment_and_one_normalizer(step: int) -> None:
     }
 
 
-def test_the_auxiliary_head_does_not_change_what_the_detector_is_told() -> None:
+def test_aux_head_leaves_detector_targets_unchanged() -> None:
     outputs, real = with_auxiliary(), tensors(truth())
     criterion()(outputs, *real, ATSS).total.backward()
     want = main_part(random_outputs())
@@ -110,7 +110,7 @@ def test_the_auxiliary_head_does_not_change_what_the_detector_is_told() -> None:
         np.testing.assert_allclose(got.grad.numpy(), x.grad.numpy(), rtol=1e-6, atol=1e-8)
 
 
-def test_the_auxiliary_head_is_detached_after_its_first_epochs() -> None:
+def test_aux_head_detached_after_first_epochs() -> None:
     config = {"size": "t", "width_multiple": 0.125, "num_classes": CLASSES, "auxiliary": True}
     model = PPYOLOE(PPYOLOEConfig.model_validate(config))
     loss = PPYOLOELoss.build(

@@ -155,7 +155,7 @@ def by_definition(
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_the_loss_equals_its_definition_also_where_objects_meet_in_a_cell(
+def test_loss_equals_definition_for_shared_cells(
     label_smoothing: float,
 ) -> None:
     outputs, arrays = random_outputs(), truth()
@@ -167,7 +167,7 @@ def test_the_loss_equals_its_definition_also_where_objects_meet_in_a_cell(
     assert all(part.stop_gradient for part in got.parts.values())
 
 
-def test_the_gradient_of_objectness_and_classes_is_the_difference_quotient() -> None:
+def test_obj_and_class_gradient_equals_difference() -> None:
     outputs, arrays = random_outputs(1), [a[1:2] for a in truth()]
     scored(outputs, arrays).total.backward()
     matches = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)
@@ -187,7 +187,7 @@ def test_the_gradient_of_objectness_and_classes_is_the_difference_quotient() -> 
     assert checked >= 8
 
 
-def test_micro_batches_with_the_totals_of_the_step_add_up_to_the_whole_batch() -> None:
+def test_micro_batches_with_step_totals_sum_to_batch() -> None:
     outputs, arrays = random_outputs(), truth()
     loss, tensors = criterion(), [paddle.to_tensor(a) for a in arrays]
     whole = loss(outputs, *tensors, 0)
@@ -247,7 +247,7 @@ def test_what_stands_in_padding_is_never_read() -> None:
         ([85.0, 54.0, 96.0, 64.0], {(7, 11), (6, 11), (7, 10)}),  # centre (90.5, 59)
     ],
 )
-def test_a_box_falls_to_its_cell_and_to_the_nearer_neighbours(
+def test_box_assigned_to_cell_and_nearer_neighbours(
     box: list[float], cells: set[tuple[int, int]]
 ) -> None:
     arrays = [np.float32([[box]]), np.int64([[0]]), np.float32([[1]])]

@@ -71,7 +71,7 @@ def test_odd_sets_and_no_detections_are_plain_json_too(seed):
         assert tables(content).count("class 0") == 1
 
 
-def test_what_is_computed_for_all_classes_is_not_computed_for_each(monkeypatch):
+def test_all_class_curves_computed_only_once(monkeypatch):
     asked = []
     for name in ("precision_CT", "recall_CT", "f1_CT"):
         computed = getattr(Counts, name).fget
@@ -92,7 +92,7 @@ def test_an_empty_set_says_so():
     assert content["worst"] == content["best"] == []
 
 
-def test_worst_and_best_images_come_first_and_say_what_is_on_them():
+def test_worst_and_best_images_first_with_contents():
     box, elsewhere = [10, 10, 60, 60], [300, 300, 400, 400]
     dataset = detection_set(
         record(1, [box], [0]), record(2, [box, elsewhere], [0, 1]), record(3, [box], [1]),
@@ -110,7 +110,7 @@ def test_worst_and_best_images_come_first_and_say_what_is_on_them():
     assert len(set(files)) == len(files) and "/images/4.jpg" not in files
 
 
-def test_with_very_many_classes_the_most_frequent_have_curves_and_all_have_a_mean():
+def test_many_classes_draw_frequent_and_mean_curves():
     classes = MAX_CURVES + 50
     dataset, rows_R7 = made_up(images=60, detections=20, classes=classes, seed=0)
     content = analysed(dataset, rows_R7)
@@ -131,7 +131,7 @@ def test_what_is_no_number_becomes_none():
     assert plain(content) == {"a": [[1.5, None]], "b": [3, None], "c": True}
 
 
-def test_tables_name_every_class_in_one_line_whatever_it_is_called():
+def test_tables_name_each_class_in_one_line():
     dataset, rows_R7 = random_case(0, images=4)
     content = analysed(dataset, rows_R7)
     content["per_class"][0]["name"] = "a cat\nwith two lines\x1b[31m and colours"
@@ -141,7 +141,7 @@ def test_tables_name_every_class_in_one_line_whatever_it_is_called():
 
 
 @pytest.mark.slow
-def test_a_set_of_cocos_size_is_analysed_within_fifteen_seconds_of_cpu():
+def test_coco_sized_set_analysed_in_15_cpu_seconds():
     dataset, rows_R7 = made_up(images=5000, detections=100, classes=80, seed=0)
     began = time.process_time()
     analyse(dataset, rows_R7)

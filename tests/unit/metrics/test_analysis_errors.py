@@ -98,7 +98,7 @@ def test_kinds_are_those_of_a_plain_loop(seed):
     assert case.kinds() == [kind_by_loops(case, f) for f in range(len(case.match_F))]
 
 
-def test_what_mending_a_kind_gains_in_an_example_worked_by_hand():
+def test_error_type_gains_match_worked_example():
     # Four objects of one class; average precision over 101 recalls.
     dataset = detection_set(*(record(n, [BOX], [0]) for n in range(4)))
     rows = [
@@ -122,7 +122,7 @@ def test_what_mending_a_kind_gains_in_an_example_worked_by_hand():
     assert case.gains() == pytest.approx(want, abs=1e-12)
 
 
-def test_of_several_mistakes_about_one_object_only_the_surest_is_mended():
+def test_only_surest_error_on_an_object_is_fixed():
     dataset = detection_set(record(1, [BOX], [0]))
     rows = np.array([[0, 0, 0.9, *SHIFTED], [0, 0, 0.8, *SHIFTED], [0, 1, 0.7, *BOX]])
     gained = Case(dataset, rows).gains()
@@ -130,13 +130,13 @@ def test_of_several_mistakes_about_one_object_only_the_surest_is_mended():
     assert gained["class"] == 0.0, "its object could be had by a surer detection"
 
 
-def test_mistakes_on_a_set_without_objects_gain_nothing_that_could_be_measured():
+def test_errors_without_objects_have_no_gain():
     case = Case(detection_set(record(1, [], [])), np.array([[0, 0, 0.9, *BOX]]))
     assert set(case.gains().values()) == {None}
     assert case.counts()["background"] == 1 and case.counts()["missed"] == 0
 
 
-def test_the_confusion_matrix_of_an_example_worked_by_hand():
+def test_confusion_matrix_matches_worked_example():
     dataset = detection_set(
         record(1, [BOX], [0]), record(2, [BOX, [300, 0, 400, 90]], [1, 2]),
         record(3, [BOX], [0], crowd=[True]),
@@ -154,7 +154,7 @@ def test_the_confusion_matrix_of_an_example_worked_by_hand():
     assert counts.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 2, 0, 0]]
 
 
-def test_of_very_many_classes_only_the_largest_cells_are_kept():
+def test_many_class_confusion_keeps_largest_cells():
     rng = np.random.default_rng(0)
     true_K, called_K = rng.integers(0, 30, (2, 5000))
     whole = np.array(confusion_table(true_K, called_K, 30)["counts"])
@@ -173,7 +173,7 @@ def test_of_very_many_classes_only_the_largest_cells_are_kept():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_and_columns_of_the_confusion_add_up_to_objects_and_detections(seed):
+def test_confusion_sums_equal_objects_and_detections(seed):
     case = Case(*random_case(seed))
     sure_F = case.found.score_F >= 0.4
     counts = case.confusion(sure_F)

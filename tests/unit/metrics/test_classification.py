@@ -15,7 +15,7 @@ def ranking_of(probabilities_NC, labels_N) -> Ranking:
     return rank(np.array(probabilities_NC, np.float32), labels_N, np.arange(len(labels_N)))
 
 
-def test_top1_and_top5_are_counted_as_a_search_through_the_sorted_classes_does():
+def test_top1_and_top5_equal_sorted_class_search():
     rng = np.random.default_rng(0)
     probabilities_NC, labels_N = rng.random((200, 20)), rng.integers(0, 20, 200)
     metrics = accuracy(ranking_of(probabilities_NC, labels_N))
@@ -26,7 +26,7 @@ def test_top1_and_top5_are_counted_as_a_search_through_the_sorted_classes_does()
     assert 0 < metrics["top1"] < metrics["top5"] < 1
 
 
-def test_of_equally_sure_classes_the_smaller_number_goes_first():
+def test_equal_scores_rank_smaller_class_first():
     ranking = ranking_of([[0.25, 0.25, 0.25, 0.25]] * 2, [0, 3])
     assert ranking.place_N.tolist() == [0, 3]
     assert ranking.labels_NK.tolist() == [[0, 1, 2, 3]] * 2
@@ -44,7 +44,7 @@ def test_no_more_than_five_classes_are_kept_best_first():
     np.testing.assert_allclose(ranking.scores_NK[0], [0.3, 0.25, 0.2, 0.1, 0.06])
 
 
-def test_the_written_list_names_each_image_its_class_and_the_surest(tmp_path):
+def test_written_list_names_image_class_and_surest(tmp_path):
     dataset: DetectionSet = classified_set([1, 0], ("cat", "dog"))
     ranking = ranking_of([[0.25, 0.75], [0.5, 0.5]], [1, 0])
     write_ranking(tmp_path / "new" / "found.json", dataset, ranking)
@@ -78,7 +78,7 @@ def test_the_analysis_of_thousands_of_classes_is_bounded():
     assert len(json.dumps(content)) < 1_500_000
 
 
-def test_the_analysis_counts_each_class_and_what_it_was_taken_for():
+def test_analysis_counts_classes_and_confusions():
     names = ("cat", "dog", "bird")
     dataset = classified_set([0, 0, 1, 1, 1], names)
     probabilities = [[0.9, 0.1, 0], [0.2, 0.8, 0], [0, 1, 0], [0, 0.4, 0.6], [np.nan] * 3]

@@ -98,7 +98,7 @@ def numbers(result) -> list[float]:
     return [result[name] for name in METRICS]
 
 
-def test_the_reference_set_of_coco_gives_its_published_numbers(shared_dir):
+def test_coco_reference_set_gives_published_metrics(shared_dir):
     folder = shared_dir / "data" / "coco_eval"
     dataset = read_by_hand(folder / "instances_val2014_100.json")
     results = json.loads((folder / "instances_val2014_fakebbox100_results.json").read_text())
@@ -121,14 +121,14 @@ def test_random_sets_with_crowds_agree_with_pycocotools(seed, tied_scores):
     assert 0 < result["mAP"] < 1 and result["AP/bird"] == -1.0
 
 
-def test_more_than_a_hundred_detections_of_an_image_agree_with_pycocotools():
+def test_over_100_detections_agree_with_pycocotools():
     dataset, detections_R7 = random_case(7, images=5, objects=20, detections=350)
     stats, _ = by_pycocotools(dataset, detections_R7)
     np.testing.assert_allclose(numbers(evaluate_boxes(dataset, detections_R7)), stats, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_odd_sets_agree_with_pycocotools_in_every_number_it_accumulates(seed):
+def test_odd_sets_agree_with_pycocotools(seed):
     dataset, rows_R7, classes = odd_case(seed)
     truth = truth_of(dataset)
     found = found_of(truth, rows_R7)
@@ -147,7 +147,7 @@ def test_odd_sets_agree_with_pycocotools_in_every_number_it_accumulates(seed):
     np.testing.assert_allclose(ours.recall_TCAM, theirs["recall"], rtol=0, atol=1e-9)
 
 
-def test_the_numbers_come_under_their_names_in_their_order():
+def test_metrics_keep_their_names_and_order():
     dataset, detections_R7 = random_case(5, images=3)
     result = evaluate_boxes(dataset, detections_R7)
     assert tuple(result) == metric_names(NAMES)
@@ -180,7 +180,7 @@ def test_perfect_detections_score_one():
     assert result["confidence"] == pytest.approx(0.4, abs=0.01), "the middle of all that are best"
 
 
-def test_a_detection_on_a_crowd_costs_nothing_and_elsewhere_it_does():
+def test_detection_costs_nothing_only_on_crowd():
     boxes = [[10, 10, 60, 60], [200, 200, 400, 400]]
     dataset = detection_set(record(1, boxes, [0, 0], crowd=[False, True]))
     on_crowd = np.array([[0, 0, 0.9, 220, 220, 300, 300], [0, 0, 0.5, *boxes[0]]])
@@ -189,7 +189,7 @@ def test_a_detection_on_a_crowd_costs_nothing_and_elsewhere_it_does():
     assert evaluate_boxes(dataset, elsewhere)["mAP"] == pytest.approx(0.5)
 
 
-def test_size_classes_follow_annotation_area_and_not_the_box():
+def test_size_classes_follow_annotation_area_not_box():
     box = [0, 0, 50, 50]  # 2500 pixels: medium by its box, small by its polygon
     dataset = detection_set(record(1, [box], [0], area=[900.0]))
     result = evaluate_boxes(dataset, np.array([[0, 0, 0.9, *box]]))
@@ -209,7 +209,7 @@ def test_rows_of_a_diverged_model_are_left_out():
     assert evaluate_boxes(dataset, rows)["mAP"] == pytest.approx(1.0)
 
 
-def test_written_detections_use_the_ids_of_the_annotation_file(tmp_path):
+def test_written_detections_use_annotation_file_ids(tmp_path):
     dataset = detection_set(record(42, [[0, 0, 9, 9]], [1]))
     path = tmp_path / "new" / "detections.json"
     write_detections(path, dataset, np.array([[0, 1, 0.75, 1.0, 2.0, 11.5, 22.25]]))

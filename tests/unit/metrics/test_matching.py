@@ -44,7 +44,7 @@ def matches_of_pycocotools(truth, found, classes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_detection_finds_what_pycocotools_says_it_found(seed):
+def test_detections_match_as_in_pycocotools(seed):
     dataset, rows_R7, classes = odd_case(seed)
     truth = truth_of(dataset)
     found = found_of(truth, rows_R7)
@@ -52,7 +52,7 @@ def test_every_detection_finds_what_pycocotools_says_it_found(seed):
     assert ours.tolist() == matches_of_pycocotools(truth, found, classes).tolist()
 
 
-def test_only_the_hundred_surest_of_a_class_and_image_count():
+def test_only_100_surest_per_class_and_image_count():
     dataset = detection_set(record(1, [], []), record(2, [], []))
     rows = np.zeros((330, 7))
     rows[:150, :3] = [[0, 0, score] for score in np.linspace(0, 1, 150)]
@@ -101,7 +101,7 @@ def by_voc_devkit(truth, found) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_by_the_rules_of_voc_matches_are_those_of_a_plain_loop(seed):
+def test_voc_matching_equals_plain_loop(seed):
     dataset, rows_R7, _ = odd_case(seed)
     truth = truth_of(dataset)
     found = found_of(truth, rows_R7)
@@ -109,7 +109,7 @@ def test_by_the_rules_of_voc_matches_are_those_of_a_plain_loop(seed):
     assert ours.tolist() == by_voc_devkit(truth, found).tolist()
 
 
-def test_voc_and_coco_differ_where_the_best_object_is_taken():
+def test_voc_and_coco_differ_when_best_object_taken():
     # Both detections overlap the first object most; COCO gives the second one the other object.
     boxes = [[0, 0, 100, 100], [0, 0, 100, 60]]
     dataset = detection_set(record(1, boxes, [0, 0]))

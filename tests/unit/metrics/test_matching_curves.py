@@ -31,7 +31,7 @@ def matched(dataset, rows_R7):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_precision_recall_and_f1_are_those_of_counting_at_each_confidence(seed):
+def test_precision_recall_f1_equal_direct_counts(seed):
     dataset, rows_R7, classes = odd_case(seed)
     truth, found, match_F = matched(dataset, rows_R7)
     counts = count_by_confidence(truth, found, match_F, classes)
@@ -59,7 +59,7 @@ def test_the_best_confidence_makes_the_mean_f1_largest():
     assert best["recall"] == pytest.approx(counts.recall_CT[:2, step].mean())
 
 
-def test_a_class_of_which_nothing_was_found_counts_for_recall_but_not_for_precision():
+def test_class_not_found_counts_for_recall_only():
     box = [10, 10, 60, 60]
     dataset = detection_set(record(1, [box], [0]), record(2, [box], [1]))
     best = at_best_confidence(
@@ -69,7 +69,7 @@ def test_a_class_of_which_nothing_was_found_counts_for_recall_but_not_for_precis
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_average_precision_from_matches_is_that_of_coco_at_half_overlap(seed):
+def test_ap_from_matches_equals_coco_ap50(seed):
     dataset, rows_R7 = random_case(seed, tied_scores=seed % 2 == 1)
     truth, found, match_F = matched(dataset, rows_R7)
     rights = right_by_class(found.label_F, match_F, 3)
@@ -111,7 +111,7 @@ def test_vocs_average_precision_is_that_of_its_devkit(seed):
     assert np.isnan(voc_average_precision(right_F, 0)).all()
 
 
-def test_eleven_points_and_area_of_an_example_worked_by_hand():
+def test_voc_ap_11_point_and_area_worked_example():
     # Of 4 objects the 1st and the 3rd detection find one: precision 1, 1/2, 2/3 at recall
     # 1/4, 1/4, 1/2; best precision 1 up to recall 1/4, 2/3 up to 1/2, then 0.
     eleven, area = voc_average_precision(np.array([True, False, True]), 4)
@@ -135,7 +135,7 @@ def test_calibration_bins_what_a_loop_bins():
     assert report["expected_error"] == pytest.approx(off / (match_F != CROWD).sum())
 
 
-def test_a_score_of_one_belongs_to_the_last_bin_and_nothing_to_none():
+def test_calibration_score_one_belongs_to_last_bin():
     box = [10, 10, 60, 60]
     dataset = detection_set(record(1, [box], [0]))
     _, found, match_F = matched(dataset, np.array([[0, 0, 1.0, *box]]))

@@ -39,7 +39,7 @@ def test_every_key_is_in_one_stage(name: str, first: int, last: int) -> None:
     assert seen == {*begins}
 
 
-def test_a_level_that_a_backbone_lacks_is_an_error_with_a_code() -> None:
+def test_missing_backbone_level_is_error_with_code() -> None:
     with pytest.raises(ConfigError, match=r"P2-P5: the backbone yolov5 begins at P3") as error:
         build_backbone("yolov5", depth=0.33, width=0.125, first=2, last=5)
     assert error.value.code == "backbone_without_level"

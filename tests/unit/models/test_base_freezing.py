@@ -47,9 +47,7 @@ def classifier() -> YOLOv5Classifier:
         (classifier, ["stem", "down2", "down3", "down4", "down5"], ["head"]),
     ],
 )
-def test_every_entry_of_a_model_is_in_one_stage_and_stages_come_as_the_image_does(
-    build, backbone, after
-):
+def test_each_entry_in_one_stage_in_forward_order(build, backbone, after):
     model = build()
     keys, stages = list(model.state_dict()), model.stages
     assert [*stages] == [f"backbone.{name}" for name in backbone] + after
@@ -63,7 +61,7 @@ def test_every_entry_of_a_model_is_in_one_stage_and_stages_come_as_the_image_doe
         )
 
 
-def test_the_head_of_a_model_with_an_auxiliary_one_has_both_and_the_neck_too():
+def test_stages_of_model_with_aux_head_include_it():
     stages = ppyoloe(auxiliary=True).stages
     assert {key.split(".")[0] for key in stages["neck"]} == {"neck", "aux_neck"}
     assert {key.split(".")[0] for key in stages["head"]} == {"yolo_head", "aux_head"}
@@ -105,7 +103,7 @@ def test_names_are_whole_and_a_dot_at_the_end_is_allowed():
             "nothing is left to train; freeze less"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_frozen_is_an_error_that_says_what_can(what, code, message):
+def test_unfreezable_part_is_error_naming_choices(what, code, message):
     with pytest.raises(ConfigError, match=message) as error:
         frozen_keys(ppyoloe(), what)
     assert error.value.code == code
@@ -136,7 +134,7 @@ def scalar(outputs) -> paddle.Tensor:
 
 @pytest.mark.parametrize("kind", ["plain", "gloo", "onednn"])
 @pytest.mark.parametrize("what", [3, ["neck"]])
-def test_frozen_parts_get_no_gradient_and_keep_their_statistics_in_training(what, kind):
+def test_frozen_parts_no_gradient_fixed_statistics(what, kind):
     paddle.seed(1)
     model = ppyoloe()
     before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
@@ -158,7 +156,7 @@ def test_frozen_parts_get_no_gradient_and_keep_their_statistics_in_training(what
     assert trained and all(not key.startswith(tuple(frozen)) for key in trained)
 
 
-def test_frozen_layers_on_onednn_compute_what_plain_ones_do():
+def test_frozen_onednn_layers_equal_plain_ones():
     """They take the way of evaluation there, where no gradient is wanted."""
     found = {}
     for fast in (False, True):
@@ -182,7 +180,7 @@ def test_frozen_layers_on_onednn_compute_what_plain_ones_do():
     assert off < 2e-3
 
 
-def test_gradients_of_what_trains_are_those_of_a_model_whose_statistics_stand_still():
+def test_unfrozen_gradients_equal_fixed_statistics():
     """Frozen weights behind others still hand the gradient on."""
     gradients = {}
     for frozen in (False, True):
@@ -206,7 +204,7 @@ def test_gradients_of_what_trains_are_those_of_a_model_whose_statistics_stand_st
         np.testing.assert_array_equal(gradients[True][key], expected)
 
 
-def test_paddles_synchronised_norms_leave_frozen_ones_alone(monkeypatch):
+def test_sync_bn_conversion_skips_frozen_norms(monkeypatch):
     """As on a GPU, whose kernels a CPU lacks: only what kind a layer becomes is looked at."""
     from ppdist.models import layers
 

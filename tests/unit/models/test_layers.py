@@ -17,7 +17,7 @@ from ppdist.models.layers import (
 )
 
 
-def test_upsample_equals_nearest_interpolation_and_its_gradient() -> None:
+def test_upsample_and_gradient_equal_nearest() -> None:
     x = paddle.randn([2, 3, 4, 5])
     twin = x.clone()
     x.stop_gradient = twin.stop_gradient = False
@@ -30,7 +30,7 @@ def test_upsample_equals_nearest_interpolation_and_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_fused_branch_pair_gives_the_same_output_from_one_convolution(scaled: bool) -> None:
+def test_fused_branches_equal_single_convolution(scaled: bool) -> None:
     paddle.seed(0)
     block = RepConv(8, scaled_branch=scaled)
     for norm in (block.conv1.bn, block.conv2.bn):
@@ -57,7 +57,7 @@ def test_a_scaled_branch_at_zero_still_learns() -> None:
     assert float(block.alpha.grad.abs().sum()) > 0
 
 
-def test_channel_attention_scales_channels_by_a_hardsigmoid_of_their_mean() -> None:
+def test_ese_scales_channels_by_hardsigmoid_of_mean() -> None:
     block = EffectiveSELayer(3)
     x = paddle.randn([2, 3, 4, 4])
     weight, bias = block.fc.weight.numpy()[:, :, 0, 0], block.fc.bias.numpy()

@@ -61,7 +61,7 @@ def test_fusing_keeps_the_outputs_of_every_level(variant: str) -> None:
         np.testing.assert_allclose(y.numpy(), x.numpy(), atol=1e-2)
 
 
-def test_an_untrained_head_says_one_percent_and_eight_strides() -> None:
+def test_untrained_head_gives_one_percent_scores() -> None:
     model = tiny()
     scores, boxes = model.decode(model(paddle.randn([1, 3, 64, 96])))
     assert scores.shape == [1, 126, 3] and boxes.shape == [1, 126, 4]
@@ -71,7 +71,7 @@ def test_an_untrained_head_says_one_percent_and_eight_strides() -> None:
     np.testing.assert_allclose(last, [92 - 64, 60 - 64, 92 + 64, 60 + 64], atol=1e-3)
 
 
-def test_initial_convolutions_are_he_normal_and_attention_is_faint() -> None:
+def test_initial_convs_he_normal_and_attention_faint() -> None:
     paddle.seed(0)
     model = build_model(PPYOLOEConfig(size="s"))
     weight = model.backbone.stages[3].conv_down.conv.weight
@@ -81,7 +81,7 @@ def test_initial_convolutions_are_he_normal_and_attention_is_faint() -> None:
     assert model.yolo_head.proj_conv.weight.stop_gradient
 
 
-def test_the_plus_variant_divides_by_255_and_the_first_one_uses_imagenet_statistics() -> None:
+def test_plus_divides_by_255_first_uses_imagenet() -> None:
     image = paddle.to_tensor(np.arange(256, dtype="uint8").reshape(1, 1, 16, 16).repeat(3, axis=1))
     plain = image.numpy().astype("float32")
     np.testing.assert_allclose(tiny("plus").normalize(image).numpy(), plain / 255, atol=1e-6)
@@ -91,7 +91,7 @@ def test_the_plus_variant_divides_by_255_and_the_first_one_uses_imagenet_statist
     np.testing.assert_allclose(got, (plain / 255 - mean) / std, atol=1e-5)
 
 
-def test_training_and_evaluation_give_the_same_kind_of_outputs_at_any_size() -> None:
+def test_train_and_eval_outputs_alike_at_any_size() -> None:
     model = tiny()
     for height, width in ((64, 64), (32, 96)):
         image = paddle.randn([2, 3, height, width])

@@ -44,7 +44,7 @@ def trained_once(model: PPYOLOE, image: paddle.Tensor, step: int = 0, **keys: ob
     return output
 
 
-def test_the_second_head_starts_as_a_copy_and_the_rest_as_without_it() -> None:
+def test_second_head_starts_as_copy_rest_unchanged() -> None:
     plain, both = arrays(tiny()), arrays(tiny(one_to_one=True))
     assert set(plain) == {key for key in both if not key.startswith(HEADS[1])}
     for key, value in plain.items():
@@ -54,7 +54,7 @@ def test_the_second_head_starts_as_a_copy_and_the_rest_as_without_it() -> None:
             assert np.array_equal(value, both[key.replace(*HEADS[::-1])]), key
 
 
-def test_all_but_the_second_head_learns_what_it_learns_without() -> None:
+def test_rest_learns_the_same_without_second_head() -> None:
     image = paddle.randn([2, 3, 64, 64])
     plain, model = tiny(), tiny(one_to_one=True)
     for each in (plain, model):
@@ -131,7 +131,7 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
 
 
 @pytest.mark.slow
-def test_the_second_head_alone_predicts_and_alone_is_deployed(tmp_path: Path) -> None:
+def test_only_second_head_predicts_and_is_deployed(tmp_path: Path) -> None:
     model, image = tiny(one_to_one=True, auxiliary=True), paddle.randn([2, 3, 64, 96])
     shake(model)
     model.eval()
@@ -153,7 +153,7 @@ def test_the_second_head_alone_predicts_and_alone_is_deployed(tmp_path: Path) ->
         np.testing.assert_allclose(got, want, atol=1e-2, rtol=1e-4)
 
 
-def test_weights_of_a_plain_model_start_both_heads_and_one_line_says_so(tmp_path: Path) -> None:
+def test_plain_weights_start_both_heads_and_say_so(tmp_path: Path) -> None:
     plain = tiny()
     shake(plain)
     np.savez(tmp_path / "plain.npz", **arrays(plain))
@@ -172,7 +172,7 @@ def test_weights_of_a_plain_model_start_both_heads_and_one_line_says_so(tmp_path
     assert error.value.code == "weights_of_other_config"
 
 
-def test_weights_of_another_class_count_leave_both_class_layers_fresh(tmp_path: Path) -> None:
+def test_other_class_count_leaves_both_heads_fresh(tmp_path: Path) -> None:
     np.savez(tmp_path / "five.npz", **arrays(tiny(num_classes=5)))
     report = load_weights(tiny(one_to_one=True), tmp_path / "five.npz")
     assert {key.rpartition(".")[0] for key in report.fresh} == {
@@ -180,7 +180,7 @@ def test_weights_of_another_class_count_leave_both_class_layers_fresh(tmp_path: 
     }
 
 
-def test_its_own_weights_load_whole_and_into_a_plain_model_without_it(tmp_path: Path) -> None:
+def test_own_weights_load_whole_and_into_plain_model(tmp_path: Path) -> None:
     model = tiny(one_to_one=True)
     shake(model)
     np.savez(tmp_path / "both.npz", **arrays(model))

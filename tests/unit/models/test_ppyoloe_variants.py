@@ -70,7 +70,7 @@ def test_the_auxiliary_keys_are_the_official_ones() -> None:
     assert "yolo_head.stem_cls.0.conv.conv1.conv.weight" in keys
 
 
-def test_the_auxiliary_head_is_silent_where_no_gradient_comes_back() -> None:
+def test_aux_head_gives_no_outputs_without_gradient() -> None:
     model, image = tiny(auxiliary=True), paddle.randn([2, 3, 64, 96])
     shake(model)
     assert [x.shape for x in model(image).aux_class_logits] == [
@@ -102,7 +102,7 @@ def test_every_weight_gets_a_gradient(training: bool, detached: bool) -> None:
     assert not missing
 
 
-def test_detaching_keeps_the_auxiliary_gradient_to_itself() -> None:
+def test_detaching_keeps_aux_gradient_to_aux_head() -> None:
     for detached in (False, True):
         model = tiny(auxiliary=True)
         shake(model)
@@ -115,7 +115,7 @@ def test_detaching_keeps_the_auxiliary_gradient_to_itself() -> None:
         assert reached == (own if detached else own | {"backbone", "neck"})
 
 
-def test_fusing_drops_the_auxiliary_head_and_keeps_the_outputs() -> None:
+def test_fusing_drops_aux_head_and_keeps_outputs() -> None:
     model, image = tiny(auxiliary=True), paddle.randn([1, 3, 64, 64])
     shake(model)
     model.eval()
@@ -128,7 +128,7 @@ def test_fusing_drops_the_auxiliary_head_and_keeps_the_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_a_saved_graph_of_all_levels_holds_nothing_of_the_auxiliary_head(tmp_path: Path) -> None:
+def test_saved_graph_holds_nothing_of_aux_head(tmp_path: Path) -> None:
     model = tiny(levels="P2-P6", auxiliary=True, width_multiple=0.05)
     shake(model)
     image = paddle.randn([2, 3, 64, 128])
@@ -136,7 +136,7 @@ def test_a_saved_graph_of_all_levels_holds_nothing_of_the_auxiliary_head(tmp_pat
         np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
 
 
-def test_weights_without_the_auxiliary_head_leave_it_fresh_and_one_line_says_so(
+def test_weights_without_aux_head_leave_it_fresh(
     tmp_path: Path,
 ) -> None:
     trained = tiny(auxiliary=True)
@@ -154,7 +154,7 @@ def test_weights_without_the_auxiliary_head_leave_it_fresh_and_one_line_says_so(
         assert np.array_equal(value, expected), key
 
 
-def test_weights_of_another_class_count_leave_the_auxiliary_classes_fresh(tmp_path: Path) -> None:
+def test_other_class_count_leaves_aux_classes_fresh(tmp_path: Path) -> None:
     other = tiny(auxiliary=True, num_classes=5)
     np.savez(tmp_path / "five.npz", **arrays(other))
     report = load_weights(tiny(auxiliary=True), tmp_path / "five.npz")
@@ -191,7 +191,7 @@ def test_p2_keeps_the_official_order_of_keys() -> None:
 
 
 @pytest.mark.parametrize(("depth", "width"), [(0.01, 0.001), (0.5, 0.07), (1.49, 0.123)])
-def test_any_multiples_give_a_model_that_trains_and_fuses(depth: float, width: float) -> None:
+def test_any_multiples_give_trainable_fusable_model(depth: float, width: float) -> None:
     model = tiny(depth_multiple=depth, width_multiple=width, auxiliary=True)
     shake(model)
     loss_of(model).backward()
@@ -214,5 +214,5 @@ def test_odd_channels_export(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
 
 
-def test_fast_cpu_convolutions_agree_with_the_auxiliary_head() -> None:
+def test_fast_cpu_convolutions_agree_with_aux_head() -> None:
     assert self_check(tiny(auxiliary=True)) is None

@@ -41,7 +41,7 @@ def in_order(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {key: arrays[key] for key in ARRAYS}
 
 
-def test_a_whole_checkpoint_gives_the_tensors_of_its_model(torch: FakeTorch, tmp_path) -> None:
+def test_whole_checkpoint_gives_its_model_tensors(torch: FakeTorch, tmp_path) -> None:
     checkpoint = {"epoch": 3, "best_fitness": np.array([0.4]), "model": torch.model(ARRAYS),
                   "ema": None, "updates": 12, "optimizer": None, "opt": {"batch": 16},
                   "where": Path("runs/exp"), "date": "2024-01-01"}  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_whole_checkpoint_gives_the_tensors_of_its_model(torch: FakeTorch, tmp
     assert "models.yolo" not in sys.modules
 
 
-def test_the_average_of_the_weights_is_preferred_to_the_weights(torch: FakeTorch, tmp_path) -> None:
+def test_ema_weights_preferred_to_plain_weights(torch: FakeTorch, tmp_path) -> None:
     averaged = {"model.0.conv.weight": np.full([2, 2], 9, "float32")}
     checkpoint = {"model": torch.model(ARRAYS), "ema": torch.model(averaged)}
     assert_equal(read_arrays(torch.save(tmp_path / "last.pt", checkpoint)), averaged)
@@ -100,7 +100,7 @@ def test_number_types_without_a_place_here_are_named(tmp_path) -> None:
     assert error.value.code == "weights_type_unsupported"
 
 
-def test_an_archive_that_was_packed_again_says_how_to_pack_it(tmp_path) -> None:
+def test_repacked_archive_error_says_how_to_pack_it(tmp_path) -> None:
     write_torch(tmp_path / "w.pt", ARRAYS)
     with zipfile.ZipFile(tmp_path / "w.pt") as source:
         entries = {name: source.read(name) for name in source.namelist()}
@@ -119,7 +119,7 @@ def test_an_archive_that_was_packed_again_says_how_to_pack_it(tmp_path) -> None:
             assert error.value.code == "weights_repacked"
 
 
-def test_a_model_saved_as_it_is_and_with_its_class_source_beside_it(torch, tmp_path) -> None:
+def test_pickled_model_loads_with_and_without_source(torch, tmp_path) -> None:
     assert_equal(read_arrays(torch.save(tmp_path / "m.pt", torch.model(ARRAYS))), in_order(ARRAYS))
     # Before torch 1.6 a class was ('module', class, file, source).
     old = b"(dS'_parameters'\n(dS'w'\n" + opcodes_of_tensor() + b"ssS'_modules'\n(ds"
@@ -144,7 +144,7 @@ def test_views_of_one_storage_keep_offset_and_strides(tmp_path) -> None:
     np.testing.assert_array_equal(found, [[3, 7], [4, 8], [5, 9]])
 
 
-def test_bfloat16_comes_as_bit_patterns_and_becomes_numbers(tmp_path) -> None:
+def test_bfloat16_bit_patterns_become_numbers(tmp_path) -> None:
     bits = np.array([0x3F80, 0xC000, 0x3E80], "uint16")
     data = dict_of(opcodes_of_tensor(count=3, shape=(3,), strides=(1,), kind=b"BFloat16Storage"))
     found = read_torch(zip_of(tmp_path / "b.pt", data, [bits]))["w"]
@@ -157,7 +157,7 @@ def test_what_is_written_is_read_back(tmp_path) -> None:
     assert_equal(read_arrays(tmp_path / "w.pt"), arrays)
 
 
-def test_what_is_written_names_only_what_torch_takes_from_strangers(tmp_path) -> None:
+def test_written_globals_are_those_torch_allows(tmp_path) -> None:
     write_torch(tmp_path / "w.pt", ARRAYS)
     with zipfile.ZipFile(tmp_path / "w.pt") as archive:
         assert archive.testzip() is None

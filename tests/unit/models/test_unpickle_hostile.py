@@ -72,7 +72,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_anywhere_in_a_checkpoint_is_refused_by_name(
+def test_call_anywhere_in_checkpoint_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = FakeTorch(monkeypatch)
@@ -111,7 +111,7 @@ def test_a_call_in_place_of_a_parameter_is_refused(tmp_path, monkeypatch) -> Non
     )
 
 
-def test_a_class_with_its_own_setstate_is_walked_and_not_woken(tmp_path, monkeypatch) -> None:
+def test_class_setstate_is_walked_and_never_called(tmp_path, monkeypatch) -> None:
     def wake(self: object, state: object) -> None:
         (tmp_path / "ran").touch()
 
@@ -170,7 +170,7 @@ def test_operations_out_of_place_are_a_damaged_file(opcodes: bytes, tmp_path: Pa
         b"carray\narray\n)\x81",
     ],
 )
-def test_objects_of_any_class_stay_descriptions_and_nothing_is_imported(opcodes, tmp_path) -> None:
+def test_unpickled_objects_import_no_class(opcodes, tmp_path) -> None:
     refused(zip_of(tmp_path / "odd.pt", dict_of(opcodes), [SIX]), "weights_no_state_dict")
     model = b"cmodels.yolo\nModel\n)\x81(dS'_parameters'\n(dS'w'\n" + opcodes + b"ssb."
     assert "w: expected a tensor, found" in refused(
@@ -179,7 +179,7 @@ def test_objects_of_any_class_stay_descriptions_and_nothing_is_imported(opcodes,
     assert "antigravity" not in sys.modules
 
 
-def test_names_are_shown_without_control_characters_and_cut(tmp_path: Path) -> None:
+def test_names_shown_cut_without_control_characters(tmp_path: Path) -> None:
     name = "\x1b[2J\u202e" + "x" * 10_000
     evil = b"\x8c\x02os\x8d" + struct.pack("<Q", len(name.encode())) + name.encode() + b"\x93)R"
     message = refused(zip_of(tmp_path / "evil.pt", dict_of(evil), []), "weights_unsafe")
@@ -217,7 +217,7 @@ def test_tensors_that_reach_beyond_their_file_are_errors(case: str, tmp_path: Pa
     assert message in refused(zip_of(tmp_path / "bad.pt", pickled, [SIX]), code)
 
 
-def test_a_legacy_storage_longer_than_its_file_is_an_error(tmp_path, monkeypatch) -> None:
+def test_legacy_storage_beyond_file_end_is_error(tmp_path, monkeypatch) -> None:
     torch = FakeTorch(monkeypatch)
     path = torch.save_legacy(tmp_path / "old.pt", {"w": torch.tensor(SIX)})
     whole = path.read_bytes()
@@ -304,7 +304,7 @@ def test_legacy_storages_are_called_by_text_alone(tmp_path, monkeypatch, depth: 
     assert "a storage called by a tuple" in refused(path, "weights_damaged")
 
 
-def test_an_error_that_quotes_something_deep_is_still_one_message(tmp_path, monkeypatch) -> None:
+def test_error_quoting_deep_value_is_one_message(tmp_path, monkeypatch) -> None:
     deep: tuple = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -317,7 +317,7 @@ def test_an_error_that_quotes_something_deep_is_still_one_message(tmp_path, monk
     assert refused(tmp_path / "w.npz", "weights_damaged") == "damaged or not a .npz file: KeyError"
 
 
-def test_modules_that_share_one_large_dict_are_not_visited_for_ever(tmp_path: Path) -> None:
+def test_shared_large_dict_visits_are_bounded(tmp_path: Path) -> None:
     shared = b"}(" + b"X\x01\0\0\0aN" * 1000 + b"u"
     body = b"\x80\x02cm\nM\n)\x81}(X\x0b\0\0\0_parameters" + shared + b"q\x00"
     body += b"X\x08\0\0\0_modules}("
@@ -329,7 +329,7 @@ def test_modules_that_share_one_large_dict_are_not_visited_for_ever(tmp_path: Pa
     refused(path, "weights_unsafe")
 
 
-def test_keys_are_cut_and_shown_without_control_characters(tmp_path: Path) -> None:
+def test_keys_shown_cut_without_control_characters(tmp_path: Path) -> None:
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
 

@@ -68,7 +68,7 @@ def test_paddle_reads_the_pdparams_that_we_write(tmp_path: Path) -> None:
     assert_same(target, source)
 
 
-def test_another_class_count_leaves_the_class_layers_fresh_and_says_so(tmp_path: Path) -> None:
+def test_other_class_count_leaves_class_layers_fresh(tmp_path: Path) -> None:
     path = save(tiny(80, seed=1), tmp_path / "w.pdparams")
     model = tiny(3, seed=2)
     before = arrays_of(model)
@@ -93,7 +93,7 @@ def test_a_backbone_alone_fills_the_backbone(tmp_path: Path) -> None:
     assert "the file holds a backbone alone" in str(report)
 
 
-def test_weights_of_another_size_are_an_error_that_lists_both_shapes(tmp_path: Path) -> None:
+def test_weights_of_other_size_list_both_shapes(tmp_path: Path) -> None:
     path = save(tiny(width=0.25), tmp_path / "w.npz")
     model = tiny(width=0.125)
     before = arrays_of(model)
@@ -159,7 +159,7 @@ def test_unreadable_files_are_named_with_the_reason(
     assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
 
 
-def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: Path) -> None:
+def test_torn_or_non_checkpoint_directory_is_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as error:
         load_weights(tiny(), tmp_path)
     assert error.value.code == "not_a_checkpoint"
@@ -171,7 +171,7 @@ def test_a_directory_that_is_no_checkpoint_and_a_torn_one_are_errors(tmp_path: P
     assert error.value.code == "checkpoint_damaged"
 
 
-def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path: Path) -> None:
+def test_run_means_best_then_last_then_newest(tmp_path: Path) -> None:
     """In the order in which they appear here: a checkpoint that is named wins."""
     run = tmp_path / "out"
     folder = run / "checkpoints"
@@ -192,7 +192,7 @@ def test_a_run_means_its_best_checkpoint_else_its_last_else_its_newest(tmp_path:
     assert_same(named, models[2])
 
 
-def test_an_output_dir_without_a_checkpoint_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_output_dir_without_checkpoint_says_searched(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(
         WeightsError, match=r"nor checkpoints/ with any; give the output_dir of a"
@@ -211,7 +211,7 @@ class Evil:
         return os.system, (f"touch {self.target}",)
 
 
-def test_a_pickle_that_wants_to_run_code_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+def test_pickle_with_code_refused_and_not_run(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     path = tmp_path / "evil.pdparams"
     path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": Evil(trace)}))
@@ -243,7 +243,7 @@ MISTAKEN = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), MISTAKEN)
-def test_common_mistakes_are_recognised_by_their_first_bytes(
+def test_common_mistakes_recognised_by_first_bytes(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -253,7 +253,7 @@ def test_common_mistakes_are_recognised_by_their_first_bytes(
     assert message in str(caught.value)
 
 
-def test_the_case_of_an_ending_and_other_names_of_a_kind_do_not_matter(tmp_path: Path) -> None:
+def test_suffix_case_and_aliases_do_not_matter(tmp_path: Path) -> None:
     source, target = tiny(seed=1), tiny(seed=2)
     first = save(source, tmp_path / "w.pdparams")
     for name in ("W.PDPARAMS", "w.pdema"):
@@ -268,7 +268,7 @@ def test_the_case_of_an_ending_and_other_names_of_a_kind_do_not_matter(tmp_path:
 
 
 @pytest.mark.parametrize("names", [("model",), ("ema",), ("state_dict",), ("ema", "module")])
-def test_a_state_dict_of_paddle_is_found_inside_another_dict(tmp_path: Path, names) -> None:
+def test_paddle_state_dict_found_in_nested_dict(tmp_path: Path, names) -> None:
     source, target = tiny(seed=1), tiny(seed=2)
     for state in (source.state_dict(), arrays_of(source)):  # tensors: tuple((name, array)) inside
         content: dict = state
@@ -284,7 +284,7 @@ def test_a_state_dict_of_paddle_is_found_inside_another_dict(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model."])
-def test_what_wrappers_put_before_every_key_is_taken_away(tmp_path: Path, prefix: str) -> None:
+def test_wrapper_prefix_of_every_key_is_removed(tmp_path: Path, prefix: str) -> None:
     source, target = tiny(seed=1), tiny(seed=2)
     np.savez(tmp_path / "w.npz", **{prefix + key: v for key, v in arrays_of(source).items()})
     report = load_weights(target, tmp_path / "w.npz")

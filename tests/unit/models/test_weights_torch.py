@@ -58,7 +58,7 @@ def model_of(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_torch_loads_what_we_write_taking_nothing_but_tensors(tmp_path, model_of, name) -> None:
+def test_torch_loads_our_file_with_weights_only(tmp_path, model_of, name) -> None:
     official = official_arrays_of(build_model(CONFIGS[name]))
     write_arrays(tmp_path / "w.pt", official)
     state = torch.load(tmp_path / "w.pt", weights_only=True)
@@ -95,7 +95,7 @@ def test_every_form_of_torch_save_loads(tmp_path, model_of, name, zipped, conten
 
 
 @pytest.mark.parametrize(("name", "family"), [("yolov5n", yolov5), ("yolov5s_cls", yolov5_cls)])
-def test_a_checkpoint_of_torch_computes_the_original_s_numbers(
+def test_torch_checkpoint_computes_original_outputs(
     shared_dir, tmp_path, model_of, name, family
 ) -> None:
     formulas = read_formulas(shared_dir / "parity")
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_torch_computes_the_original_s_numbers(
     assert [m for m in measurements if not m.passed] == []
 
 
-def test_every_number_type_and_view_reads_as_torch_has_it(tmp_path) -> None:
+def test_number_types_and_views_read_as_in_torch(tmp_path) -> None:
     base = torch.arange(24.0).reshape(2, 3, 4)
     tensors = {
         "transposed": base.transpose(0, 2), "slice": base[1, :, ::2], "scalar": torch.tensor(2.5),

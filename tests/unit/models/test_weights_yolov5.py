@@ -52,7 +52,7 @@ def test_both_kinds_of_keys_load_from_every_kind_of_file(tmp_path, build, name, 
     assert not report.fresh and not report.ignored
 
 
-def test_the_official_form_has_the_originals_keys_and_layout() -> None:
+def test_official_form_has_original_keys_and_layout() -> None:
     model = classifier(seed=1)
     ours, official = arrays_of(model), official_arrays_of(model)
     np.testing.assert_array_equal(official["model.9.linear.weight"], ours["head.linear.weight"].T)
@@ -62,7 +62,7 @@ def test_the_official_form_has_the_originals_keys_and_layout() -> None:
     assert all(official[key].dtype == np.int64 and official[key].shape == () for key in counters)
 
 
-def test_the_official_form_has_the_keys_and_shapes_of_the_published_models(shared_dir) -> None:
+def test_official_form_has_published_keys_and_shapes(shared_dir) -> None:
     tables = json.loads((shared_dir / "parity" / "yolov5_keys.json").read_text())
     models = {
         "yolov5n": YOLOv5Config(size="n"), "yolov5n6": YOLOv5Config(size="n6"),
@@ -73,7 +73,7 @@ def test_the_official_form_has_the_keys_and_shapes_of_the_published_models(share
         assert {key: list(value.shape) for key, value in official.items()} == tables[name]
 
 
-def test_a_half_precision_checkpoint_with_a_pickled_model_loads(tmp_path, monkeypatch) -> None:
+def test_half_precision_pickled_model_loads(tmp_path, monkeypatch) -> None:
     source, target = detector(seed=1), detector(seed=2)
     torch = FakeTorch(monkeypatch)
     halves = {key: value.astype("float16") if value.dtype == np.float32 else value
@@ -101,7 +101,7 @@ def test_another_class_count_leaves_the_predictors_fresh(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("form", [arrays_of, official_arrays_of])
-def test_a_classifier_of_another_class_count_keeps_all_but_the_last_layer(tmp_path, form) -> None:
+def test_other_class_count_keeps_all_but_last_layer(tmp_path, form) -> None:
     write_arrays(tmp_path / "w.npz", form(classifier(seed=1, num_classes=1000)))
     report = load_weights(classifier(seed=2), tmp_path / "w.npz")
     assert set(report.fresh) == {"head.linear.weight", "head.linear.bias"}
@@ -109,7 +109,7 @@ def test_a_classifier_of_another_class_count_keeps_all_but_the_last_layer(tmp_pa
 
 
 @pytest.mark.parametrize("form", [arrays_of, official_arrays_of])
-def test_detector_and_classifier_give_each_other_their_backbone(tmp_path, form) -> None:
+def test_detector_and_classifier_share_backbone(tmp_path, form) -> None:
     write_arrays(tmp_path / "detector.npz", form(detector(seed=1)))
     target = classifier(seed=2)
     report = load_weights(target, tmp_path / "detector.npz")
@@ -135,21 +135,21 @@ def test_a_backbone_with_holes_is_an_error(tmp_path) -> None:
     assert error.value.code == "weights_shape_mismatch"
 
 
-def test_weights_with_a_fourth_level_do_not_fit_three_levels(tmp_path) -> None:
+def test_four_level_weights_do_not_fit_three_levels(tmp_path) -> None:
     write_arrays(tmp_path / "w.pt", official_arrays_of(detector(seed=1, size="n6")))
     with pytest.raises(WeightsError) as error:
         load_weights(detector(seed=2), tmp_path / "w.pt")
     assert error.value.code == "weights_shape_mismatch"
 
 
-def test_outgrown_entries_of_old_releases_are_ignored_and_named(tmp_path) -> None:
+def test_old_release_entries_ignored_and_named(tmp_path) -> None:
     arrays = official_arrays_of(detector(seed=1))
     write_arrays(tmp_path / "w.pt", {**arrays, "model.24.anchor_grid": np.ones([3, 1, 3, 1, 1, 2])})
     report = load_weights(detector(seed=2), tmp_path / "w.pt")
     assert report.ignored == ("model.24.anchor_grid",)
 
 
-def test_lightning_s_prefix_goes_before_the_original_s_own(tmp_path) -> None:
+def test_lightning_prefix_precedes_original_prefix(tmp_path) -> None:
     source, target = detector(seed=1), detector(seed=2)
     arrays = {f"model.{key}": value for key, value in official_arrays_of(source).items()}
     write_arrays(tmp_path / "w.pt", {**arrays, "loss.gain": np.ones(1, "float32")})
@@ -159,7 +159,7 @@ def test_lightning_s_prefix_goes_before_the_original_s_own(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("build", [detector, classifier])
-def test_weights_with_folded_batch_norms_are_named_as_such(tmp_path, build) -> None:
+def test_weights_with_fused_bn_are_named_as_such(tmp_path, build) -> None:
     arrays = {key: value for key, value in official_arrays_of(build(seed=1)).items()
               if ".bn." not in key}  # fmt: skip
     biases = {key.replace("weight", "bias"): np.zeros(len(value), "float32")
@@ -182,7 +182,7 @@ def test_a_bias_beside_a_batch_norm_is_not_dropped(tmp_path) -> None:
     assert error.value.code == "weights_of_other_architecture"
 
 
-def test_a_segmentation_model_is_named_and_still_gives_its_backbone(tmp_path) -> None:
+def test_segmentation_model_named_and_gives_backbone(tmp_path) -> None:
     arrays = official_arrays_of(detector(seed=1))
     masks = {"model.24.proto.cv1.conv.weight": np.ones([4, 4, 3, 3], "float32")}
     write_arrays(tmp_path / "w.pt", {**arrays, **masks})

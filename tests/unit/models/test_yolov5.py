@@ -115,13 +115,13 @@ def test_the_key_table_names_every_entry_once() -> None:
     assert p6["head.anchors"] == "model.33.anchors"
 
 
-def test_every_norm_keeps_97_percent_and_adds_a_thousandth() -> None:
+def test_norms_have_0_97_momentum_and_0_001_epsilon() -> None:
     blocks = [layer for layer in tiny().sublayers() if isinstance(layer, ConvBNLayer)]
     assert len(blocks) == 57
     assert {(block.bn._momentum, block.bn._epsilon) for block in blocks} == {(0.97, 1e-3)}
 
 
-def test_convolutions_start_uniform_within_one_over_the_root_of_their_inputs() -> None:
+def test_conv_init_uniform_within_rsqrt_of_fan_in() -> None:
     model = build_model(YOLOv5Config(size="n"))
     weight = model.backbone.down5.conv.weight.numpy()
     bound = (weight.shape[1] * 9) ** -0.5
@@ -129,7 +129,7 @@ def test_convolutions_start_uniform_within_one_over_the_root_of_their_inputs() -
     assert abs(weight.std() / (bound / 3**0.5) - 1) < 0.01
 
 
-def test_first_biases_expect_eight_objects_a_level_and_each_class_equally() -> None:
+def test_initial_biases_expect_eight_objects_a_level() -> None:
     model = tiny(num_classes=20)
     for level, stride in ((3, 8), (4, 16), (5, 32)):
         bias = getattr(model.head, f"predict{level}").bias.numpy().reshape(3, 25)
@@ -146,7 +146,7 @@ def test_anchors_are_kept_in_cells_and_told_in_pixels() -> None:
     assert tiny(anchors=ROW_ANCHORS).anchors_LA2.tolist() == np.array(ROW_ANCHORS).tolist()
 
 
-def test_new_anchors_reach_decoding_and_whoever_holds_the_buffer() -> None:
+def test_new_anchors_reach_decoding_and_held_buffer() -> None:
     model = tiny()
     held, outputs = model.head.anchors, model(paddle.rand([1, 3, 64, 64]))
     before = model.decode(outputs)[1]
@@ -160,7 +160,7 @@ def test_new_anchors_reach_decoding_and_whoever_holds_the_buffer() -> None:
     np.testing.assert_array_equal(copied.anchors_LA2, model.anchors_LA2)
 
 
-def test_anchors_of_another_number_of_levels_are_refused_with_their_line(tmp_path: Path) -> None:
+def test_anchors_of_other_level_count_name_line(tmp_path: Path) -> None:
     file = tmp_path / "model.yml"
     file.write_text(f"size: n6\nanchors: {json.dumps(ROW_ANCHORS)}\n")
     with pytest.raises(ConfigError) as error:
@@ -169,7 +169,7 @@ def test_anchors_of_another_number_of_levels_are_refused_with_their_line(tmp_pat
     assert "anchors of 3 levels, size n6 has 4" in str(error.value)
 
 
-def test_an_anchor_without_width_and_an_unknown_size_are_refused() -> None:
+def test_zero_width_anchor_and_unknown_size_refused() -> None:
     flat = (((0, 16), *ROW_ANCHORS[0][1:]), *ROW_ANCHORS[1:])
     with pytest.raises(ValidationError, match="greater than 0"):
         YOLOv5Config.model_validate({"anchors": flat})
@@ -219,7 +219,7 @@ def test_pixels_are_divided_by_255() -> None:
     )
 
 
-def test_casting_to_a_lower_precision_leaves_the_anchors_exact() -> None:
+def test_lower_precision_cast_leaves_anchors_exact() -> None:
     model = tiny()
     importlib.import_module("paddle.amp.auto_cast")
     # What paddle.amp.decorate(level="O2") does on a GPU; on a CPU it does nothing.
@@ -255,7 +255,7 @@ def description(size: tuple[int, int]) -> InferenceSpec:
     )  # fmt: skip
 
 
-def test_an_export_with_suppression_keeps_the_boxes_of_eager(tmp_path: Path) -> None:
+def test_export_with_nms_keeps_boxes_of_eager(tmp_path: Path) -> None:
     report = export_detector(adapt(tiny()), tmp_path / "m", description((64, 96)))
     assert report.agreement["paddle"].box < 0.05  # pixels
     assert report.spec.paddle is not None and report.spec.paddle.nms_in_graph

@@ -22,7 +22,7 @@ def tiny(**changes: object) -> YOLOv5Classifier:
     return build_model(YOLOv5ClsConfig.model_validate(config))
 
 
-def test_the_small_model_has_the_published_number_of_parameters() -> None:
+def test_small_model_has_published_parameter_count() -> None:
     assert build_model(YOLOv5ClsConfig()).parameter_count() == 5_453_480
 
 
@@ -53,7 +53,7 @@ def test_the_key_table_names_every_entry_once() -> None:
     assert table["head.linear.bias"] == "model.9.linear.bias"
 
 
-def test_its_backbone_is_the_detector_s_without_the_pooling() -> None:
+def test_backbone_is_detector_backbone_without_sppf() -> None:
     detector = build_model(YOLOv5Config(size="n", width_multiple=0.125))
     mine = {k: tuple(v.shape) for k, v in tiny().state_dict().items() if k.startswith("backbone.")}
     theirs = {k: tuple(v.shape) for k, v in detector.backbone.state_dict().items()}

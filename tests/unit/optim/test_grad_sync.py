@@ -164,7 +164,7 @@ def exact(step, world=2):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_both_ranks_end_with_the_same_gradients_bit_for_bit(ranks, mode):
+def test_both_ranks_get_bitwise_equal_gradients(ranks, mode):
     first, second = (rank[mode]["steps"] for rank in ranks)
     assert first == second
 
@@ -204,7 +204,7 @@ def test_resumed_on_the_same_ranks_is_uninterrupted(ranks, mode):
 
 
 @pytest.mark.parametrize("mode", FEEDBACK)
-def test_resumed_on_two_of_four_ranks_nothing_kept_is_lost(ranks, mode):
+def test_resume_on_two_of_four_ranks_keeps_residuals(ranks, mode):
     for rank in ranks:
         pairs = rank["of four ranks"][mode].values()
         for kept, taken in pairs:
@@ -212,7 +212,7 @@ def test_resumed_on_two_of_four_ranks_nothing_kept_is_lost(ranks, mode):
         assert max(np.abs(kept).max() for kept, _ in pairs) > 0.1
 
 
-def test_what_has_no_place_on_one_rank_or_in_another_way_is_told():
+def test_unusable_checkpoint_residuals_reported():
     state = TopKSparsify(parameters(), 0.05).state()
     assert AllReduceSync().load({}) == TopKSparsify(parameters(), 0.05).load(state) == ""
     warning = (
@@ -224,7 +224,7 @@ def test_what_has_no_place_on_one_rank_or_in_another_way_is_told():
     assert AllReduceSync().load(state) == PowerSGD(parameters(), 2).load(state) == warning
 
 
-def test_of_another_rank_what_is_compressed_in_both_goes_on_and_the_rest_starts_anew():
+def test_other_powersgd_rank_reuses_shared_state():
     of_one, of_five = PowerSGD(parameters(), 1), PowerSGD(parameters(), 5)
     assert (of_one.keys, of_five.keys) == (["layer0.weight", "layer2.weight"],) * 2
     of_seven = PowerSGD(parameters(), 7)  # 7 * (16 + 12) entries are more than 16 * 12
@@ -236,7 +236,7 @@ def test_of_another_rank_what_is_compressed_in_both_goes_on_and_the_rest_starts_
     assert of_one.load(of_seven.state()) == ""
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_enters_no_rest(ranks):
+def test_non_finite_gradient_enters_no_residual(ranks):
     good = {"nan everywhere": True, "kept as before": True}
     assert [rank["one not finite"] for rank in ranks] == [good, good]
 
@@ -248,7 +248,7 @@ def test_float16_is_refused_on_gloo(ranks):
     )
 
 
-def test_two_ranks_of_low_rank_step_like_one_with_the_mean(ranks):
+def test_powersgd_of_two_ranks_equals_one_with_mean(ranks):
     one = PowerSGD(parameters(), 2)
     for step in range(3):
         gradients = [paddle.to_tensor(each) for each in exact(step)]
@@ -283,7 +283,7 @@ def test_float16_loses_no_gradient_to_its_range(size):
         assert found.numpy() == pytest.approx(given, abs=1e-3 * float(np.abs(given).max()))
 
 
-def test_shares_are_of_equal_size_as_far_as_parameters_allow():
+def test_share_out_balances_parameter_sizes():
     assert share_out([1, 5, 2, 2, 4], 2) == [1, 0, 1, 0, 1]
     assert share_out([3], 3) == [0]
 
@@ -336,7 +336,7 @@ def test_bytes_on_the_wire_are_what_the_formulas_say(ranks):
         assert sent["top k"] == pytest.approx(8 * 0.01 * ENTRIES, abs=2000)
 
 
-def test_a_training_step_sends_what_its_configuration_says(ranks):
+def test_training_step_sends_what_config_says(ranks):
     for steps in (rank["training steps"] for rank in ranks):
         size = steps["plain"]["entries"]
         assert steps["plain"]["bytes"] == pytest.approx(4 * size, rel=0.1)  # and tally, statistics
@@ -346,7 +346,7 @@ def test_a_training_step_sends_what_its_configuration_says(ranks):
         assert saved["topk_fraction: 0.01"] > 3 * size
 
 
-def test_a_training_step_leaves_the_same_weights_on_both_ranks(ranks):
+def test_training_step_leaves_equal_weights_on_ranks(ranks):
     first, second = (rank["training steps"] for rank in ranks)
     for name, step in first.items():
         assert step["weights"] == second[name]["weights"]

@@ -52,7 +52,7 @@ def test_ema_spans_the_same_images_at_any_batch():
     assert large(500) == pytest.approx(small(2000) ** 4)
 
 
-def test_the_ramp_without_a_length_spans_the_same_images_by_itself():
+def test_ema_ramp_without_length_spans_same_images():
     small, large = Decay(0.99999), Decay(0.99999, kappa=4)
     for update in (50, 500):  # to first order in 9 / update
         forgotten = 1 - large(update)
@@ -65,7 +65,7 @@ def test_the_ramps_are_those_of_the_two_families():
     assert Decay(0.9999, 1, 2000)(1) == pytest.approx(5e-4, rel=1e-3)
 
 
-def test_biases_and_momentum_warm_up_from_values_of_their_own():
+def test_biases_and_momentum_have_own_warmup_start():
     warm = schedule(warmup_bias_lr=0.2, warmup_momentum=0.5)
     first, middle, last, after = (warm.rates(step) for step in (0, 4, 9, 10))
     assert first == pytest.approx((0.01, 0.19, 0.54))

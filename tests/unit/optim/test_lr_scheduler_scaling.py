@@ -61,14 +61,14 @@ def test_moments_of_adam_span_the_same_images():
     assert betas == pytest.approx((0.2, 0.992))
 
 
-def test_moments_that_would_forget_within_a_step_are_refused():
+def test_adam_betas_forgetting_within_step_refused():
     with pytest.raises(ConfigError, match=re.escape("is 16 times")) as refused:
         adam_moments((0.9, 0.999), 1e-8, 16.0)
     assert "allow less than 10 times" in str(refused.value)
     assert "betas_scaling: none" in str(refused.value)
 
 
-def test_warm_up_grows_with_the_batch_and_is_capped_at_four_epochs():
+def test_warmup_grows_with_batch_up_to_four_epochs():
     assert warmup_images(1, COCO, 64, 64, "auto") == COCO
     assert warmup_images(1, COCO, 256, 64, "auto") == pytest.approx(2 * COCO)
     assert warmup_images(1, COCO, 64 * 64, 64, "auto") == 4 * COCO
@@ -78,13 +78,13 @@ def test_warm_up_grows_with_the_batch_and_is_capped_at_four_epochs():
     assert warmup_images(0.03, COCO, 256, 8, "auto") == pytest.approx(4000 * math.sqrt(32))
 
 
-def test_warm_up_never_takes_more_steps_than_at_the_reference_and_does_not_jump():
+def test_warmup_steps_never_exceed_reference_or_jump():
     # 200 images at batch 8 are 25 steps, however far that is below 500.
     assert warmup_images(0.01, 20_000, 16, 8, "auto") == pytest.approx(400)
     assert warmup_images(0.01, 20_000, 9, 8, "auto") == pytest.approx(225)
 
 
-def test_warm_up_of_adam_keeps_the_steps_its_second_moment_needs():
+def test_adam_warmup_keeps_second_moment_steps():
     # 20 000 images at batch 8: 2500 steps.  At 32: by sqrt(4) 1250 steps, of the 2000 it needs.
     assert warmup_images(1, 20_000, 32, 8, "auto") == pytest.approx(40_000)
     assert warmup_images(1, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(64_000)
@@ -95,7 +95,7 @@ def test_warm_up_of_adam_keeps_the_steps_its_second_moment_needs():
     assert warmup_images(1, 20_000, 8, 8, "auto", beta2=0.999) == 20_000
 
 
-def test_epochs_grow_with_the_batch_towards_the_noise_scale_and_beyond():
+def test_epochs_grow_with_batch_past_noise_scale():
     assert epochs_factor(1024, 64, 1024) == pytest.approx(2 / 1.0625)
     assert epochs_factor(64, 64, 1024) == 1.0
     assert epochs_factor(8, 64, 1024) == 1.0  # a smaller batch does not cut them

@@ -52,7 +52,7 @@ def test_decay_skips_normalisation_but_not_biases(build, norms):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_optimizer_state_survives_a_model_with_other_generated_names(name):
+def test_state_survives_other_generated_names(name):
     config = OptimizerConfig(name=name)
     model = network()
     optimizer = build_optimizer(model, config, 0.01, False)
@@ -79,7 +79,7 @@ def test_optimizer_state_of_another_model_is_refused():
         load_optimizer_arrays(optimizer, model, {"head.weight/velocity_0": np.zeros(3, "float32")})
 
 
-def test_average_follows_its_formula_and_covers_statistics():
+def test_ema_follows_formula_and_covers_statistics():
     model = network()
     ema = EMA(model, decay=Decay(0.9))
     expected = model.state_dict()["1._mean"].numpy().copy()
@@ -146,7 +146,7 @@ def create_state(optimizer, model):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_master_weights_and_their_accumulators_survive_a_model_with_other_generated_names(name):
+def test_master_weights_survive_other_names(name):
     """What AMP O2 keeps on a GPU; a CPU has no such update, so state is made without a step."""
 
     def optimizer_of(model):
@@ -174,7 +174,7 @@ def test_master_weights_and_their_accumulators_survive_a_model_with_other_genera
         assert np.array_equal(value, restored[key]), key
 
 
-def test_state_of_an_optimizer_of_another_kind_is_refused():
+def test_state_of_other_optimizer_kind_refused():
     model = network()
     optimizer = build_optimizer(model, OptimizerConfig(name="momentum"), 0.01, False)
     train(model, optimizer, 1)

@@ -50,7 +50,7 @@ def factor(key):
     return DECAY ** POWERS[key.rpartition(".")[0]]
 
 
-def test_factors_are_powers_by_the_distance_from_the_head():
+def test_factors_are_powers_by_distance_from_head():
     keys = list(Net().state_dict())
     assert layerwise_lr_factors(Net().stages, DECAY) == {key: factor(key) for key in keys}
 
@@ -81,7 +81,7 @@ def gradients_of(model, step):
     return {key: each.grad.numpy().astype("float64") for key, each in model.named_parameters()}
 
 
-def test_momentum_moves_each_stage_by_its_own_rate_and_biases_by_theirs():
+def test_momentum_moves_stages_and_biases_by_own_lr():
     """Against v = momentum v + g + decay w, w -= factor rate v, written in numpy."""
     model = Net()
     config = OptimizerConfig(weight_decay=0.1, decay_biases=False, layer_decay=DECAY)
@@ -101,7 +101,7 @@ def test_momentum_moves_each_stage_by_its_own_rate_and_biases_by_theirs():
             np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-5, atol=1e-6)
 
 
-def test_adamw_moves_and_decays_each_stage_by_its_own_rate():
+def test_adamw_moves_and_decays_stages_by_own_lr():
     """Against Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2, written in numpy."""
     model = Net()
     config = OptimizerConfig(

@@ -160,7 +160,7 @@ def test_accumulation_repeats_arithmetic_alone():
 # Run
 
 
-def test_epochs_grow_as_the_reference_points_of_mlperf_do():
+def test_epochs_grow_as_mlperf_reference_points():
     job = replace(JOB, epochs=3.70, reference_batch=0, critical_batch=1830.0)
     assert epochs_needed(job, 256) == pytest.approx(3.70 + 0.00202 * 256, abs=0.01)
     assert epochs_needed(job, 2560) == pytest.approx(8.87, abs=0.02)

@@ -42,7 +42,7 @@ def test_only_keys_with_different_values_are_shown(tmp_path: Path) -> None:
     assert page.each is None
 
 
-def test_other_ranks_or_no_configuration_are_other_groups(tmp_path: Path) -> None:
+def test_other_ranks_or_no_config_form_own_group(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, ranks=ranks) for name, ranks in (("a", 1), ("b", 2))]
     for name in ("c", "d"):
         folders.append(make_run(tmp_path / name))

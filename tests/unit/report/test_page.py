@@ -227,7 +227,7 @@ def test_a_classifier_has_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 16, 40, 80, pytest.param(1000, marks=pytest.mark.slow)])
-def test_any_number_of_classes_has_a_page_of_bounded_size(count: int, tmp_path: Path) -> None:
+def test_page_size_bounded_for_any_class_count(count: int, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", names=[f"类 {number}" for number in range(count)])
     text, _ = made(tmp_path / "page.html", run)
     assert ("confusion matrix" in text) == (count <= 40)

@@ -119,7 +119,7 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
     assert len(read_rows(folder)) == 6
 
 
-def test_a_stop_leaves_trials_to_be_continued_and_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_stop_leaves_trials_resumable_and_says_so(tmp_path: Path, monkeypatch) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, GRID))
     monkeypatch.setenv("FAKE_SECONDS", "20")
     search, said = search_in(store, stop=lambda: (tmp_path / "out/trials/000/starts").exists())

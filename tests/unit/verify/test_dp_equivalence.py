@@ -224,7 +224,7 @@ def test_the_first_step_is_not_excused() -> None:
     assert (losses.step, losses.allowed, losses.passed) == (1, 1e-5, False)
 
 
-def test_a_loss_that_is_no_number_on_the_ranks_alone_fails() -> None:
+def test_nan_loss_only_on_ranks_fails() -> None:
     alone = trace([1.0, 1.0])
     ranks = trace([1.0, float("nan")])
     losses, *_ = measure(ranks, alone, alone, tolerance=1e-5, statistics=False)

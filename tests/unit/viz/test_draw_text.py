@@ -36,7 +36,7 @@ def test_a_name_without_a_font_is_its_number(fonts):
     assert readable("红细胞", 7) == "#7" and readable("cat", 7) == "cat"
 
 
-def test_letters_that_no_font_has_are_known_to_be_missing():
+def test_letters_missing_from_fonts_are_known():
     assert readable("\U00012000", 3) == "#3"
 
 

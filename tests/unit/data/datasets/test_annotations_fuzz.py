@@ -53,7 +53,7 @@ def mutated(content: bytes, rng: np.random.RandomState, tokens: tuple[bytes, ...
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_damaged_images_are_found_or_read_but_never_kill_or_hang_a_decoder(tmp_path, suffix):
+def test_damaged_images_never_kill_or_hang_decoder(tmp_path, suffix):
     kinds = {
         "jpg": (("RGB", {}), ("L", {"progressive": True}), ("CMYK", {})),
         "png": (("RGB", {}), ("P", {}), ("LA", {}), ("RGBA", {}), ("1", {})),
@@ -116,7 +116,7 @@ def _write_json(root: Path) -> tuple[DataConfig, Path]:
 @pytest.mark.parametrize(
     "suffix, write", [("json", _write_json), ("xml", _write_voc), ("txt", _write_yolo)]
 )
-def test_damaged_annotations_give_findings_or_one_message(tmp_path, suffix, write):
+def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
     settings, file = write(tmp_path)
     original = file.read_bytes()
     outcomes = {"read": 0, "found": 0, "refused": 0}
@@ -141,7 +141,7 @@ def test_damaged_annotations_give_findings_or_one_message(tmp_path, suffix, writ
 @pytest.mark.parametrize(
     "write, suffix", [(_write_json, "json"), (_write_voc, "xml"), (_write_yolo, "txt")]
 )
-def test_an_audit_of_damaged_annotations_ends_with_a_report_or_one_message(tmp_path, write, suffix):
+def test_validate_reports_on_damaged_annotations(tmp_path, write, suffix):
     settings, file = write(tmp_path)
     original = file.read_bytes()
     for seed in range(12):

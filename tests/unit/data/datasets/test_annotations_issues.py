@@ -28,7 +28,7 @@ def kinds_in(config: DataConfig) -> list[str]:
     return [finding.code for finding in found_in(config)[1]]
 
 
-def test_a_check_goes_on_without_the_parts_of_a_coco_file_that_are_wrong(tmp_path):
+def test_check_continues_without_invalid_coco_parts(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 4))
     one, two, three = content["annotations"]
     content["images"] += [
@@ -67,7 +67,7 @@ def test_a_check_goes_on_without_the_parts_of_a_coco_file_that_are_wrong(tmp_pat
     assert findings[-1].text == f"{file}: images[8]: 001.jpg is listed a second time"
 
 
-def test_a_check_goes_on_without_the_voc_files_and_objects_that_are_wrong(tmp_path):
+def test_check_continues_without_invalid_voc_objects(tmp_path):
     config = voc_set(tmp_path, dict.fromkeys("abcd", "train"), {stem: ["cat"] for stem in "abcd"})
     (tmp_path / "label_list.txt").write_text("cat\n")
     (tmp_path / "train.txt").write_text("a\nb\nc\nd\ne\n../f\na\n")
@@ -85,7 +85,7 @@ def test_a_check_goes_on_without_the_voc_files_and_objects_that_are_wrong(tmp_pa
     assert not any(image.objects for image in raw.images)
 
 
-def test_a_check_goes_on_without_the_yolo_lines_that_are_wrong(tmp_path):
+def test_check_continues_without_invalid_yolo_lines(tmp_path):
     config = yolo_set(tmp_path, "7 0.5 0.5 0.1 0.1\n0 1 2\nnan nan 0 0 0\n0 nan 0.5 1 1")
     (tmp_path / "labels" / "001.txt").write_bytes(b"0 \xff\xff")
     raw, findings = found_in(config)
@@ -96,7 +96,7 @@ def test_a_check_goes_on_without_the_yolo_lines_that_are_wrong(tmp_path):
     assert [len(image.objects) for image in raw.images] == [2, 0]
 
 
-def test_warnings_do_not_stop_training_but_become_one_line_each(tmp_path, caplog):
+def test_warnings_take_one_line_and_keep_training(tmp_path, caplog):
     config = yolo_set(tmp_path, "", names=None)
     (tmp_path / "classes.txt").write_bytes("猫\r\n狗\r\n".encode("gbk"))
     raw, findings = found_in(config)
@@ -134,7 +134,7 @@ def test_text_in_no_known_encoding_is_refused(tmp_path):
         (b"000.jpg", ".\\000.jpg"),
     ],
 )
-def test_images_are_found_however_their_names_are_spelt_on_disk(tmp_path, on_disk, listed):
+def test_images_are_found_despite_name_spelling(tmp_path, on_disk, listed):
     content = coco_content(write_images(tmp_path / "images", 1))
     (tmp_path / "images" / "000.jpg").rename(tmp_path / "images" / os.fsdecode(on_disk))
     content["images"][0]["file_name"] = listed
@@ -156,7 +156,7 @@ def test_names_that_no_file_can_have_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("policy", ["clip", "drop", "error"])
-def test_swapped_corners_are_put_in_order_dropped_or_an_error(tmp_path, policy):
+def test_swapped_corners_are_fixed_dropped_or_error(tmp_path, policy):
     content = coco_content(write_images(tmp_path / "images", 1))
     content["annotations"] = [
         {"image_id": 1, "category_id": 1, "bbox": [30, 5, -20, 10]},
@@ -183,7 +183,7 @@ def test_swapped_corners_are_put_in_order_dropped_or_an_error(tmp_path, policy):
     assert dataset.notes == (f"{file}: {done} of 3 boxes (data.bad_boxes: {policy})",)
 
 
-def test_the_masks_of_a_coco_file_are_kept_when_asked_for(tmp_path):
+def test_coco_masks_are_kept_on_request(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 2))
     outline = [5.25, 5, 15, 5, 15, 15]
     rle = {"size": [48, 64], "counts": "abc"}
@@ -212,7 +212,7 @@ def test_the_masks_of_a_coco_file_are_kept_when_asked_for(tmp_path):
     [[[1, 2, 3, 4, 5]], [1, 2, 3, 4, 5, 6], "outline", 7, [[1, 2, None, 4]], [[1, 2, math.nan, 4]],
      [[1, 2, math.inf, 4]], [[1, 2, 3, 4], [{}]]],
 )  # fmt: skip
-def test_an_object_keeps_its_box_where_its_outline_is_malformed(tmp_path, segmentation):
+def test_object_with_malformed_outline_keeps_its_box(tmp_path, segmentation):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["segmentation"] = segmentation
     write_json(tmp_path, content)
@@ -230,7 +230,7 @@ def test_an_object_keeps_its_box_where_its_outline_is_malformed(tmp_path, segmen
     ("value", "crowd"),
     [(0, False), (1, True), ("0", False), ("1", True), ("", False), (None, False), (True, True)],
 )
-def test_a_crowd_is_one_also_where_numbers_are_written_as_text(tmp_path, value, crowd):
+def test_crowd_flag_is_read_from_text_numbers(tmp_path, value, crowd):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["iscrowd"] = value
     write_json(tmp_path, content)
@@ -249,7 +249,7 @@ def test_an_area_that_is_no_number_is_that_of_the_box(tmp_path, area):
     assert read_split(coco_config(tmp_path), "train", 3).records[1].area_M.tolist() == [12]
 
 
-def test_a_box_without_area_in_the_numbers_of_training_is_found(tmp_path):
+def test_box_with_zero_float32_area_is_issue(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["bbox"] = [40.0, 2, 1e-7, 4]
     write_json(tmp_path, content)
@@ -261,7 +261,7 @@ def test_a_box_without_area_in_the_numbers_of_training_is_found(tmp_path):
     assert box_problem((0.0, 2.0, 1e-7, 6.0), 64, 48) is None
 
 
-def test_the_images_of_a_yolo_folder_are_found_where_links_lead(tmp_path):
+def test_yolo_folder_images_are_found_behind_links(tmp_path):
     config = yolo_set(tmp_path, "")
     (name,) = write_images(tmp_path / "elsewhere", 1)
     (tmp_path / "images" / "sub").symlink_to(tmp_path / "elsewhere")
@@ -275,7 +275,7 @@ def test_the_images_of_a_yolo_folder_are_found_where_links_lead(tmp_path):
     assert findings == []
 
 
-def test_a_link_within_a_folder_counts_by_the_name_of_what_it_leads_to(tmp_path):
+def test_link_within_folder_counts_as_its_target(tmp_path):
     write_images(tmp_path / "top" / "b", 1)
     (tmp_path / "top" / "a").symlink_to(tmp_path / "top" / "b")
     (tmp_path / "top" / "c").symlink_to(tmp_path)
@@ -309,7 +309,7 @@ def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
     "filename",
     ["a", "/home/bob/a.jpg", "/home/bob/a", "C:\\bob\\a.jpg", "a.jpg", "a.png", "../b.gif", ""],
 )
-def test_a_stale_file_name_in_xml_does_not_hide_the_image_that_is_listed(tmp_path, filename):
+def test_stale_xml_file_name_keeps_listed_image(tmp_path, filename):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
     (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "a.JPG")
     file = tmp_path / "Annotations" / "a.xml"
@@ -318,7 +318,7 @@ def test_a_stale_file_name_in_xml_does_not_hide_the_image_that_is_listed(tmp_pat
     assert record.path == str(tmp_path / "images" / "a.JPG")
 
 
-def test_a_file_name_in_xml_that_leads_outside_is_found_where_nothing_else_is(tmp_path):
+def test_unresolved_outside_xml_file_name_is_issue(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
     (tmp_path / "images" / "a.jpg").unlink()
     file = tmp_path / "Annotations" / "a.xml"

@@ -10,7 +10,7 @@ from ppdist.data.datasets.build import read_split
 from tests.unit.data.corpus import write_clean_coco
 
 
-def test_a_link_to_nowhere_is_an_image_that_does_not_exist(tmp_path):
+def test_dangling_link_is_missing_image(tmp_path):
     settings, file = write_clean_coco(tmp_path), tmp_path / "images" / "1.jpg"
     file.rename(tmp_path / "images" / "real.jpg")
     os.symlink("real.jpg", file)

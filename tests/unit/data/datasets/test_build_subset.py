@@ -45,7 +45,7 @@ def names_of(dataset: DetectionSet) -> list[str]:
     return [record.path for record in dataset.records]
 
 
-def test_a_smaller_limit_takes_images_of_a_larger_one_in_the_order_of_the_files():
+def test_smaller_subset_is_in_larger_in_file_order():
     everything = rare_set()
     taken = [names_of(limited(everything, limit, "key")) for limit in (1, 10, 50, 199)]
     for few, more in zip(taken, [*taken[1:], names_of(everything)]):
@@ -64,7 +64,7 @@ def slow_order(labels_N: list[set[int]], order: list[int]) -> list[int]:
     return chosen + [at for at in order if at not in chosen]
 
 
-def test_the_order_is_the_greedy_cover_of_the_classes_and_then_as_drawn():
+def test_subset_order_is_greedy_cover_then_random():
     records = rare_set().records
     found = draw_order(Records.of(records), 9).tolist()
     assert sorted(found) == list(range(200))
@@ -80,7 +80,7 @@ def test_as_few_images_as_can_show_every_class_do():
     assert {label for record in few.records for label in record.labels_M.tolist()} == {0, 1, 2}
 
 
-def test_a_class_that_only_a_crowd_has_shown_is_not_counted_as_seen():
+def test_class_seen_only_as_crowd_counts_as_unseen():
     labels = [[0, 1], [1], *[[0]] * 20]
     few = limited(a_set(labels, 2, crowds=(0,)), 2, "key")
     assert "/images/1.jpg" in names_of(few)
@@ -96,7 +96,7 @@ def test_classes_without_an_object_stay_and_are_named():
     assert limits(few, None, a_set(labels, 9)) == [note] and not few.notes
 
 
-def test_a_limit_beyond_the_images_changes_nothing_and_says_so():
+def test_subset_beyond_image_count_changes_nothing():
     everything = rare_set()
     beyond = limited(everything, 200, "data.val.limit")
     assert beyond.records is everything.records
@@ -112,7 +112,7 @@ def with_limit(config: DataConfig, limit: int | None) -> DataConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"limit": limit})})
 
 
-def test_reading_a_split_takes_its_own_limit_and_another_fingerprint(tmp_path):
+def test_split_subset_has_own_size_and_fingerprint(tmp_path):
     config = write_coco(tmp_path, 9)
     few = with_limit(config, 4)
     read = {limit: read_split(with_limit(config, limit), "train") for limit in (None, 4, 5)}

@@ -73,7 +73,7 @@ def test_the_three_formats_of_one_set_give_equal_records(blood, form, split):
         assert ours.boxes_M4.dtype == np.float32 and ours.labels_M.dtype == np.int64
 
 
-def test_the_real_set_has_its_documented_counts_less_the_zero_size_box(blood):
+def test_real_set_has_documented_counts(blood):
     for split, images, boxes in (("train", 205, 2805), ("val", 87, 1138)):
         found = blood["coco", split]
         assert len(found.records) == images
@@ -84,7 +84,7 @@ def test_the_real_set_has_its_documented_counts_less_the_zero_size_box(blood):
         )
 
 
-def test_the_real_set_names_its_zero_size_box_when_asked_to(shared_dir):
+def test_real_set_names_its_empty_box_on_request(shared_dir):
     config = bccd(shared_dir, "coco", bad_boxes="error")
     file = Path(config.root) / config.train.annotations
     entries = json.loads(file.read_text())
@@ -95,11 +95,11 @@ def test_the_real_set_names_its_zero_size_box_when_asked_to(shared_dir):
     )
 
 
-def test_class_names_come_from_the_yaml_file_of_a_yolo_set(shared_dir):
+def test_yolo_class_names_come_from_yaml_file(shared_dir):
     assert read_split(bccd(shared_dir, "yolo"), "val", 3).class_names == NAMES
 
 
-def test_class_names_beside_those_of_a_coco_file_must_be_the_same(tmp_path):
+def test_given_class_names_must_match_coco_file(tmp_path):
     write_coco(tmp_path)
     config = coco_config(tmp_path, class_names=NAMES)
     assert read_split(config, "val", 3).class_names == NAMES
@@ -110,7 +110,7 @@ def test_class_names_beside_those_of_a_coco_file_must_be_the_same(tmp_path):
     )
 
 
-def test_the_classes_can_be_read_where_the_images_are_absent(tmp_path):
+def test_classes_are_read_without_images(tmp_path):
     config = write_coco(tmp_path)
     shutil.rmtree(tmp_path / "images")
     found = read_annotations(config, "val", 3)
@@ -161,7 +161,7 @@ def test_json_that_is_not_coco_is_told_by_what_it_lacks(tmp_path, content, code,
     assert message_of(coco_config(tmp_path), code) == f"{tmp_path / 'set.json'}: {problem}"
 
 
-def test_annotations_of_unknown_categories_and_images_are_named(tmp_path):
+def test_unknown_categories_and_images_are_named(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 4))
     file = write_json(tmp_path, content)
     content["annotations"][1]["category_id"] = 7
@@ -191,7 +191,7 @@ def test_two_images_of_one_id_are_refused(tmp_path):
     )
 
 
-def test_a_class_count_that_differs_from_the_model_says_what_to_set(tmp_path):
+def test_class_count_unlike_model_says_remedy(tmp_path):
     config = write_coco(tmp_path)
     assert message_of(config, "num_classes_differ", num_classes=80) == (
         f"model.num_classes is 80 but {tmp_path / 'set.json'} has 3 categories "
@@ -220,7 +220,7 @@ def test_a_set_without_images_is_refused(tmp_path):
     assert message_of(config, "no_images") == f"{tmp_path / 'set.json'}: lists no image"
 
 
-def test_absent_images_are_counted_and_the_first_three_named(tmp_path):
+def test_missing_images_are_counted_three_are_named(tmp_path):
     config = write_coco(tmp_path, 6)
     images = tmp_path / "images"
     for name in ("001", "002", "004", "005"):
@@ -259,7 +259,7 @@ def bad_box_set(root: Path, policy: str) -> DataConfig:
     return coco_config(root, bad_boxes=policy)
 
 
-def test_bad_boxes_are_clipped_or_dropped_and_reported_in_one_line(tmp_path, caplog):
+def test_bad_boxes_are_clipped_or_dropped_with_line(tmp_path, caplog):
     kept = {"clip": [[5, 5, 15, 15], [60, 40, 64, 44], [54, 5, 64, 14]],
             "drop": [[5, 5, 15, 15], [54, 5, 64, 14]]}  # fmt: skip
     done = {"clip": "1 clipped (sticking out), ", "drop": ""}

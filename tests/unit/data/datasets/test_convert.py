@@ -124,7 +124,7 @@ def rich_set(root: Path) -> RawSet:
 
 
 @pytest.mark.parametrize("form", ["coco", "voc"])
-def test_ids_areas_outlines_and_further_properties_survive_where_they_can(tmp_path, form):
+def test_ids_areas_outlines_and_extras_survive(tmp_path, form):
     raw = rich_set(tmp_path)
     lost = () if form == "coco" else ("category ids: become 1 to 2",)
     found = read_converted(raw, form, tmp_path / "out", lost=lost)
@@ -156,7 +156,7 @@ def test_what_yolo_cannot_hold_is_said(tmp_path):
     assert [one.label, two.label] == [1, 0] and not two.polygons
 
 
-def test_the_numbers_of_a_yolo_file_survive_as_they_were_written(tmp_path):
+def test_yolo_numbers_survive_as_written(tmp_path):
     write_images(tmp_path / "images", 1, (637, 481))
     text = "1 0.586719 0.576042 0.360938 0.414583\n0 0.1 0.2 0.3 0.4 0.123457 0.6\n"
     (tmp_path / "labels").mkdir()
@@ -171,7 +171,7 @@ def test_the_numbers_of_a_yolo_file_survive_as_they_were_written(tmp_path):
     assert (tmp_path / "yolo" / "labels" / "train" / "000.txt").read_text() == text
 
 
-def test_whole_numbers_and_decimals_of_a_coco_file_survive_as_they_were_written(tmp_path):
+def test_coco_numbers_survive_as_written(tmp_path):
     raw = plain_set(tmp_path, 1)
     file = tmp_path / "coco" / "annotations" / "instances_train.json"
     bboxes = [[1, 2, 3, 4], [0.1, 0.7, 0.2, 10.3], [12.34, 1.1, 2.2, 33.33], [9.99, 3, 1e-3, 7]]
@@ -194,7 +194,7 @@ def test_images_are_copied_linked_or_left_where_they_are(tmp_path):
     assert caught.value.code == "images_needed"
 
 
-def test_images_of_one_name_are_told_apart_and_strange_names_become_utf8(tmp_path):
+def test_same_names_are_separated_and_become_utf8(tmp_path):
     raw = plain_set(tmp_path, 5)
     names = (b"x.jpg", b"x.png", "图像".encode("gbk") + b".jpg", b"a\nb .jpg", b"c 1.jpg")
     for image, name in zip(raw.images, names):
@@ -264,7 +264,7 @@ def described_set(root: Path) -> RawSet:
     return raw
 
 
-def test_what_a_coco_file_says_of_the_set_and_its_classes_survives(tmp_path):
+def test_coco_info_and_class_fields_survive(tmp_path):
     raw = described_set(tmp_path)
     found = read_converted(raw, "coco", tmp_path / "out")
     assert (found.extra, found.class_extras) == (raw.extra, raw.class_extras)
@@ -274,7 +274,7 @@ def test_what_a_coco_file_says_of_the_set_and_its_classes_survives(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["voc", "yolo"])
-def test_what_other_formats_cannot_say_of_the_set_is_said(tmp_path, form):
+def test_fields_lost_in_other_formats_are_reported(tmp_path, form):
     assert convert(described_set(tmp_path), form, tmp_path / "out", images="copy", split="a") == [
         "info, licenses: said of the whole set, left out",
         "supercategory, keypoints, skeleton: said of classes, left out",
@@ -302,7 +302,7 @@ def test_numbers_that_json_has_not_are_not_written(tmp_path):
     assert entry["score"] is None and entry["scores"] == [1.5, None]
 
 
-def test_voc_files_of_images_left_where_they_are_name_no_other_image(tmp_path):
+def test_voc_files_of_unmoved_images_name_no_other(tmp_path):
     raw = plain_set(tmp_path, 2)
     folder = tmp_path / "flat"
     for image, name in zip(raw.images, ("a.jpg", "train/a.jpg")):

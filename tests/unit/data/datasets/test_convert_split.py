@@ -46,7 +46,7 @@ def worst_deviation(classes: list[np.ndarray], part_N: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_parts_have_their_shares_of_images_and_of_every_class(seed):
+def test_parts_have_shares_of_images_and_each_class(seed):
     classes = random_classes(1000, seed)
     assert worst_deviation(classes, divide(classes, alone(1000), SHARES, seed)) <= 2
     by_chance = np.random.RandomState(seed).choice(3, 1000, p=SHARES)
@@ -54,13 +54,13 @@ def test_parts_have_their_shares_of_images_and_of_every_class(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_class_with_as_many_images_as_there_are_parts_is_in_each(seed):
+def test_class_with_image_per_part_is_in_each_part(seed):
     classes = [np.array([0])] * 97 + [np.array([0, 1])] * 3
     part_N = divide(classes, alone(100), SHARES, seed)
     assert sorted(part_N[97:]) == [0, 1, 2]
 
 
-def test_a_single_image_of_a_class_is_in_the_largest_part():
+def test_only_image_of_class_is_in_largest_part():
     classes = [np.array([0])] * 9 + [np.array([0, 1])]
     assert divide(classes, alone(10), (0.8, 0.2), 3)[9] == 0
 
@@ -91,7 +91,7 @@ def test_copies_of_an_image_stay_together(tmp_path):
         assert (part_N[12:15] == part_N[:3]).all()
 
 
-def test_files_of_equal_length_and_other_content_are_no_copies(tmp_path):
+def test_equal_length_other_content_is_no_duplicate(tmp_path):
     for name, content in (("a", b"123"), ("b", b"124"), ("c", b"123")):
         (tmp_path / name).write_bytes(content)
     paths = [str(tmp_path / name) for name in "abc"]
@@ -120,7 +120,7 @@ def assert_is_every_second(config: DataConfig, divided: DataConfig) -> None:
             assert found.boxes_M4.tolist() == expected.boxes_M4.tolist()
 
 
-def test_a_coco_file_is_divided_with_all_that_stands_in_it(tmp_path):
+def test_coco_file_is_split_with_every_field(tmp_path):
     config = write_coco(tmp_path, 9, info={"year": 2024}, licenses=[{"id": 4, "name": "红"}])
     files, divided = halves(config)
     assert [file.name for file in files] == ["set_a.json", "set_b.json"]
@@ -135,7 +135,7 @@ def test_a_coco_file_is_divided_with_all_that_stands_in_it(tmp_path):
         assert sorted(entries, key=lambda entry: entry["id"]) == whole[key]
 
 
-def test_each_image_is_validated_in_one_fold_and_trained_on_in_the_others(tmp_path):
+def test_each_image_is_validated_in_exactly_one_fold(tmp_path):
     config = write_coco(tmp_path, 7)
     dataset = read_split(config, "train")
     files = write_parts(config, dataset, np.arange(7) % 3, folds_of(3), tmp_path)
@@ -199,7 +199,7 @@ def test_a_yolo_list_is_divided_into_another_folder(tmp_path):
     assert_is_every_second(config, divided)
 
 
-def test_yolo_labels_that_a_list_would_not_find_are_refused(tmp_path):
+def test_yolo_labels_unreachable_by_list_are_refused(tmp_path):
     config = write_yolo(tmp_path, "pictures", "texts")
     with pytest.raises(
         DataError, match=r"only in `labels` beside `images`; rename the folders"
@@ -236,7 +236,7 @@ def test_a_folder_of_classes_becomes_csv_files(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [("a", "b"), ("b", "a")])
-def test_a_part_without_an_image_is_refused_before_anything_is_written(tmp_path, parts):
+def test_empty_part_is_refused_before_writing(tmp_path, parts):
     config = write_coco(tmp_path, 3)
     dataset = read_split(config, "train")
     part_N = np.full(3, parts.index("b"))

@@ -36,7 +36,7 @@ def pairs(dataset) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_folder_an_image_lies_in_is_its_class_at_any_depth(tmp_path):
+def test_image_folder_is_its_class_at_any_depth(tmp_path):
     write(tmp_path, "train/dog/b.JPG", "train/dog/a.png", "train/dog/deep/er/c.webp",
           "train/cat/x.jpeg", "train/.cache/y.jpg")  # fmt: skip
     found = read_folder(tmp_path, tmp_path / "train", ())
@@ -58,14 +58,14 @@ def test_an_image_has_one_object_of_a_size_not_known(tmp_path):
     assert (one.width, one.height, one.crowd_M.tolist()) == (0, 0, [False])
 
 
-def test_files_that_are_no_images_are_left_out_and_counted(tmp_path):
+def test_non_image_files_are_skipped_and_counted(tmp_path):
     write(tmp_path, "train/cat/x.jpg", "train/cat/Thumbs.db", "train/cat/y.txt", "train/cat/z.txt",
           "train/readme.md", "val/cat/x.jpg")  # fmt: skip
     found = read_split(folder_config(tmp_path), "train", 1)
     assert found.notes == (f"{tmp_path}/train: 3 files are no images and left out (2 .txt, 1 .db)",)
 
 
-def test_hidden_files_and_those_of_macos_archives_are_no_images_and_no_classes(tmp_path):
+def test_hidden_and_macos_files_are_ignored(tmp_path):
     write(tmp_path, "train/cat/a.png", "train/cat/._a.png", "train/cat/.DS_Store",
           "train/cat/.hid/a.png", "train/__MACOSX/a.png", "train/cat/__MACOSX/a.png")  # fmt: skip
     found = read_folder(tmp_path, tmp_path / "train", ())
@@ -73,7 +73,7 @@ def test_hidden_files_and_those_of_macos_archives_are_no_images_and_no_classes(t
     assert found.notes == ()
 
 
-def test_links_to_folders_are_followed_once_and_never_in_a_circle(tmp_path):
+def test_folder_links_are_followed_once_cycle_free(tmp_path):
     write(tmp_path, "train/cat/a.jpg", "train/dog/b.jpg", "store/more/c.jpg", "store/birds/d.jpg")
     (tmp_path / "train/bird").symlink_to(tmp_path / "store/birds")
     (tmp_path / "train/cat/more").symlink_to(tmp_path / "store/more")
@@ -126,7 +126,7 @@ def test_a_folder_without_classified_images_is_an_error(tmp_path, files, message
     assert str(error.value) == message.format(tmp_path, tmp_path)
 
 
-def test_a_class_count_that_differs_from_the_model_says_what_to_set(tmp_path):
+def test_class_count_unlike_model_says_remedy(tmp_path):
     write(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
     with pytest.raises(DataError) as caught:
         check_classes(read_folder(tmp_path, tmp_path / "train", ()), 1000)
@@ -165,7 +165,7 @@ def test_labels_that_are_all_numbers_are_class_numbers(tmp_path):
     assert read_split(csv_config(tmp_path), "val", 11).records[0].labels_M.tolist() == [7]
 
 
-def test_a_class_whose_name_is_a_number_is_found_by_its_name(tmp_path):
+def test_numeric_class_name_is_found_by_name(tmp_path):
     found = read_csv(
         tmp_path, tmp_path, table(tmp_path, "a.jpg,7\nb.jpg,9\nc.jpg,1\n"), ("9", "8", "7")
     )
@@ -201,7 +201,7 @@ def test_a_line_of_another_form_is_named_with_its_number(tmp_path, text, message
     assert str(error.value) == message.format(file, root=tmp_path)
 
 
-def test_a_label_that_is_no_class_is_named_with_the_classes_there_are(tmp_path):
+def test_unknown_label_is_named_with_known_classes(tmp_path):
     write(tmp_path, "images/a.jpg")
     table(tmp_path, "a.jpg,cat\na.jpg,dog\n")
     file = table(tmp_path, "a.jpg,mouse\n", "val.csv")
@@ -212,7 +212,7 @@ def test_a_label_that_is_no_class_is_named_with_the_classes_there_are(tmp_path):
     )
 
 
-def test_labels_that_count_from_1_are_told_that_numbers_start_at_0(tmp_path):
+def test_labels_counted_from_1_get_zero_based_hint(tmp_path):
     write(tmp_path, "images/a.jpg")
     file = table(tmp_path, "a.jpg,1\na.jpg,2\n")
     with pytest.raises(DataError) as error:

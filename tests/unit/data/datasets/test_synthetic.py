@@ -12,7 +12,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import CLASS_NAMES, make_shapes, scene
 
 
-def test_the_same_seed_gives_the_same_set_and_another_seed_another(tmp_path):
+def test_same_seed_gives_same_set_other_seed_another(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_shapes(tmp_path / name, train=3, val=2, size=96, seed=seed)
     files = [
@@ -31,7 +31,7 @@ def contents(root) -> dict[str, bytes]:
             for path in root.rglob("*") if path.is_file()}  # fmt: skip
 
 
-def test_the_same_call_again_also_after_one_cut_short_leaves_the_same_files(tmp_path):
+def test_repeated_or_interrupted_call_is_idempotent(tmp_path):
     make_shapes(tmp_path, train=3, val=2, size=96)
     before = contents(tmp_path)
     (tmp_path / "images" / "val" / "00001.jpg").unlink()
@@ -51,7 +51,7 @@ def test_the_same_call_again_also_after_one_cut_short_leaves_the_same_files(tmp_
         "images/train/00004.jpg",
     ],
 )
-def test_a_folder_with_files_of_another_origin_stays_as_it_is(tmp_path, file):
+def test_folder_with_foreign_files_is_left_unchanged(tmp_path, file):
     make_shapes(tmp_path, train=3, val=2, size=96)
     (tmp_path / file).write_text("mine")
     (tmp_path / "images" / "val" / "00001.jpg").unlink()
@@ -87,7 +87,7 @@ def test_it_reads_as_a_clean_coco_set(tmp_path):
     json.loads((tmp_path / "annotations" / "instances_val.json").read_text())
 
 
-def test_all_classes_and_sizes_occur_and_boxes_hardly_overlap():
+def test_classes_and_sizes_occur_with_little_overlap():
     scenes = [scene(256, 0, 0, index) for index in range(25)]
     labels = np.concatenate([labels_M for _, _, labels_M in scenes])
     assert np.bincount(labels, minlength=3).min() > 12

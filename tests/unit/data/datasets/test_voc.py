@@ -33,7 +33,7 @@ def voc_set(root: Path, splits: dict[str, str], objects: dict[str, list[str]]) -
     return DataConfig(format="voc", root=str(root), train=train, val=val)
 
 
-def test_voc_names_are_those_of_the_training_split_sorted(tmp_path):
+def test_voc_names_are_sorted_from_training_split(tmp_path):
     config = voc_set(tmp_path, {"a": "train", "b": "val"}, {"a": ["dog", "cat"], "b": ["dog"]})
     train, val = read_split(config, "train", 2), read_split(config, "val", 2)
     assert train.class_names == val.class_names == ("cat", "dog")
@@ -52,7 +52,7 @@ def test_a_voc_list_may_pair_images_with_their_files(tmp_path):
     assert record.boxes_M4.tolist() == [[1, 2, 30, 40]]
 
 
-def test_a_voc_file_that_is_absent_or_without_size_is_named(tmp_path):
+def test_voc_file_missing_or_without_size_is_named(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
     file = tmp_path / "Annotations" / "a.xml"
     content = file.read_text()
@@ -81,7 +81,7 @@ def test_a_voc_file_that_is_absent_or_without_size_is_named(tmp_path):
     )
 
 
-def test_a_voc_class_outside_the_list_is_named_with_its_object(tmp_path):
+def test_unknown_voc_class_is_named_with_its_object(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat", "cow"]})
     (tmp_path / "label_list.txt").write_text("cat\ndog\n")
     assert message_of(config, "class_unknown", num_classes=2) == (
@@ -99,7 +99,7 @@ def yolo_set(root: Path, line: str, names: str | None = "cat\ndog\n") -> DataCon
     return DataConfig(format="yolo", root=str(root), train=split, val=split)
 
 
-def test_yolo_boxes_become_pixels_and_an_image_without_labels_has_none(tmp_path):
+def test_yolo_boxes_become_pixels_no_labels_no_boxes(tmp_path):
     first, second = read_split(yolo_set(tmp_path, ""), "train", 2).records
     assert first.boxes_M4.tolist() == [[24, 12, 40, 36]] and first.labels_M.tolist() == [1]
     assert second.boxes_M4.shape == (0, 4)
@@ -133,7 +133,7 @@ def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
     assert len(read_split(config, "train", 2).records) == 2
 
 
-def test_yolo_without_names_or_without_any_label_says_what_to_do(tmp_path):
+def test_yolo_without_names_or_labels_says_remedy(tmp_path):
     config = yolo_set(tmp_path, "", names=None)
     assert message_of(config, "class_names_missing") == (
         f"{tmp_path}: YOLO labels do not name their classes; set data.class_names: [...] or write "
@@ -155,7 +155,7 @@ def test_a_class_named_twice_is_refused(tmp_path):
     )
 
 
-def test_a_yolo_line_with_an_outline_gives_its_box_and_the_outline(tmp_path):
+def test_yolo_polygon_line_gives_box_and_outline(tmp_path):
     config = yolo_set(tmp_path, "0 0.25 0.5 0.5 0.5 0.375 0.75 0.25 0.625")
     record = read_split(config, "train", 2, masks=True).records[0]
     assert record.boxes_M4.tolist() == [[24, 12, 40, 36], [16, 24, 32, 36]]

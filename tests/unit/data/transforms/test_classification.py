@@ -50,7 +50,7 @@ def config_of(root: Path, **changes) -> DataConfig:
         (2, 300, (32, 512), (0, 149, 2, 150)),
     ],
 )
-def test_the_centre_is_the_largest_part_of_the_shape_of_the_input(width, height, size, expected):
+def test_centre_crop_is_largest_of_input_shape(width, height, size, expected):
     assert centred_part(width, height, size).tolist() == list(expected)
 
 
@@ -60,7 +60,7 @@ def test_evaluation_sees_the_centre_resized_linearly():
     np.testing.assert_array_equal(resize_centre(image_HW3, (32, 32)), expected)
 
 
-def test_random_parts_lie_inside_and_have_the_documented_areas_and_aspects():
+def test_random_crops_have_documented_area_aspect():
     rng = np.random.default_rng(0)
     parts_N4 = np.array([random_part(500, 375, 0.283, rng) for _ in range(4000)])
     assert (parts_N4 == parts_N4.astype(int)).all()
@@ -76,13 +76,13 @@ def test_random_parts_lie_inside_and_have_the_documented_areas_and_aspects():
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 10), (10, 1000), (1, 1)])
-def test_of_a_strip_the_centre_is_taken_where_no_random_part_fits(width, height):
+def test_strip_falls_back_to_centre_crop(width, height):
     x1, y1, x2, y2 = random_part(width, height, 1.0, np.random.default_rng(0))
     assert 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height
     assert 3 / 4 - 0.1 <= (x2 - x1) / (y2 - y1) <= 4 / 3 + 0.1
 
 
-def test_a_training_sample_is_a_function_of_seed_epoch_and_index(dataset):
+def test_training_sample_depends_on_seed_epoch_index(dataset):
     def sample(seed: int, *key: int) -> np.ndarray:
         augment = AugmentConfig(hsv=(0.1, 0.5, 0.5))
         samples = ClassifyTrainSamples(dataset, "skip", augment, seed, largest=(64, 64))
@@ -106,7 +106,7 @@ def test_a_sample_is_one_object_that_covers_the_input(dataset):
             assert sample.labels_M.tolist() == [index // 3] and sample.index == index
 
 
-def test_without_augmentation_training_sees_what_evaluation_sees(dataset):
+def test_plain_training_sees_evaluation_input(dataset):
     key = SampleKey(0, 5, 64, 64)
     training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0, largest=(64, 64)).make(key).image_HW3
     evaluation = ClassifyEvalSamples(dataset, "skip").make(key).image_HW3
@@ -139,7 +139,7 @@ def test_batches_carry_the_class_in_the_first_column(dataset):
     assert seen == {(index, index // 3) for index in range(9)}
 
 
-def test_a_damaged_image_is_replaced_in_training_blank_in_evaluation_or_an_error(tmp_path, caplog):
+def test_damaged_image_is_replaced_blank_or_error(tmp_path, caplog):
     write_patterns(tmp_path / "train", 2, seed=0)
     (tmp_path / "train" / PATTERNS[1] / "000.png").write_bytes(b"no image")
     dataset = read_split(config_of(tmp_path), "train", 3)

@@ -40,7 +40,7 @@ def white_boxes(boxes, height=120, width=160) -> np.ndarray:
     return image
 
 
-def test_without_augmentation_a_picture_of_input_size_is_untouched():
+def test_plain_image_of_input_size_is_unchanged():
     image, boxes = picture(), np.array([[3, 4, 30, 40]], np.float32)
     placement = random_placement(boxes, 64, 48, (48, 64), NOTHING, keyed_generator(0, 1))
     np.testing.assert_array_equal(render(image, placement, cv2.INTER_LINEAR), image)
@@ -49,7 +49,7 @@ def test_without_augmentation_a_picture_of_input_size_is_untouched():
     assert keep.all()
 
 
-def test_boxes_follow_their_pixels_through_expand_crop_and_mirror():
+def test_boxes_follow_pixels_in_expand_crop_and_flip():
     boxes = np.array([[20, 30, 60, 70], [90, 10, 150, 100]], np.float32)
     config = AugmentConfig(distort=0, expand=1, expand_most=2.5, crop=1, flip=0.5,
                            flip_vertical=0.5)  # fmt: skip
@@ -99,7 +99,7 @@ def test_expanding_keeps_the_image_inside_and_the_aspect():
         assert np.isclose((x2 - x1) / (y2 - y1), 64 / 48)
 
 
-def test_a_crop_holds_the_centre_of_a_box_and_stays_in_the_window():
+def test_crop_holds_box_centre_and_stays_in_window():
     boxes = np.array([[10, 10, 40, 40], [100, 80, 140, 110]], np.float32)
     window, crops = np.array([0.0, 0, 160, 120]), 0
     for sample in range(100):
@@ -123,7 +123,7 @@ def test_a_crop_is_good_when_one_box_overlaps_it_enough(monkeypatch):
         assert inter / ((x2 - x1) * (y2 - y1) + 120 * 100 - inter) >= 0.5
 
 
-def test_objects_whose_centre_is_cut_off_or_that_are_too_small_go():
+def test_objects_off_centre_or_too_small_are_dropped():
     boxes = np.array([[0, 0, 10, 10], [50, 50, 50.4, 70], [90, 90, 130, 130]], np.float32)
     placement = ResizeParams((6, 0, 100, 100), (0, 0, 94, 100), 100, 94)
     mapped, keep = map_boxes(boxes, placement)
@@ -134,7 +134,7 @@ def test_objects_whose_centre_is_cut_off_or_that_are_too_small_go():
     assert mapped.shape == (0, 4) and keep.shape == (0,)
 
 
-def test_colours_without_a_change_are_the_identity_and_grey_stays_grey():
+def test_neutral_colours_are_identity():
     grey = np.full((4, 4, 3), 100, np.uint8)
     changed = 0
     for sample in range(50):
@@ -147,13 +147,13 @@ def test_colours_without_a_change_are_the_identity_and_grey_stays_grey():
     assert changed > 30
 
 
-def test_evaluation_resizes_cubic_without_keeping_the_ratio():
+def test_evaluation_resizes_cubic_without_ratio():
     image = picture()
     expected = cv2.resize(image, (40, 96), interpolation=cv2.INTER_CUBIC)
     np.testing.assert_array_equal(resize_for_evaluation(image, (96, 40)), expected)
 
 
-def test_the_same_key_gives_the_same_numbers_and_another_key_others():
+def test_rng_key_alone_determines_numbers():
     draws = {key: tuple(keyed_generator(*key).random(3)) for key in
              [(0, 1), (0, 1, 0), (0, 2), (1, 1), (0, 0, 1), (0, 1, 1)]}  # fmt: skip
     assert len(set(draws.values())) == len(draws)
@@ -179,7 +179,7 @@ def test_pixels_are_rgb(tmp_path):
     assert read_image(str(file))[0, 0].tolist() == [255, 10, 0]
 
 
-def test_an_image_is_turned_upright_unless_its_annotation_has_it_unturned(tmp_path):
+def test_image_is_upright_unless_annotated_unturned(tmp_path):
     file = tmp_path / "turned.jpg"
     file.write_bytes(jpeg(picture(48, 64), exif=exif(6)))
     assert read_image(file).shape == (64, 48, 3)
@@ -188,7 +188,7 @@ def test_an_image_is_turned_upright_unless_its_annotation_has_it_unturned(tmp_pa
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_that_ends_early_is_refused_even_if_it_has_a_thumbnail(tmp_path, progressive):
+def test_truncated_jpeg_with_thumbnail_is_refused(tmp_path, progressive):
     file = tmp_path / "half.jpg"
     whole_file = jpeg(picture(300, 400), progressive=progressive, exif=exif(1, jpeg(picture())))
     file.write_bytes(whole_file + b"trailing bytes are fine")

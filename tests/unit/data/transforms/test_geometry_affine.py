@@ -56,7 +56,7 @@ def test_boxes_follow_their_pixels(config, mirrored):
     assert checked > 40
 
 
-def test_a_turned_box_at_the_border_ends_where_what_is_seen_of_it_does():
+def test_rotated_box_at_border_ends_at_visible_part():
     half = np.sqrt(0.5)
     turn = np.array([[half, -half, 0], [half, half, 0], [0, 0, 1]])  # by 45 degrees about (0, 0)
     boxes = np.array([[-10, -10, 10, 10], [0, 0, 40, 40]], np.float32)
@@ -69,7 +69,7 @@ def test_a_turned_box_at_the_border_ends_where_what_is_seen_of_it_does():
     assert not map_by_matrix(bar, moved(to=(80, -25)) @ turn, (100, 100))[1][0]
 
 
-def test_a_tenth_of_a_turned_box_is_measured_on_its_own_area():
+def test_tenth_of_rotated_box_uses_its_own_area():
     half = np.sqrt(0.5)
     turn = np.array([[half, -half, 0], [half, half, 0], [0, 0, 1]])
     box = np.array([[-50, -50, 50, 50]], np.float32)
@@ -78,7 +78,7 @@ def test_a_tenth_of_a_turned_box_is_measured_on_its_own_area():
         assert map_by_matrix(box, matrix, (200, 200))[1].tolist() == [kept]
 
 
-def test_upright_boxes_end_where_their_pixels_end_without_a_bias():
+def test_upright_boxes_end_at_pixels_without_bias():
     offsets = []
     for key in range(100):
         image = np.zeros((120, 160, 3), np.uint8)
@@ -92,7 +92,7 @@ def test_upright_boxes_end_where_their_pixels_end_without_a_bias():
     assert np.abs(np.mean(offsets, 0)).max() < 0.15
 
 
-def test_without_a_change_the_view_shows_the_middle_of_the_canvas_as_it_is():
+def test_identity_affine_keeps_canvas_centre_as_is():
     image = np.random.RandomState(0).randint(0, 256, (120, 160, 3)).astype(np.uint8)
     seen = view(NOTHING)
     assert seen.gain == 1
@@ -149,7 +149,7 @@ def test_objects_hardly_seen_too_small_or_too_thin_go():
 
 
 @pytest.mark.parametrize("config", [UPRIGHT, EVERYTHING])
-def test_images_that_touch_leave_no_gap_and_what_is_beside_them_stays(config):
+def test_touching_images_leave_no_gap_nor_spill(config):
     white = np.full((50, 60, 3), 255, np.uint8)
     for key in range(20):
         matrix = view(config, key).matrix_33
@@ -166,7 +166,7 @@ def test_images_that_touch_leave_no_gap_and_what_is_beside_them_stays(config):
         assert set(np.unique(apart)) <= {114, 255}
 
 
-def test_an_image_out_of_sight_covers_nothing_and_is_not_drawn():
+def test_image_out_of_view_is_not_drawn():
     image = np.full((10, 10, 3), 255, np.uint8)
     for x, y in ((200, 0), (-11, 0), (0, 130), (0, -10)):
         matrix = moved(to=(x, y))
@@ -179,7 +179,7 @@ def test_an_image_out_of_sight_covers_nothing_and_is_not_drawn():
 
 
 @pytest.mark.parametrize("mirror", [1, -1])
-def test_a_small_image_much_enlarged_lies_where_its_boxes_do(mirror):
+def test_enlarged_small_image_matches_its_boxes(mirror):
     rng = keyed_generator(3, 1 + mirror)
     for zoom in (2.0, 2.1, 7.0, 15.0):
         image = np.full((12, 15, 3), 1, np.uint8)

@@ -52,7 +52,7 @@ def boxes_of(*scenes: tuple[int, Sample]) -> dict[tuple[int, int], np.ndarray]:
     return {(seed, m): box for seed, one in scenes for m, box in enumerate(one.boxes_M4)}
 
 
-def test_cutmix_shows_each_object_of_both_where_it_is_or_not_at_all():
+def test_cutmix_shows_objects_in_place_or_not_at_all():
     kept, shares = [], []
     for key in range(100):
         one, other = scene(key), scene(key + 100)
@@ -68,7 +68,7 @@ def test_cutmix_shows_each_object_of_both_where_it_is_or_not_at_all():
     assert min(shares) < 0.03 and 0.7 < max(shares) <= 1
 
 
-def test_erasing_hides_a_rectangle_and_the_objects_behind_it():
+def test_erasing_hides_rectangle_and_its_objects():
     kept, shares = [], []
     for key in range(100):
         one = scene(key)
@@ -88,7 +88,7 @@ def test_erasing_hides_a_rectangle_and_the_objects_behind_it():
     assert 480 < np.sum(kept) < 600
 
 
-def test_pasted_objects_are_those_inside_their_outlines_and_hide_what_is_behind():
+def test_pasted_objects_are_outlined_and_occlude():
     pasted, left = 0, 0
     for key in range(60):
         one, base = scene(key), scene(key + 100)
@@ -104,7 +104,7 @@ def test_pasted_objects_are_those_inside_their_outlines_and_hide_what_is_behind(
     assert 100 < pasted < 200 and 200 < left < 360
 
 
-def test_what_is_pasted_has_the_shape_of_its_outline_and_ends_with_its_image():
+def test_pasted_object_keeps_outline_within_image():
     white = Sample(np.full((40, 40, 3), 255, np.uint8), np.array([[0, 0, 40, 40]], np.float32),
                    np.zeros(1, np.int64), 0)  # fmt: skip
     none = np.zeros((0, 4), np.float32), np.zeros(0, np.int64)
@@ -121,7 +121,7 @@ def test_what_is_pasted_has_the_shape_of_its_outline_and_ends_with_its_image():
             assert abs(len(ys) - np.pi * 15**2 / 2) < 45
 
 
-def test_a_box_shrinks_only_past_what_is_hidden_all_along_it():
+def test_box_shrinks_only_past_fully_hidden_side():
     box = np.array([[10.4, 10.0, 29.5, 30.0]], np.float32)
     for hidden, expected in (
         ((0, 0, 20, 40), [20, 10, 29.5, 30]),

@@ -133,9 +133,7 @@ def check_blocks(sample: Sample, turned: bool) -> int:
         (1, {"scale": 0.3, "rotate": 20, "shear": 5}),
     ],
 )
-def test_boxes_are_where_their_blocks_are_and_no_block_is_without_one(
-    blocks, resize, mosaic, affine
-):
+def test_mosaic_boxes_match_their_blocks(blocks, resize, mosaic, affine):
     augment = {**STILL, "flip": 0.5, "flip_vertical": 0.5, "mosaic": mosaic, "affine": affine}
     under_test = samples(blocks, augment, resize)
     checked = sum(
@@ -145,7 +143,7 @@ def test_boxes_are_where_their_blocks_are_and_no_block_is_without_one(
     assert checked > 15
 
 
-def test_expand_and_crop_go_together_with_affine_and_letterbox(blocks):
+def test_expand_crop_combine_with_affine_letterbox(blocks):
     augment = {**STILL, "expand": 0.5, "expand_most": 1.5, "crop": 0.5}
     for affine in ({}, {"scale": 0.2, "translate": 0.1}):
         under_test = samples(blocks, {**augment, "affine": affine})
@@ -157,7 +155,7 @@ def test_expand_and_crop_go_together_with_affine_and_letterbox(blocks):
                 assert block.mean() > 150
 
 
-def test_boxes_are_where_their_blocks_are_in_a_mosaic_of_nine(blocks):
+def test_nine_tile_mosaic_boxes_match_their_blocks(blocks):
     augment = {**STILL, "mosaic": 1.0, "mosaic_images": 9, "flip": 0.5}
     checked = several = 0
     for affine, turned in (({"scale": 0.3}, False), ({"scale": 0.3, "rotate": 20}, True)):
@@ -193,7 +191,7 @@ def test_tiles_touch_the_point_and_each_other_only():
     assert np.ptp(points[:, 0]) > 75 and np.ptp(points[:, 1]) > 55
 
 
-def test_nine_tiles_lie_around_the_middle_one_and_never_overlap():
+def test_nine_tiles_surround_centre_without_overlap():
     height, width = cell_of(9, (96, 120))
     assert (height, width) == (64, 80)
     middles = []
@@ -315,7 +313,7 @@ def test_every_part_that_is_switched_on_is_seen(folder):
 
 
 @pytest.mark.parametrize("augment", [YOLOV5, {**TURNED, "mixup": 0.5, "close_mosaic_epochs": 1}])
-def test_pixels_depend_on_neither_workers_nor_ranks_nor_a_restart(folder, augment):
+def test_mosaic_ignores_workers_ranks_and_restart(folder, augment):
     whole = list(loader(folder, augment))
     assert_equal(loader(folder, augment, workers=2), whole)
     assert_equal(loader(folder, augment, start=2, workers=1), whole[2 * 2 :])
@@ -323,7 +321,7 @@ def test_pixels_depend_on_neither_workers_nor_ranks_nor_a_restart(folder, augmen
     assert_equal([batch for pair in zip(*on_ranks) for batch in pair], whole)
 
 
-def test_another_seed_epoch_or_index_gives_another_mosaic(folder):
+def test_other_seed_epoch_or_index_changes_mosaic(folder):
     keys = [SampleKey(0, 5, 64, 64), SampleKey(1, 5, 64, 64), SampleKey(0, 6, 64, 64)]
     made = [samples(folder, YOLOV5).make(key).image_HW3.tobytes() for key in keys]
     made.append(samples(folder, YOLOV5, seed=1).make(keys[0]).image_HW3.tobytes())

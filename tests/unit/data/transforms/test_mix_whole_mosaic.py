@@ -40,7 +40,7 @@ def flat(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("images", [4, 9])
-def test_the_cells_of_whole_images_fill_the_input_and_never_overlap(images):
+def test_whole_mosaic_cells_tile_input_exactly(images):
     across = int(images**0.5)
     for size in ((96, 120), (64, 64), (320, 256), (100, 70)):
         layout = in_a_grid(images, size)
@@ -57,7 +57,7 @@ def test_the_cells_of_whole_images_fill_the_input_and_never_overlap(images):
         assert seen_HW.max() == 1 and seen_HW.mean() > 0.93  # thirds leave a seam of a pixel
 
 
-def test_nothing_is_drawn_for_a_grid_and_other_mosaics_draw_what_they_did():
+def test_whole_mosaic_grid_draws_no_random_numbers():
     rng = keyed_generator(0, 1)
     random_layout(4, True, (64, 96), rng)
     assert rng.random() == keyed_generator(0, 1).random()
@@ -95,7 +95,7 @@ def test_each_image_is_shown_whole_in_a_cell_of_its_own(flat, resize, images):
 
 @pytest.mark.parametrize("images", [4, 9])
 @pytest.mark.parametrize("affine", [{}, {"scale": 0.3, "translate": 0.1}, {"rotate": 10}])
-def test_boxes_are_where_their_blocks_are_in_a_whole_mosaic(blocks, images, affine):
+def test_whole_mosaic_boxes_match_their_blocks(blocks, images, affine):
     augment = {**WHOLE, "mosaic_images": images, "flip": 0.5, "affine": affine}
     under_test = samples(blocks, augment)
     checked = sum(
@@ -113,7 +113,7 @@ def acting(config: AugmentConfig, epochs: int) -> list[int]:
     return [epoch for epoch in range(epochs) if config.in_epoch(epoch, epochs).mosaic > 0]
 
 
-def test_a_window_in_shares_follows_the_length_of_the_run():
+def test_fractional_window_scales_with_run_length():
     config = AugmentConfig(mosaic=1.0, combine_epochs=(0.05, 0.5))
     assert acting(config, 20) == [*range(1, 10)]
     assert acting(config, 60) == [*range(3, 30)]

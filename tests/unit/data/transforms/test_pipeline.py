@@ -162,7 +162,7 @@ def test_boxes_follow_the_pixels_of_reduced_images(large_dataset, name, resize):
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_effects_change_pixels_but_no_box_of_what_is_seen(dataset, name):
+def test_effects_change_pixels_but_no_visible_box(dataset, name):
     still, under_test = samples(dataset, GEOMETRY["flips"]), {**GEOMETRY["flips"], name: 1.0}
     key = SampleKey(0, 1, SIDE, SIDE)
     before, after = still.make(key), samples(dataset, under_test).make(key)
@@ -205,7 +205,7 @@ def test_each_image_is_turned_by_each_quarter(dataset):
     assert found == {1, 2, 3}
 
 
-def test_copy_paste_needs_outlines_and_decodes_nothing_without(dataset):
+def test_copy_paste_without_outlines_decodes_nothing(dataset):
     bare = tuple(replace(record, polygons_M=()) for record in dataset.records)
     under_test = samples(replace(dataset, records=bare), {**STILL, "copy_paste": 1.0})
     read = under_test._read
@@ -237,7 +237,7 @@ def test_a_mosaic_of_nine_opens_only_what_is_seen(dataset):
 # --- what is on when, and how large images are read ----------------------------------------------
 
 
-def test_images_are_combined_in_a_window_of_epochs_and_the_last_ones_are_plain():
+def test_images_mix_in_epoch_window_then_stay_plain():
     config = AugmentConfig(mosaic=1.0, mixup=0.5, cutmix=0.5, copy_paste=0.5, combine_epochs=(2, 5),
                            close_mosaic_epochs=6, plain_epochs=2, hsv=(0.1, 0.1, 0.1))  # fmt: skip
     found = [config.in_epoch(epoch, 10) for epoch in range(10)]
@@ -251,7 +251,7 @@ def test_images_are_combined_in_a_window_of_epochs_and_the_last_ones_are_plain()
     assert endless.in_epoch(9, 10) is endless
 
 
-def test_plain_epochs_show_what_evaluation_sees_mirrored_at_most(dataset):
+def test_plain_epochs_show_evaluation_input_or_flip(dataset):
     strong = {**MOSAIC, "flip": 0.5, "erase": 1.0, "rotate90": 1.0, "plain_epochs": 1}
     plain, still = samples(dataset, strong, epochs=3), samples(dataset, STILL, epochs=3)
     for index in range(4):
@@ -292,7 +292,7 @@ def test_images_are_read_as_small_as_any_sample_allows(dataset, augment, resize,
 
 
 @pytest.mark.parametrize("least", [0.3, 0.8])
-def test_no_crop_shows_an_image_larger_than_what_it_is_read_for(least):
+def test_no_crop_enlarges_image_beyond_decoded_size(least):
     config, rng = AugmentConfig(crop=1, expand=0, crop_least=least), keyed_generator(5)
     box_14 = np.array([[900, 700, 1000, 800]], np.float32)
     found = [
@@ -311,7 +311,7 @@ def test_a_turn_of_an_image_counts_for_how_it_is_read(dataset):
 
 
 @pytest.mark.parametrize("strength", ["light", "medium", "strong", "dense"])
-def test_every_preset_fits_any_recipe_and_settles_all_it_is_about(tmp_path, strength):
+def test_every_preset_is_complete_and_fits_recipes(tmp_path, strength):
     preset = REPOSITORY / "configs" / "_base_" / f"augment_{strength}.yml"
     found = []
     for recipe in ("bccd_yolov5n", "bccd_ppyoloe"):

@@ -100,7 +100,7 @@ def assert_equal(found, expected, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_values_gradients_and_statistics_equal_the_plain_layer_at_every_size(kind):
+def test_values_and_gradients_equal_plain_layer(kind):
     plain = LAYERS[kind]()
     fast = copy.deepcopy(plain)
     assert use_onednn_convolutions(fast) > 0
@@ -112,7 +112,7 @@ def test_values_gradients_and_statistics_equal_the_plain_layer_at_every_size(kin
 
 
 @pytest.mark.parametrize("kind", ["3x3", "norm, silu", "two branches"])
-def test_an_input_without_gradient_and_a_strided_input_are_taken(kind):
+def test_inputs_strided_or_without_gradient_accepted(kind):
     plain = LAYERS[kind]()
     fast = copy.deepcopy(plain)
     use_onednn_convolutions(fast)
@@ -123,7 +123,7 @@ def test_an_input_without_gradient_and_a_strided_input_are_taken(kind):
 
 
 @pytest.mark.parametrize("kind", ["norm, silu", "norm, hardswish", "two branches, alpha"])
-def test_evaluation_and_synchronised_norms_equal_the_plain_layer(kind):
+def test_eval_and_sync_bn_equal_plain_layer(kind):
     plain = LAYERS[kind]()
     for layer in plain.sublayers():
         if type(layer) is nn.BatchNorm2D and kind == "norm, silu":
@@ -143,14 +143,14 @@ def test_evaluation_and_synchronised_norms_equal_the_plain_layer(kind):
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_a_convolution_that_onednn_is_not_given_runs_as_before(kind):
+def test_unsupported_convolution_runs_as_before(kind):
     plain = UNSUPPORTED[kind]()
     fast = copy.deepcopy(plain)
     use_onednn_convolutions(fast)
     assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
 
 
-def test_the_switch_keeps_parameters_and_keys_and_can_be_undone():
+def test_switch_keeps_parameters_and_can_be_undone():
     model = nn.Sequential(ConvBNLayer(3, 8, 3), RepConv(8), nn.Conv2D(8, 4, 1))
     before = {name: id(p) for name, p in model.named_parameters()}
     classes = [type(layer) for layer in model.sublayers()]
@@ -175,7 +175,7 @@ def small_detector():
     )
 
 
-def test_the_self_check_passes_on_a_detector_and_leaves_it_and_the_generator_alone():
+def test_self_check_leaves_detector_and_rng_as_is():
     model = small_detector()
     state = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
     generator = paddle.get_rng_state()
@@ -191,7 +191,7 @@ def test_the_self_check_passes_on_a_detector_and_leaves_it_and_the_generator_alo
         np.testing.assert_array_equal(tensor.numpy(), state[name], err_msg=name)
 
 
-def test_the_self_check_names_a_layer_whose_gradient_is_wrong(monkeypatch):
+def test_self_check_names_layer_with_wrong_gradient(monkeypatch):
     right = ops.Convolution.weight_gradient
 
     def wrong(self, x, dy):
@@ -244,7 +244,7 @@ def train_on_ranks(argument):
 
 
 @pytest.mark.slow
-def test_two_ranks_average_accumulated_gradients_as_with_plain_layers():
+def test_two_ranks_average_gradients_as_plain_layers():
     plain = run_on_ranks(2, "tests.unit.models.onednn.test_layers:train_on_ranks", "plain")
     fast = run_on_ranks(2, "tests.unit.models.onednn.test_layers:train_on_ranks", "fast")
     assert len(plain[0]) == 11
