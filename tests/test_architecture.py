@@ -274,3 +274,14 @@ def test_modules_say_in_twelve_words_what_they_are() -> None:
         if name.startswith("ppdist") and len(first.split()) > 12:
             long.append(f"{name}: {first}")
     assert not long
+
+
+def test_no_test_module_imports_another() -> None:
+    wrong = []
+    for path in sorted((REPOSITORY / "tests").rglob("*.py")):
+        own = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for line, name in imports_of(path):
+            module = name.rpartition(".")[0]
+            if module.startswith("tests.") and ".test_" in module and module != own:
+                wrong.append(f"{path.relative_to(REPOSITORY)}:{line}: {name}")
+    assert not wrong, "\n".join(wrong)

@@ -22,8 +22,7 @@ from PIL import Image
 from ppdist.data.image import read_image
 from ppdist.export.export import export_classifier, export_detector, normalisation_of
 from ppdist.export.spec import resize_section
-from tests.unit.export.test_export import tiny_model, tiny_spec
-from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
+from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "deploy" / "python"))

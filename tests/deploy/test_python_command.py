@@ -17,8 +17,7 @@ from ppdist.data.image import read_image
 from ppdist.export.export import export_classifier, export_detector
 from tests.deploy.python_folder import FOLDER, PredictorError, command, pictures, run_file
 from tests.media import assert_usable_by_pycocotools, picture, write_video
-from tests.unit.export.test_export import tiny_model, tiny_spec
-from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
+from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,14 @@ from tests.deploy.python_folder import (
     run_file,
 )
 from tests.media import picture
-from tests.unit.export.test_export import NMS, SIZE, tiny_model, tiny_spec
-from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
+from tests.unit.export.tiny import (
+    NMS,
+    SIZE,
+    classifier_spec,
+    tiny_classifier,
+    tiny_model,
+    tiny_spec,
+)
 
 SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))

@@ -190,7 +190,8 @@ def test_taken_port_is_one_line_and_exit_2(port):
 
 @pytest.mark.slow
 def test_served_export_gives_boxes_of_predictor(tmp_path):
-    from tests.unit.export.test_export import export_detector, tiny_model, tiny_spec
+    from ppdist.export.export import export_detector
+    from tests.unit.export.tiny import tiny_model, tiny_spec
 
     sys.path.insert(0, str(SERVING.parent / "python"))
     from predictor import Predictor

@@ -28,7 +28,7 @@ from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
-from tests.unit.export.test_export import tiny_model
+from tests.unit.export.tiny import tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """

@@ -16,7 +16,7 @@ from ppdist.export.verify import eager_outputs
 from ppdist.models.yolov5 import YOLOv5
 from tests.reference import export_matrix as matrix
 from tests.reference.export_subjects import MODELS, Subject, enliven, images_of, threshold_for
-from tests.unit.export.test_export import NMS, tiny_spec
+from tests.unit.export.tiny import NMS, tiny_spec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from PIL import Image
 from ppdist.common.errors import DataError
 from ppdist.data.image import read_image, reduction
 from tests.unit.data.corpus import lying_png
-from tests.unit.data.transforms.test_geometry import exif, jpeg, picture
+from tests.unit.data.pictures import exif, jpeg, picture
 
 
 def smooth(height: int, width: int) -> np.ndarray:

@@ -14,10 +14,10 @@ from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loader import EvalLoader
 from ppdist.data.transforms.pipeline import TrainSamples
-from ppdist.data.types import Batch, SampleKey
+from ppdist.data.types import SampleKey
+from tests.unit.data.loaders import arrays, assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, coco_content, write_coco, write_images, write_json
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,23 +31,6 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def loader(root: Path, workers=0, start=0, end=6, seed=3, rank=0, world=1, sizes=None, **changes):
-    config = coco_config(root, workers=workers, **changes)
-    dataset = read_split(config, "train", 3)
-    sampler = TrainSampler(
-        dataset_size=len(dataset.records),
-        batch_size_per_card=2,
-        accumulate=2,
-        rank=rank,
-        world=world,
-        seed=seed,
-        start_step=start,
-        end_step=end,
-        sizes=sizes or [(64, 96), (96, 64)],
-    )
-    return TrainLoader(dataset, config, sampler, seed=seed)
-
-
 def eval_loader(root: Path, workers=0, rank=0, world=1, batch_size=3, **changes) -> EvalLoader:
     config = coco_config(root, workers=workers, **changes)
     return EvalLoader(
@@ -58,37 +41,6 @@ def eval_loader(root: Path, workers=0, rank=0, world=1, batch_size=3, **changes)
         rank=rank,
         world=world,
     )
-
-
-def arrays(batch: Batch) -> list[np.ndarray]:
-    return [
-        tensor.numpy()
-        for tensor in (
-            batch.images_B3HW,
-            batch.boxes_BM4,
-            batch.labels_BM,
-            batch.mask_BM,
-            batch.image_index_B,
-            batch.scale_B2,
-            batch.offset_B2,
-        )
-    ]
-
-
-def assert_equal(ours, theirs) -> None:
-    ours, theirs = list(ours), list(theirs)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs):
-        assert one.real == other.real
-        for a, b in zip(arrays(one), arrays(other)):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-
-
-def warnings_in(caplog) -> list[str]:
-    """What was said, but for the number of workers, which is another on each machine."""
-    lines = [record.getMessage() for record in caplog.records]
-    return [line for line in lines if not line.startswith("data.workers: ")]
 
 
 def test_a_batch_is_what_the_contract_says(folder):
@@ -316,7 +268,7 @@ def test_no_worker_outlives_its_loader(folder):
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from tests.unit.data.test_loader import loader
+from tests.unit.data.loaders import loader
 one = loader(Path(sys.argv[1]), workers=2, end=10**6)
 batches = iter(one)
 next(batches)

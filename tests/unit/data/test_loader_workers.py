@@ -22,8 +22,8 @@ from ppdist.data.sampler import TrainSampler
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
+from tests.unit.data.loaders import arrays, assert_equal, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
-from tests.unit.data.test_loader import arrays, assert_equal, warnings_in
 
 ROOT = Path(__file__).resolve().parents[3]
 COUNT = 24

@@ -20,7 +20,7 @@ from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
 from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
 from tests.unit.engine.tiny import init_cpu, tiny_config
-from tests.unit.export.test_export import tiny_spec
+from tests.unit.export.tiny import tiny_spec
 
 HERE = "tests.unit.engine.test_distillation_runs"
 

@@ -13,57 +13,18 @@ import yaml
 
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import PPYOLOEConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, split_rows
-from ppdist.export.spec import InferenceSpec, InputSection
+from ppdist.export.spec import InferenceSpec
 from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.layers import GlooSyncBatchNorm2D
 from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
+from tests.unit.export.tiny import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
 
-SIZE = (64, 96)
-NMS = NMSConfig(score_threshold=0.3)
 Picture = Callable[..., np.ndarray]
-
-
-def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0, activation: str = "silu") -> PPYOLOE:
-    """A PP-YOLOE+ of width 1/8 whose scores and boxes depend on the image, in training mode."""
-    paddle.seed(seed)
-    options = {"width_multiple": 0.125, "depth_multiple": 0.33, "activation": activation}
-    model = kind(PPYOLOEConfig(num_classes=3, **options))
-    with paddle.no_grad():
-        for layer in model.yolo_head.pred_cls:
-            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.08)
-            layer.bias.set_value(paddle.full(layer.bias.shape, -2.0))
-        for layer in model.yolo_head.pred_reg:
-            layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.1)
-        norms = [x for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)]
-        for layer in norms:
-            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
-        model.train()
-        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
-        for layer in norms:
-            layer._momentum = 0.9
-            # A channel divided by little would make much of every rounding.
-            layer._variance.set_value(layer._variance.clip(min=0.2))
-    return model
-
-
-def tiny_spec(**changes: Any) -> InferenceSpec:
-    names = changes.pop("class_names", ("red", "green", "blue"))
-    return InferenceSpec(
-        model="tiny", input=InputSection(**{"size": SIZE, **changes}), nms=NMS,
-        class_names=names, category_ids=tuple(range(1, len(names) + 1)),
-    )  # fmt: skip
-
-
-def pictures(batch: int, height: int = SIZE[0], width: int = SIZE[1]) -> np.ndarray:
-    rng = np.random.default_rng(7)
-    small = rng.integers(0, 256, (batch, 3, height // 8, width // 8))
-    return small.repeat(8, 2).repeat(8, 3).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +44,6 @@ def without_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Pat
     directory = tmp_path_factory.mktemp("without") / "model"
     export_detector(model, directory, tiny_spec(), nms_in_graph=False)
     return directory
-
-
-def assert_same_boxes(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    assert len(got) == len(expected)
-    for got_R6, expected_R6 in zip(got, expected):
-        assert unexplained_rows(got_R6, expected_R6, NMS) == 0
-        assert abs(len(got_R6) - len(expected_R6)) <= 1
-    assert sum(map(len, expected)) >= 5
 
 
 @pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])

@@ -11,7 +11,6 @@ import yaml
 
 from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import YOLOv5ClsConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy, export_classifier
 from ppdist.export.predictor import (
@@ -20,38 +19,11 @@ from ppdist.export.predictor import (
     ExportedPredictor,
     best_classes_of,
 )
-from ppdist.export.spec import InferenceSpec, InputSection, ResizeSection, read_spec, write_spec
+from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.yolov5 import YOLOv5Classifier
-from tests.unit.export.test_export import pictures, tiny_spec
+from tests.unit.export.tiny import classifier_spec, pictures, tiny_classifier, tiny_spec
 
 SIZE = (64, 96)
-
-
-def tiny_classifier(kind: type[YOLOv5Classifier] = YOLOv5Classifier) -> YOLOv5Classifier:
-    """Seven classes, width 1/8, with probabilities that depend on the image."""
-    paddle.seed(0)
-    model = kind(
-        YOLOv5ClsConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=7, dropout=0.5)
-    )
-    norms = [layer for layer in model.sublayers() if isinstance(layer, paddle.nn.BatchNorm2D)]
-    momenta = [layer._momentum for layer in norms]
-    with paddle.no_grad():
-        model.head.linear.weight.set_value(model.head.linear.weight * 5)
-        for layer in norms:
-            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
-        model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
-    for layer, momentum in zip(norms, momenta):
-        layer._momentum = momentum
-    return model
-
-
-def classifier_spec(**changes: object) -> InferenceSpec:
-    names = tuple(f"kind {number}" for number in range(7))
-    return InferenceSpec(
-        task="classify", model="tiny", input=InputSection(**{"size": SIZE, **changes}),
-        resize=ResizeSection(mode="centre_crop", interpolation="linear"),
-        class_names=names, category_ids=tuple(range(7)),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

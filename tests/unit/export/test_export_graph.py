@@ -24,8 +24,14 @@ from ppdist.models.base import ImageModel
 from ppdist.models.layers import ConvBNLayer
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
-from tests.unit.export.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
-from tests.unit.export.test_export_classifier import tiny_classifier
+from tests.unit.export.tiny import (
+    NMS,
+    assert_same_boxes,
+    pictures,
+    tiny_classifier,
+    tiny_model,
+    tiny_spec,
+)
 
 
 def alive(model: ImageModel) -> ImageModel:

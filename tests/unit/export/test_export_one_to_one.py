@@ -15,7 +15,7 @@ from ppdist.export.export import deployment_copy, export_detector
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, prepare
 from ppdist.export.spec import read_spec
 from ppdist.models.ppyoloe import PPYOLOE
-from tests.unit.export.test_export import assert_same_boxes, pictures, tiny_model, tiny_spec
+from tests.unit.export.tiny import assert_same_boxes, pictures, tiny_model, tiny_spec
 
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
 BACKENDS = [

@@ -27,8 +27,15 @@ from ppdist.export.predictor import (
     suppress,
 )
 from ppdist.export.verify import unexplained_rows
-from tests.unit.export.test_export import NMS, assert_same_boxes, pictures, tiny_model, tiny_spec
-from tests.unit.export.test_export_classifier import classifier_spec, tiny_classifier
+from tests.unit.export.tiny import (
+    NMS,
+    assert_same_boxes,
+    classifier_spec,
+    pictures,
+    tiny_classifier,
+    tiny_model,
+    tiny_spec,
+)
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -23,7 +23,7 @@ from ppdist.export.export import (
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, OnnxGraph
 from ppdist.export.spec import read_spec, write_spec
 from tests.forked import run_tool
-from tests.unit.export.test_export import NMS, SIZE, pictures, tiny_model, tiny_spec
+from tests.unit.export.tiny import NMS, SIZE, pictures, tiny_model, tiny_spec
 
 pytest.importorskip("paddle2onnx")
 onnx = pytest.importorskip("onnx")

@@ -29,14 +29,7 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.ppyoloe import PPYOLOE
-from tests.unit.export.test_export import (
-    NMS,
-    SIZE,
-    assert_same_boxes,
-    pictures,
-    tiny_model,
-    tiny_spec,
-)
+from tests.unit.export.tiny import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,6 +12,7 @@ from ppdist.models import build_model
 from ppdist.models.base import anchor_points
 from ppdist.models.ppyoloe import PPYOLOE, decode_boxes
 from tests.unit.models.saved_graph import Decoded, saved_graph
+from tests.unit.models.tiny import shake
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}
 TRAIN = {"s": (8_084_605, 8_084_611), "m": (24_134_909, 24_134_921),
@@ -23,17 +24,6 @@ def tiny(variant: str = "plus", num_classes: int = 3) -> PPYOLOE:
     paddle.seed(0)
     config = {"variant": variant, "size": "t", "width_multiple": 0.125, "num_classes": num_classes}
     return build_model(PPYOLOEConfig.model_validate(config))
-
-
-def shake(model: PPYOLOE) -> None:
-    """Weights and statistics no layer can hide behind."""
-    paddle.seed(1)
-    for key, value in model.state_dict().items():
-        if key.endswith("_variance"):
-            value.set_value(paddle.rand(value.shape) + 0.5)
-        elif not key.endswith("proj_conv.weight"):
-            fan_in = max(1, value.size // value.shape[0])
-            value.set_value(value + 0.3 * fan_in**-0.5 * paddle.randn(value.shape))
 
 
 @pytest.mark.parametrize("size", ["s", pytest.param("m", marks=pytest.mark.slow), *SLOW])

@@ -10,8 +10,7 @@ from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.onednn.convert import self_check
 from ppdist.models.weights import load_weights
-from tests.unit.models.test_ppyoloe import shake
-from tests.unit.models.test_ppyoloe_variants import arrays, loss_of, static_outputs, tiny
+from tests.unit.models.tiny import arrays, loss_of, shake, static_outputs, tiny
 
 
 @pytest.mark.parametrize(("levels", "size"), [("P3-P5", "s"), ("P3-P6", "s6")])

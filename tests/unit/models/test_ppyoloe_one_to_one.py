@@ -15,8 +15,7 @@ from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import load_weights
 from tests.unit.engine.tiny import tiny_config
-from tests.unit.models.test_ppyoloe import shake
-from tests.unit.models.test_ppyoloe_variants import arrays, static_outputs, tiny
+from tests.unit.models.tiny import arrays, shake, static_outputs, tiny
 
 HEADS = ("yolo_head.", "one_to_one_head.")
 

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import paddle
@@ -23,6 +22,7 @@ from ppdist.models.layers import ConvBNLayer
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
+from tests.unit.models.formulas import load_formulas
 from tests.unit.models.saved_graph import Decoded, saved_graph
 
 PARAMETERS = {"n": 1_872_157, "s": 7_235_389, "m": 21_190_557, "n6": 3_246_940}
@@ -48,14 +48,6 @@ def adapt(model: YOLOv5) -> YOLOv5:
         layer.weight.set_value(2.5 * layer.weight)
         layer.bias.set_value(paddle.zeros_like(layer.bias))
     return model
-
-
-def load_formulas(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("formulas", folder / "parity_weights.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("size", PARAMETERS)

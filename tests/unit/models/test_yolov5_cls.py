@@ -12,8 +12,8 @@ from ppdist.models import build_model
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.convert import self_check
 from ppdist.models.yolov5 import YOLOv5Classifier
+from tests.unit.models.formulas import load_formulas
 from tests.unit.models.saved_graph import saved_graph
-from tests.unit.models.test_yolov5 import load_formulas
 
 
 def tiny(**changes: object) -> YOLOv5Classifier:

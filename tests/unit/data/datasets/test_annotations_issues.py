@@ -12,8 +12,8 @@ from ppdist.data.datasets.annotations import KINDS, box_problem, files_below
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.image import read_image
 from ppdist.data.types import Issue, RawSet
-from tests.unit.data.datasets.test_coco import message_of
-from tests.unit.data.datasets.test_voc import voc_set, yolo_set
+from tests.unit.data.datasets.messages import message_of
+from tests.unit.data.datasets.small import voc_set, yolo_set
 from tests.unit.data.sets import coco_config, coco_content, write_images, write_json
 
 

@@ -18,6 +18,7 @@ from ppdist.data.datasets.build import (
     read_split,
 )
 from ppdist.data.types import DetectionSet
+from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.sets import (
     NAMES,
     coco_config,
@@ -26,13 +27,6 @@ from tests.unit.data.sets import (
     write_images,
     write_json,
 )
-
-
-def message_of(config: DataConfig, code: str, split="train", num_classes: int | None = 3) -> str:
-    with pytest.raises(DataError) as caught:
-        read_split(config, split, num_classes)
-    assert caught.value.code == code
-    return str(caught.value)
 
 
 def bccd(shared: Path, form: str, **changes) -> DataConfig:

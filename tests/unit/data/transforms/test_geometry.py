@@ -1,7 +1,5 @@
 """Geometry and colours of augmentation, and what is accepted as an image."""
 
-import io
-
 import cv2
 import numpy as np
 import pytest
@@ -25,12 +23,9 @@ from ppdist.data.transforms.geometry import (
     whole,
 )
 from ppdist.data.types import keyed_generator
+from tests.unit.data.pictures import exif, jpeg, picture
 
 NOTHING = AugmentConfig(distort=0, expand=0, crop=0, flip=0, random_interpolation=False)
-
-
-def picture(height=48, width=64, seed=0) -> np.ndarray:
-    return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
 def white_boxes(boxes, height=120, width=160) -> np.ndarray:
@@ -158,18 +153,6 @@ def test_rng_key_alone_determines_numbers():
              [(0, 1), (0, 1, 0), (0, 2), (1, 1), (0, 0, 1), (0, 1, 1)]}  # fmt: skip
     assert len(set(draws.values())) == len(draws)
     assert draws[(0, 1)] == tuple(keyed_generator(0, 1).random(3))
-
-
-def jpeg(image_HW3, **options) -> bytes:
-    content = io.BytesIO()
-    Image.fromarray(image_HW3).save(content, "JPEG", quality=95, **options)
-    return content.getvalue()
-
-
-def exif(orientation: int, thumbnail: bytes = b"") -> bytes:
-    data = Image.Exif()
-    data[0x0112] = orientation
-    return data.tobytes() + thumbnail
 
 
 def test_pixels_are_rgb(tmp_path):
