@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import CheckpointError
-from tests.unit.engine.runs import assert_same_checkpoint, run
+from tests.unit.engine.runs import assert_same_checkpoint, run_to_end
 
-SWITCHES = ("model.one_to_one=true", "loss.static_assigner_epochs=1")
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
+    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
+)  # fmt: skip
+SWITCHES = (*OVERRIDES, "model.one_to_one=true", "loss.static_assigner_epochs=1")
 
 
 def records(output_dir: Path) -> list[dict]:
@@ -22,9 +26,9 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     shapes: Path, tmp_path: Path
 ) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
-    run(shapes, halves, *SWITCHES, "train.max_steps=2")
-    run(shapes, halves, *SWITCHES, "train.max_steps=4", resume="auto")
+    run_to_end(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
+    run_to_end(shapes, halves, *SWITCHES, "train.max_steps=2")
+    run_to_end(shapes, halves, *SWITCHES, "train.max_steps=4", resume="auto")
     assert_same_checkpoint(whole, halves)
 
     steps = [record for record in records(whole) if "loss_one_to_one" in record]
@@ -36,4 +40,4 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     assert scores and all(math.isfinite(record["val_loss"]) for record in scores)
 
     with pytest.raises(CheckpointError, match=r"model\.one_to_one: true then, false now"):
-        run(shapes, halves, "train.max_steps=5", resume="auto")
+        run_to_end(shapes, halves, *OVERRIDES, "train.max_steps=5", resume="auto")
