@@ -1,4 +1,6 @@
-"""Runs of nine steps over ten images, and what they leave."""
+"""Runs of a tiny model from a configuration to the end, and what they leave."""
+
+from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -8,29 +10,36 @@ from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from tests.unit.engine.tiny import tiny_config
 
-# ten images in batches of four: three steps an epoch, nine in all
-OVERRIDES = (
-    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
-    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
-)  # fmt: skip
 
-
-def build(data, output_dir, *overrides, resume=None, changed=False, evaluate=False):
+def build_run(
+    data,
+    output_dir,
+    *overrides,
+    model="ppyoloe",
+    resume=False,
+    changed=False,
+    evaluate=False,
+    callbacks=(),
+):
+    """The experiment of a tiny model; resume may be True (from output_dir) or a path."""
     comm.init("cpu", DistributedConfig())
     return build_training(
-        tiny_config(data, [*OVERRIDES, *overrides]),
-        output_dir=output_dir,
+        tiny_config(Path(data), overrides, model),
+        output_dir=Path(output_dir),
         evaluate=evaluate,
-        resume=resume,
+        resume=Path(output_dir) if resume is True else resume or None,
         command=["test"],
         resume_changed=changed,
+        callbacks=callbacks,
     )
 
 
-def run(*arguments, **options):
-    experiment = build(*arguments, **options)
+def run_to_end(data, output_dir, *overrides, **options):
+    """Trains; returns the experiment once it is over."""
+    experiment = build_run(data, output_dir, *overrides, **options)
     with experiment.log:
         assert experiment.trainer.fit() == 0
+    return experiment
 
 
 def assert_same_checkpoint(*folders):

@@ -25,8 +25,9 @@ from ppdist.engine.auto_batch import (
     largest_divisor,
     max_objects,
 )
-from ppdist.engine.build import build_schedule_setup, build_training
+from ppdist.engine.build import build_schedule_setup
 from tests.distributed import run_on_ranks
+from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.tiny import tiny_config
 
 HERE = "tests.unit.engine.test_auto_batch"
@@ -36,17 +37,7 @@ AUTO = (
 
 
 def train(folder, output, *overrides, resume=False):
-    """A run of its own; its experiment, once it is over."""
-    experiment = build_training(
-        tiny_config(Path(folder), [*AUTO, *overrides]),
-        output_dir=Path(output),
-        evaluate=False,
-        resume=Path(output) if resume else None,
-        command=["test"],
-    )
-    with experiment.log:
-        assert experiment.trainer.fit() == 0
-    return experiment
+    return run_to_end(folder, output, *AUTO, *overrides, resume=resume)
 
 
 def settled(output):

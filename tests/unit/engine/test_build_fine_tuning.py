@@ -9,13 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.validate import surprises
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
-from ppdist.engine.build import build_training
 from ppdist.engine.train_step import Clock
 from tests.distributed import run_on_ranks
+from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
 
 OVERRIDES = (
@@ -26,19 +25,8 @@ TUNED = ("train.freeze=3", "optimizer.layer_decay=0.7")
 # ten images in batches of four: three steps an epoch, six in all
 
 
-def run(data, output_dir, *overrides, model="ppyoloe", resume=None, changed=False, evaluate=False):
-    comm.init("cpu", DistributedConfig())
-    experiment = build_training(
-        tiny_config(data, [*OVERRIDES, *overrides], model),
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=resume,
-        command=["test"],
-        resume_changed=changed,
-    )
-    with experiment.log:
-        assert experiment.trainer.fit() == 0
-    return experiment
+def run(data, output_dir, *overrides, **options):
+    return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
 
 
 def arrays(output_dir, group="model", link="last"):

@@ -2,12 +2,9 @@
 
 import pytest
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm
-from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import Callback
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.runs import run_to_end
 
 EPOCHS = 2  # of one step each
 
@@ -40,18 +37,8 @@ class Noting(Callback):
 
 
 def train(data, output_dir, callbacks):
-    comm.init("cpu", DistributedConfig())
-    overrides = [f"train.epochs={EPOCHS}", "evaluate.every_epochs=2", "checkpoint.every_steps=1"]
-    experiment = build_training(
-        tiny_config(data, overrides),
-        output_dir=output_dir,
-        evaluate=True,
-        resume=None,
-        command=["test"],
-        callbacks=callbacks,
-    )
-    with experiment.log:
-        assert experiment.trainer.fit() == 0
+    own = [f"train.epochs={EPOCHS}", "evaluate.every_epochs=2", "checkpoint.every_steps=1"]
+    run_to_end(data, output_dir, *own, evaluate=True, callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")

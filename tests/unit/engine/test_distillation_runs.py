@@ -9,15 +9,15 @@ from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, UserError
 from ppdist.config import load_config
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
-from ppdist.engine.build import build_model, build_training
+from ppdist.engine.build import build_model
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.preflight import flat_config
 from ppdist.export.export import export_detector
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
+from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
 from tests.unit.engine.tiny import init_cpu, tiny_config
 from tests.unit.export.tiny import tiny_spec
@@ -31,19 +31,8 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def run(data, output_dir, *overrides, resume=False, changed=False, evaluate=False, model="ppyoloe"):
-    comm.init("cpu", DistributedConfig())
-    experiment = build_training(
-        tiny_config(data, [*OVERRIDES, *overrides], model),
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=output_dir if resume else None,
-        command=["test"],
-        resume_changed=changed,
-    )
-    with experiment.log:
-        assert experiment.trainer.fit() == 0
-    return experiment
+def run(data, output_dir, *overrides, **options):
+    return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
 
 
 def groups_of(output_dir):

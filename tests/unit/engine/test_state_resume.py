@@ -15,8 +15,22 @@ from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.preflight import flattened
 from ppdist.engine.state import FREE, SCORES, changes, require_same
-from tests.unit.engine.runs import OVERRIDES, assert_same_checkpoint, build, run
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
 from tests.unit.engine.tiny import MODELS, tiny_config
+
+# ten images in batches of four: three steps an epoch, nine in all
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
+    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
+)  # fmt: skip
+
+
+def build(data, output_dir, *overrides, **options):
+    return build_run(data, output_dir, *OVERRIDES, *overrides, **options)
+
+
+def run(data, output_dir, *overrides, **options):
+    return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import trainer
-from ppdist.engine.build import build_training
 from ppdist.models.yolov5 import P5_ANCHORS
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import write_patterns
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.runs import build_run
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
@@ -27,26 +25,9 @@ OVERRIDES = (
 # ten images in batches of four: three steps an epoch, the last one smaller
 
 
-def run(
-    data,
-    output_dir,
-    *overrides,
-    model="ppyoloe",
-    resume=False,
-    resume_changed=False,
-    evaluate=False,
-    before=lambda trainer: None,
-):
-    comm.init("cpu", DistributedConfig())
-    config = tiny_config(data, [*OVERRIDES, *overrides], model)
-    experiment = build_training(
-        config,
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=output_dir if resume else None,
-        command=["test"],
-        resume_changed=resume_changed,
-    )
+def run(data, output_dir, *overrides, before=lambda trainer: None, **options):
+    """What `fit` returns; `before` gets the trainer."""
+    experiment = build_run(data, output_dir, *OVERRIDES, *overrides, **options)
     with experiment.log:
         before(experiment.trainer)
         return experiment.trainer.fit()
@@ -341,7 +322,7 @@ def test_resuming_other_model_names_first_difference(shapes, tmp_path):
     with pytest.raises(CheckpointError, match=r"  model\.width_multiple: 0\.125 then, 0\.25 now\n"):
         run(shapes, tmp_path, wider, resume=True)
     with pytest.raises(CheckpointError, match=r"checkpoint is of another model: back"):
-        run(shapes, tmp_path, wider, resume=True, resume_changed=True)
+        run(shapes, tmp_path, wider, resume=True, changed=True)
 
 
 def test_unwritable_output_dir_is_user_error(shapes, tmp_path):

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import CheckpointError
-from tests.unit.engine.runs import assert_same_checkpoint, run
+from tests.unit.engine.runs import assert_same_checkpoint, run_to_end
 
-SWITCHES = ("model.one_to_one=true", "loss.static_assigner_epochs=1")
+OVERRIDES = (
+    "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
+    "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
+)  # fmt: skip
+SWITCHES = (*OVERRIDES, "model.one_to_one=true", "loss.static_assigner_epochs=1")
 
 
 def records(output_dir: Path) -> list[dict]:
@@ -20,9 +24,9 @@ def records(output_dir: Path) -> list[dict]:
 @pytest.mark.slow
 def test_resumed_one_to_one_run_has_same_weights(shapes: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
-    run(shapes, halves, *SWITCHES, "train.max_steps=2")
-    run(shapes, halves, *SWITCHES, "train.max_steps=4", resume="auto")
+    run_to_end(shapes, whole, *SWITCHES, "train.max_steps=4", evaluate=True)
+    run_to_end(shapes, halves, *SWITCHES, "train.max_steps=2")
+    run_to_end(shapes, halves, *SWITCHES, "train.max_steps=4", resume="auto")
     assert_same_checkpoint(whole, halves)
 
     steps = [record for record in records(whole) if "loss_one_to_one" in record]
@@ -34,4 +38,4 @@ def test_resumed_one_to_one_run_has_same_weights(shapes: Path, tmp_path: Path) -
     assert scores and all(math.isfinite(record["val_loss"]) for record in scores)
 
     with pytest.raises(CheckpointError, match=r"model\.one_to_one: true then, false now"):
-        run(shapes, halves, "train.max_steps=5", resume="auto")
+        run_to_end(shapes, halves, *OVERRIDES, "train.max_steps=5", resume="auto")

@@ -15,7 +15,6 @@ from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
-from ppdist.engine.build import build_training
 from ppdist.engine.checkpoint import newest_valid, point, read_checkpoint
 from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.monitor import Stopwatch
@@ -24,6 +23,7 @@ from ppdist.engine.train_step import loss_scale, lower_scale
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
 from tests.unit.engine.amp import enable_scaling
+from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
 HERE = "tests.unit.engine.test_trainer_saving"
@@ -34,18 +34,10 @@ def no_second_try(monkeypatch):
     monkeypatch.setattr(checkpoint, "_RETRY_SECONDS", ())
 
 
-def build(data, output_dir, *overrides, resume=False, evaluate=False):
+def build(data, output_dir, *overrides, **options):
     """A run of 12 steps, three to an epoch, that saves after every third."""
-    init_cpu()
     own = ["train.batch_size_per_card=4", "train.epochs=4", "checkpoint.every_steps=3"]
-    config = tiny_config(data, [*own, *overrides])
-    return build_training(
-        config,
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=output_dir if resume else None,
-        command=["test"],
-    )
+    return build_run(data, output_dir, *own, *overrides, **options)
 
 
 def train(*arguments, before=lambda trainer: None, **options):
