@@ -9,7 +9,7 @@ import pytest
 
 from tests.source_tree import REPOSITORY, sources, tree_of
 
-PROGRAMS = ("tools", "benchmarks", "tests")
+PROGRAMS = ("tools", "benchmarks", "tests", "__main__")
 
 # From the bottom up.  A folder may import itself and whatever stands on a lower floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -22,7 +22,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("benchmark", "ensemble", "planner", "report", "tune"),
     ("verify",),
     ("api", "cli"),
-    ("__main__",),
     PROGRAMS,
 )
 # Starts before Paddle is there, beside the ranks that it starts: it sees these alone, and is seen

@@ -1,4 +1,4 @@
-"""Images from disk: checked by their structure, then decoded to RGB.
+"""Images from disk: header, check of the structure, pixels as RGB.
 
 A decoder trusts lengths: OpenCV 5.0 asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk
 claims them, paints what is missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to
@@ -10,11 +10,13 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
+from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
 
 from ppdist.common.errors import DataError
 
@@ -43,7 +45,7 @@ _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's
 
 
 class Damage(NamedTuple):
-    """code: one of findings.KINDS; text: what is wrong, to follow the file's name."""
+    """code: one of KINDS (data/datasets/annotations.py); text: what follows the file's name."""
 
     code: str
     text: str
@@ -191,6 +193,98 @@ _REDUCED = {
     4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
     8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
 }
+
+
+# Opened directly: Image.open refuses images of more than 180 million pixels.
+_HEADERS: tuple[tuple[bytes, Any], ...] = (
+    (b"\xff\xd8", JpegImagePlugin.JpegImageFile),
+    (b"RIFF", WebPImagePlugin.WebPImageFile),
+    (b"BM", BmpImagePlugin.BmpImageFile),
+    (b"II", TiffImagePlugin.TiffImageFile),
+    (b"MM", TiffImagePlugin.TiffImageFile),
+)
+
+
+class ImageHeader(NamedTuple):
+    """width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF."""
+
+    width: int
+    height: int
+    orientation: int
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """(width, height) before it is turned."""
+        return self.width, self.height
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """(width, height) once turned, as `read_image` gives it."""
+        return self.stored if self.orientation < 5 else (self.height, self.width)
+
+
+def read_header(path: str | Path) -> ImageHeader | None:
+    """What the header says, as OpenCV understands it; None: absent, or no image we can read.
+
+    No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
+    count, as it does not when the image is read.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = _header_of_png(file) if file.read(8) == _PNG else _header_by_pillow(file)
+    except Exception:  # Pillow's readers raise nearly anything for damaged files
+        return None
+    return found if found.width > 0 and found.height > 0 else None
+
+
+def image_size(path: str | Path) -> tuple[int, int] | None:
+    """(width, height) upright; None: absent, or no image we can read."""
+    frame = read_header(path)
+    return None if frame is None else frame.upright
+
+
+def _header_of_png(file: BinaryIO) -> ImageHeader:
+    """From its chunks, of which eXIf may come last; Pillow would decode the pixels to find it."""
+    length, kind, width, height = struct.unpack(">I4sII", file.read(16))
+    if kind != b"IHDR":
+        raise ValueError("no PNG header")
+    orientation = 1
+    while kind not in (b"IEND", b"eXIf"):
+        file.seek(length - 8 if kind == b"IHDR" else length, os.SEEK_CUR)
+        head = file.read(12)[4:]  # behind the checksum
+        if len(head) < 8:
+            break
+        length, kind = struct.unpack(">I4s", head)
+    if kind == b"eXIf":
+        orientation = _orientation(file.read(length))
+    return ImageHeader(width, height, orientation)
+
+
+def _header_by_pillow(file: BinaryIO) -> ImageHeader:
+    file.seek(0)
+    start = file.read(4)
+    file.seek(0)
+    reader = next((reader for sign, reader in _HEADERS if start.startswith(sign)), Image.open)
+    with reader(file) as image:
+        if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` may be turned already
+            tags: Mapping[int, Any] = image.tag_v2
+            turned = _valid(tags.get(ExifTags.Base.Orientation, 1))
+            sides = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
+            return ImageHeader(int(sides[0]), int(sides[1]), turned)
+        width, height = image.size
+        return ImageHeader(width, height, _orientation(image.info.get("exif", b"")))
+
+
+def _orientation(content: bytes) -> int:
+    if not content:
+        return 1
+    exif = Image.Exif()
+    exif.load(content)
+    return _valid(exif.get(ExifTags.Base.Orientation, 1))
+
+
+def _valid(orientation: Any) -> int:
+    return orientation if orientation in range(1, 9) else 1
 
 
 def is_image_name(name: str) -> bool:

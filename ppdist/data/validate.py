@@ -40,11 +40,10 @@ from ppdist.data.datasets.annotations import (
     box_problem,
     cut_box,
     files_below,
-    read_frame,
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw
 from ppdist.data.datasets.convert import Format, Images, convert
-from ppdist.data.image import Damage, damage, is_image_name, read_image
+from ppdist.data.image import Damage, damage, is_image_name, read_header, read_image
 from ppdist.data.types import DetectionSet, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed import comm
 
@@ -874,7 +873,7 @@ class _Header(NamedTuple):
 
 def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
     """What is said without decoding; None: it cannot be understood so (OpenCV may)."""
-    frame = read_frame(path)
+    frame = read_header(path)
     try:
         file.seek(0)
         first = file.read(26)

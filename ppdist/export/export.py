@@ -69,359 +69,11 @@ from ppdist.models.base import Detector, ImageModel
 from ppdist.models.onednn.convert import plain_convolutions
 
 Model = TypeVar("Model", bound=ImageModel)
-ONNX_OPSET = 16
-CONVERSION_SECONDS = 900  # against hanging; the largest models take a tenth of it
-
-# The converter ends the whole process on some models, and its last step (optimize_tool) installs
-# packages while it runs; so it gets a process of its own, and that step is left out.
-_CONVERT = """
-import sys, paddle2onnx
-program, weights, file, opset = sys.argv[1:]
-paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_tool="none")
-"""
-
-
-# Nothing below a forward branches on a tensor, and sizes are asked for by `paddle.shape`: not
-# translating its source (`not_to_static`) makes the same graph, sooner.
-
-
-class RawModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
-    input pixels of a detector, probabilities_BC of a classifier."""
-
-    def __init__(self, model: ImageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    @paddle.jit.not_to_static
-    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.model.predict(images)
-
-
-class KeptModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B."""
-
-    def __init__(self, detector: Detector, nms: NMSConfig) -> None:
-        super().__init__()
-        self.detector = detector
-        self.nms = nms
-
-    @paddle.jit.not_to_static
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        scores, boxes = self.detector.predict(images)
-        return multiclass_nms(scores, boxes, self.nms)
-
-
-def deployment_copy(model: Model) -> Model:
-    """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
-
-    Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
-    they compute the same as the plain layers but have no static graph (or no CPU kernel).
-    """
-    copied = copy.deepcopy(model)
-    copied.to(device="cpu")
-    plain_convolutions(copied)
-    for layer in copied.sublayers():
-        if isinstance(layer, nn.SyncBatchNorm | nn.BatchNorm2D):
-            layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs
-    copied.eval()
-    return copied
-
-
-def deployed(model: Model, normalised_input: bool) -> Model:
-    """A deployment copy with as few operations as compute the same: branches merged, batch norms
-    and the pixels' scale folded into convolutions; or without any normalisation of pixels."""
-    copied = deployment_copy(model)
-    copied.fuse()
-    copied.fold_norms()
-    if normalised_input:
-        copied.set_pixel_statistics([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-    else:
-        copied.fold_pixel_scale()
-    return copied
-
-
-def normalisation_of(model: ImageModel) -> NormalisationSection:
-    """The normalisation of a model's pixels, for `input.normalised` of infer.yml."""
-    mean = [round(value / 255, 9) for value in model.pixel_mean]
-    std = [round(value / 255, 9) for value in model.pixel_std]
-    return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
-
-
-def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:
-    """Saves a layer of one image input as directory/model.{json,pdiparams}; it becomes static.
-
-    Raises: ExportError: Paddle cannot trace or save it.
-    """
-    height, width = description.size
-    shape = [
-        None if description.dynamic_batch else 1,
-        3,
-        None if description.dynamic_size else height,
-        None if description.dynamic_size else width,
-    ]
-    model.eval()
-    images = paddle.static.InputSpec(shape, "float32", description.name)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Tensor do not have 'place'")  # Paddle's full_like
-            # backend: 3.3's default is CINN, which not every build has.
-            static = paddle.jit.to_static(model, input_spec=[images], backend=None, full_graph=True)
-            paddle.jit.save(static, str(directory / "model"))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ExportError(
-            f"Paddle cannot make a static graph of this model: {error}", code="no_static_graph"
-        ) from error
-
-
-def require_onnx(int8: bool) -> None:
-    """Raises: ExportError: a package that makes or checks ONNX files is missing."""
-    needed = ["paddle2onnx", "onnx", "onnxruntime"]
-    needed += ["ml_dtypes"] if int8 else []  # for its quantisation; onnxruntime does not bring it
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise ExportError(
-            f"ONNX export needs {', '.join(missing)}: pip install 'ppdist[onnx]', or leave onnx "
-            "out of --format",
-            code="package_missing",
-        )
-
-
-def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None:
-    """Converts a graph that `save_graph` left.
-
-    Args: outputs: names the file's outputs get.
-    Raises: ExportError: the converter refused or crashed, or the disk is full.
-    """
-    program, weights = (str(directory / name) for name in ("model.json", "model.pdiparams"))
-    need, free = 2 * os.path.getsize(weights), shutil.disk_usage(file.parent).free
-    if free < need:
-        raise ExportError(
-            f"the disk of --out has {free / 1e6:.0f} MB left, but making the ONNX model "
-            f"takes {need / 1e6:.0f} MB",
-            code="disk_full",
-            fix="make room or choose another --out",
-        )
-    command = [sys.executable, "-c", _CONVERT, program, weights, str(file), str(ONNX_OPSET)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=CONVERSION_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ExportError(
-            f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended",
-            code="conversion_timeout",
-        ) from None
-    if done.returncode or not file.is_file():
-        raise ExportError(
-            f"paddle2onnx cannot convert this model: {_reason(done.stdout + done.stderr)} (it "
-            f"ended with {done.returncode})",
-            code="conversion_failed",
-            fix="leave onnx out of --format",
-        )
-    _tidy(file, outputs)
-
-
-def _reason(output: str) -> str:
-    """The line of the converter's output that says most."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for mark in ("Failed to convert", "[ERROR]", "Error:", "Error Message"):
-        said = [line for line in lines if mark in line and "UnboundLocalError" not in line]
-        if said:
-            return said[-1]
-    return lines[-1] if lines else "it said nothing"
-
-
-def _tidy(file: Path, outputs: Sequence[str]) -> None:
-    """Computes beforehand what does not depend on the image, merges what can be merged with
-    standard operators, and names the outputs: of PP-YOLOE 1480 nodes become 417."""
-    import onnx
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(file)
-    try:
-        onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its exceptions share no narrower base
-        raise ExportError(
-            f"ONNX Runtime cannot load the exported model: {error}", code="runtime_load_failed"
-        ) from error
-    model = onnx.load(str(file))
-    standard = [opset for opset in model.opset_import if not opset.domain]
-    del model.opset_import[:]  # it names domains of its own, which no node is of
-    model.opset_import.extend(standard)
-    renamed = {output.name: name for output, name in zip(model.graph.output, outputs, strict=True)}
-    for node in model.graph.node:
-        for values in (node.input, node.output):
-            for place, value in enumerate(values):
-                values[place] = renamed.get(value, value)
-    for output in model.graph.output:
-        output.name = renamed[output.name]
-    onnx.checker.check_model(model)
-    onnx.save(model, str(file))
-
-
-def spread(records: Sequence[ImageRecord]) -> list[ImageRecord]:
-    """All of them in an order whose every beginning is spread evenly over the list.
-
-    Those whose place times the golden ratio has the smallest fractional part come first.
-    """
-    places = np.argsort(np.arange(len(records)) * ((5**0.5 - 1) / 2) % 1.0)
-    return [records[place] for place in places]
-
-
-def read_record(record: ImageRecord) -> np.ndarray:
-    """uint8 RGB [H, W, 3].  Raises: DataError: as read_image."""
-    return read_image(record.path, (record.height, record.width) if record.height else None)
-
-
-def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """A uint8 RGB image of any size as the model gets it: float32 [3, H, W], 0..255."""
-    if spec.resize.mode == "centre_crop":
-        return prepare_centre(image_HW3, spec.input.size)
-    return prepare(image_HW3, spec.input.size, spec.resize.mode)
-
-
-class Pictures(Sequence[np.ndarray]):
-    """What `prepared` makes of images; each is read when it is asked for, to save memory."""
-
-    def __init__(self, records: Sequence[ImageRecord], spec: InferenceSpec) -> None:
-        self._records, self._spec = records, spec
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, place: Any) -> Any:
-        """Args: place: one number; several at once are not what this is for."""
-        return prepared(read_record(self._records[place]), self._spec)
-
-
-def readable(
-    records: Sequence[ImageRecord], count: int, warn: Callable[[str], None]
-) -> list[ImageRecord]:
-    """The first of those that can be read; of twice as many: where no file is, none is found.
-
-    Args: warn: gets one line if others had to stand in.
-    """
-    found: list[ImageRecord] = []
-    broken: list[str] = []
-    for record in records[: 2 * count]:
-        try:
-            read_record(record)
-        except DataError as error:
-            broken.append(str(error))
-        else:
-            found.append(record)
-        if len(found) == count:
-            break
-    if broken:
-        warn(f"{len(broken)} images cannot be read and are left out, the first: {broken[0]}")
-    return found
-
-
-SAMPLE_IMAGES, SAMPLE_SECONDS = 100, 60.0
-# A score at a threshold may fall on the other side; on few images one box is much.
-MAP_TOLERANCE = 0.01
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Images with their true boxes, and how well the model does on them before export."""
-
-    dataset: DetectionSet
-    mAP: float
-
-
-def take_sample(
-    dataset: DetectionSet,
-    predict: Predictor,
-    spec: InferenceSpec,
-    count: int = SAMPLE_IMAGES,
-    seconds: float = SAMPLE_SECONDS,
-) -> Sample | None:
-    """So many images of a set, spread over it, or as many as the model gets through in the time;
-    for one that cannot be read the next is taken.
-
-    Args: predict: the model before export.
-    Returns: None: no image can be read, or none of them has an object.
-    """
-    until = time.monotonic() + seconds
-    records: list[ImageRecord] = []
-    rows: list[np.ndarray] = []
-    for record in spread(dataset.records):
-        if len(records) >= count or (records and time.monotonic() > until):
-            break
-        try:
-            image_HW3 = read_record(record)
-        except DataError:
-            continue
-        rows.append(_rows_of(len(records), predict, image_HW3, spec))
-        records.append(record)
-    taken = replace(dataset, records=records, unreadable={})
-    if all(record.crowd_M.all() for record in records):  # also of no objects, or no images
-        return None
-    return Sample(taken, _precision(taken, rows))
-
-
-def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> float:
-    """mAP of another form of the model on the same images."""
-    rows = [
-        _rows_of(place, predict, read_record(record), spec)
-        for place, record in enumerate(sample.dataset.records)
-    ]
-    return _precision(sample.dataset, rows)
-
-
-def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample | None) -> InferenceSpec:
-    """The description of an export with what each of its files reaches on the sample.
-
-    Args: directory: holds the files and infer.yml.
-    Raises: ExportError: a file that is to compute what the model computes has another mAP.
-    """
-    if sample is None:
-        return spec
-    options = {
-        "paddle": RuntimeOptions(),
-        "onnx": RuntimeOptions(backend="onnx"),
-        "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),
-    }
-    sections = {"paddle": spec.paddle, "onnx": spec.onnx, "onnx_int8": spec.onnx_int8}
-    changed = {}
-    for name, section in sections.items():
-        if section is None:
-            continue
-        reached = precision_on(sample, ExportedPredictor(directory, options[name]), spec)
-        found = SampleSection(images=len(sample.dataset.records), mAP_eager=sample.mAP, mAP=reached)
-        if name != "onnx_int8" and abs(reached - sample.mAP) > MAP_TOLERANCE:
-            raise ExportError(
-                f"mAP {reached:.4f} on {found.images} validation images, eager {sample.mAP:.4f}; "
-                "nothing was kept",
-                code="export_differs",
-                where=str(section.files[0]),
-            )
-        changed[name] = section.model_copy(update={"sample": found})
-    return spec.model_copy(update=changed)
-
-
-def _rows_of(
-    place: int, predict: Predictor, image_HW3: np.ndarray, spec: InferenceSpec
-) -> np.ndarray:
-    """float32 [R, 7]: (place of the image, class, score, x1, y1, x2, y2), pixels of the image."""
-    assert spec.resize.mode != "centre_crop"  # of classifiers
-    rows_R6 = detect(predict, image_HW3, spec.input.size, spec.resize.mode)
-    return np.concatenate([np.full((len(rows_R6), 1), place, np.float32), rows_R6], axis=1)
-
-
-def _precision(dataset: DetectionSet, rows: list[np.ndarray]) -> float:
-    return evaluate_boxes(dataset, np.concatenate(rows))["mAP"]
-
-
 Format = Literal["paddle", "onnx"]
 FORMATS: tuple[Format, ...] = ("paddle", "onnx")
+ONNX_OPSET = 16
+SAMPLE_IMAGES, SAMPLE_SECONDS = 100, 60.0  # at most, for mAP before and after
+CONVERSION_SECONDS = 900  # against hanging; the largest models take a tenth of it
 
 _RAW_OUTPUTS = (
     ("scores", "[B, N, C]", "probability of each class, 0..1"),
@@ -467,7 +119,7 @@ def export_detector(
     Args:
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
             here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph, and
-            `input.normalised` whether it takes normalised pixels (export_graph.normalisation_of).
+            `input.normalised` whether it takes normalised pixels (`normalisation_of`).
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
         calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
             integers, too.  How far that is off is noted, not bounded.
@@ -726,3 +378,359 @@ def _replaceable(directory: Path) -> bool:
     if not directory.is_dir():
         return False
     return (directory / SPEC_FILE).is_file() or not any(directory.iterdir())
+
+
+# --- the graph -----------------------------------------------------------------------------------
+
+# Nothing below a forward branches on a tensor, and sizes are asked for by `paddle.shape`: not
+# translating its source (`not_to_static`) makes the same graph, sooner.
+
+
+class RawModel(nn.Layer):
+    """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
+    input pixels of a detector, probabilities_BC of a classifier."""
+
+    def __init__(self, model: ImageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @paddle.jit.not_to_static
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.model.predict(images)
+
+
+class KeptModel(nn.Layer):
+    """images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B."""
+
+    def __init__(self, detector: Detector, nms: NMSConfig) -> None:
+        super().__init__()
+        self.detector = detector
+        self.nms = nms
+
+    @paddle.jit.not_to_static
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        scores, boxes = self.detector.predict(images)
+        return multiclass_nms(scores, boxes, self.nms)
+
+
+def deployment_copy(model: Model) -> Model:
+    """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
+
+    Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
+    they compute the same as the plain layers but have no static graph (or no CPU kernel).
+    """
+    copied = copy.deepcopy(model)
+    copied.to(device="cpu")
+    plain_convolutions(copied)
+    for layer in copied.sublayers():
+        if isinstance(layer, nn.SyncBatchNorm | nn.BatchNorm2D):
+            layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs
+    copied.eval()
+    return copied
+
+
+def deployed(model: Model, normalised_input: bool) -> Model:
+    """A deployment copy with as few operations as compute the same: branches merged, batch norms
+    and the pixels' scale folded into convolutions; or without any normalisation of pixels."""
+    copied = deployment_copy(model)
+    copied.fuse()
+    copied.fold_norms()
+    if normalised_input:
+        copied.set_pixel_statistics([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+    else:
+        copied.fold_pixel_scale()
+    return copied
+
+
+def normalisation_of(model: ImageModel) -> NormalisationSection:
+    """The normalisation of a model's pixels, for `input.normalised` of infer.yml."""
+    mean = [round(value / 255, 9) for value in model.pixel_mean]
+    std = [round(value / 255, 9) for value in model.pixel_std]
+    return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
+
+
+def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:
+    """Saves a layer of one image input as directory/model.{json,pdiparams}; it becomes static.
+
+    Raises: ExportError: Paddle cannot trace or save it.
+    """
+    height, width = description.size
+    shape = [
+        None if description.dynamic_batch else 1,
+        3,
+        None if description.dynamic_size else height,
+        None if description.dynamic_size else width,
+    ]
+    model.eval()
+    images = paddle.static.InputSpec(shape, "float32", description.name)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Tensor do not have 'place'")  # Paddle's full_like
+            # backend: 3.3's default is CINN, which not every build has.
+            static = paddle.jit.to_static(model, input_spec=[images], backend=None, full_graph=True)
+            paddle.jit.save(static, str(directory / "model"))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise ExportError(
+            f"Paddle cannot make a static graph of this model: {error}", code="no_static_graph"
+        ) from error
+
+
+# --- ONNX ----------------------------------------------------------------------------------------
+
+# The converter ends the whole process on some models, and its last step (optimize_tool) installs
+# packages while it runs; so it gets a process of its own, and that step is left out.
+_CONVERT = """
+import sys, paddle2onnx
+program, weights, file, opset = sys.argv[1:]
+paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_tool="none")
+"""
+
+
+def require_onnx(int8: bool) -> None:
+    """Raises: ExportError: a package that makes or checks ONNX files is missing."""
+    needed = ["paddle2onnx", "onnx", "onnxruntime"]
+    needed += ["ml_dtypes"] if int8 else []  # for its quantisation; onnxruntime does not bring it
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ExportError(
+            f"ONNX export needs {', '.join(missing)}: pip install 'ppdist[onnx]', or leave onnx "
+            "out of --format",
+            code="package_missing",
+        )
+
+
+def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None:
+    """Converts a graph that `save_graph` left.
+
+    Args: outputs: names the file's outputs get.
+    Raises: ExportError: the converter refused or crashed, or the disk is full.
+    """
+    program, weights = (str(directory / name) for name in ("model.json", "model.pdiparams"))
+    need, free = 2 * os.path.getsize(weights), shutil.disk_usage(file.parent).free
+    if free < need:
+        raise ExportError(
+            f"the disk of --out has {free / 1e6:.0f} MB left, but making the ONNX model "
+            f"takes {need / 1e6:.0f} MB",
+            code="disk_full",
+            fix="make room or choose another --out",
+        )
+    command = [sys.executable, "-c", _CONVERT, program, weights, str(file), str(ONNX_OPSET)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=CONVERSION_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ExportError(
+            f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended",
+            code="conversion_timeout",
+        ) from None
+    if done.returncode or not file.is_file():
+        raise ExportError(
+            f"paddle2onnx cannot convert this model: {_reason(done.stdout + done.stderr)} (it "
+            f"ended with {done.returncode})",
+            code="conversion_failed",
+            fix="leave onnx out of --format",
+        )
+    _tidy(file, outputs)
+
+
+def _reason(output: str) -> str:
+    """The line of the converter's output that says most."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for mark in ("Failed to convert", "[ERROR]", "Error:", "Error Message"):
+        said = [line for line in lines if mark in line and "UnboundLocalError" not in line]
+        if said:
+            return said[-1]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _tidy(file: Path, outputs: Sequence[str]) -> None:
+    """Computes beforehand what does not depend on the image, merges what can be merged with
+    standard operators, and names the outputs: of PP-YOLOE 1480 nodes become 417."""
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(file)
+    try:
+        onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its exceptions share no narrower base
+        raise ExportError(
+            f"ONNX Runtime cannot load the exported model: {error}", code="runtime_load_failed"
+        ) from error
+    model = onnx.load(str(file))
+    standard = [opset for opset in model.opset_import if not opset.domain]
+    del model.opset_import[:]  # it names domains of its own, which no node is of
+    model.opset_import.extend(standard)
+    renamed = {output.name: name for output, name in zip(model.graph.output, outputs, strict=True)}
+    for node in model.graph.node:
+        for values in (node.input, node.output):
+            for place, value in enumerate(values):
+                values[place] = renamed.get(value, value)
+    for output in model.graph.output:
+        output.name = renamed[output.name]
+    onnx.checker.check_model(model)
+    onnx.save(model, str(file))
+
+
+# --- images to try it on -------------------------------------------------------------------------
+
+
+def spread(records: Sequence[ImageRecord]) -> list[ImageRecord]:
+    """All of them in an order whose every beginning is spread evenly over the list.
+
+    Those whose place times the golden ratio has the smallest fractional part come first.
+    """
+    places = np.argsort(np.arange(len(records)) * ((5**0.5 - 1) / 2) % 1.0)
+    return [records[place] for place in places]
+
+
+def read_record(record: ImageRecord) -> np.ndarray:
+    """uint8 RGB [H, W, 3].  Raises: DataError: as read_image."""
+    return read_image(record.path, (record.height, record.width) if record.height else None)
+
+
+def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
+    """A uint8 RGB image of any size as the model gets it: float32 [3, H, W], 0..255."""
+    if spec.resize.mode == "centre_crop":
+        return prepare_centre(image_HW3, spec.input.size)
+    return prepare(image_HW3, spec.input.size, spec.resize.mode)
+
+
+class Pictures(Sequence[np.ndarray]):
+    """What `prepared` makes of images; each is read when it is asked for, to save memory."""
+
+    def __init__(self, records: Sequence[ImageRecord], spec: InferenceSpec) -> None:
+        self._records, self._spec = records, spec
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Args: place: one number; several at once are not what this is for."""
+        return prepared(read_record(self._records[place]), self._spec)
+
+
+def readable(
+    records: Sequence[ImageRecord], count: int, warn: Callable[[str], None]
+) -> list[ImageRecord]:
+    """The first of those that can be read; of twice as many: where no file is, none is found.
+
+    Args: warn: gets one line if others had to stand in.
+    """
+    found: list[ImageRecord] = []
+    broken: list[str] = []
+    for record in records[: 2 * count]:
+        try:
+            read_record(record)
+        except DataError as error:
+            broken.append(str(error))
+        else:
+            found.append(record)
+        if len(found) == count:
+            break
+    if broken:
+        warn(f"{len(broken)} images cannot be read and are left out, the first: {broken[0]}")
+    return found
+
+
+# --- mAP before and after ------------------------------------------------------------------------
+
+# A score at a threshold may fall on the other side; on few images one box is much.
+MAP_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Images with their true boxes, and how well the model does on them before export."""
+
+    dataset: DetectionSet
+    mAP: float
+
+
+def take_sample(
+    dataset: DetectionSet,
+    predict: Predictor,
+    spec: InferenceSpec,
+    count: int = SAMPLE_IMAGES,
+    seconds: float = SAMPLE_SECONDS,
+) -> Sample | None:
+    """So many images of a set, spread over it, or as many as the model gets through in the time;
+    for one that cannot be read the next is taken.
+
+    Args: predict: the model before export.
+    Returns: None: no image can be read, or none of them has an object.
+    """
+    until = time.monotonic() + seconds
+    records: list[ImageRecord] = []
+    rows: list[np.ndarray] = []
+    for record in spread(dataset.records):
+        if len(records) >= count or (records and time.monotonic() > until):
+            break
+        try:
+            image_HW3 = read_record(record)
+        except DataError:
+            continue
+        rows.append(_rows_of(len(records), predict, image_HW3, spec))
+        records.append(record)
+    taken = replace(dataset, records=records, unreadable={})
+    if all(record.crowd_M.all() for record in records):  # also of no objects, or no images
+        return None
+    return Sample(taken, _precision(taken, rows))
+
+
+def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> float:
+    """mAP of another form of the model on the same images."""
+    rows = [
+        _rows_of(place, predict, read_record(record), spec)
+        for place, record in enumerate(sample.dataset.records)
+    ]
+    return _precision(sample.dataset, rows)
+
+
+def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample | None) -> InferenceSpec:
+    """The description of an export with what each of its files reaches on the sample.
+
+    Args: directory: holds the files and infer.yml.
+    Raises: ExportError: a file that is to compute what the model computes has another mAP.
+    """
+    if sample is None:
+        return spec
+    options = {
+        "paddle": RuntimeOptions(),
+        "onnx": RuntimeOptions(backend="onnx"),
+        "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),
+    }
+    sections = {"paddle": spec.paddle, "onnx": spec.onnx, "onnx_int8": spec.onnx_int8}
+    changed = {}
+    for name, section in sections.items():
+        if section is None:
+            continue
+        reached = precision_on(sample, ExportedPredictor(directory, options[name]), spec)
+        found = SampleSection(images=len(sample.dataset.records), mAP_eager=sample.mAP, mAP=reached)
+        if name != "onnx_int8" and abs(reached - sample.mAP) > MAP_TOLERANCE:
+            raise ExportError(
+                f"mAP {reached:.4f} on {found.images} validation images, eager {sample.mAP:.4f}; "
+                "nothing was kept",
+                code="export_differs",
+                where=str(section.files[0]),
+            )
+        changed[name] = section.model_copy(update={"sample": found})
+    return spec.model_copy(update=changed)
+
+
+def _rows_of(
+    place: int, predict: Predictor, image_HW3: np.ndarray, spec: InferenceSpec
+) -> np.ndarray:
+    """float32 [R, 7]: (place of the image, class, score, x1, y1, x2, y2), pixels of the image."""
+    assert spec.resize.mode != "centre_crop"  # of classifiers
+    rows_R6 = detect(predict, image_HW3, spec.input.size, spec.resize.mode)
+    return np.concatenate([np.full((len(rows_R6), 1), place, np.float32), rows_R6], axis=1)
+
+
+def _precision(dataset: DetectionSet, rows: list[np.ndarray]) -> float:
+    return evaluate_boxes(dataset, np.concatenate(rows))["mAP"]

@@ -801,7 +801,7 @@ def _bytes(value: object) -> bytes | bytearray:
     raise ValueError(f"an array of {describe(value)}")
 
 
-_STORAGES_torch_writer = {
+_STORAGE_OF = {
     "float32": "FloatStorage", "float64": "DoubleStorage", "float16": "HalfStorage",
     "uint16": "BFloat16Storage",  # how this package and Paddle keep bfloat16
     "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
@@ -833,7 +833,7 @@ def _tensor(storage: str, array: np.ndarray) -> bytes:
     """torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())"""
     strides = [stride // array.itemsize for stride in array.strides]
     reference = b"".join([
-        b"(", _text("storage"), f"ctorch\n{_STORAGES_torch_writer[array.dtype.name]}\n".encode(),
+        b"(", _text("storage"), f"ctorch\n{_STORAGE_OF[array.dtype.name]}\n".encode(),
         _text(storage), _text("cpu"), _integer(array.size), b"tQ",  # TUPLE, BINPERSID
     ])  # fmt: skip
     return b"".join([

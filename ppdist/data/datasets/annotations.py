@@ -1,30 +1,28 @@
-"""Annotations as every reader sees them: defects, records, class names, image sizes.
+"""Annotations as every reader sees them: defects, records, class names.
 
     readers (coco, voc, yolo, folder) -> entries checked here -> ImageRecord
 
-Also here: safe file names, lists of images, and an image's size from its file's header, with the
-turn that a camera asks for.
+Also here: safe file names, lists of images, and boxes turned as a camera asks for.
 """
 
 import logging
 import math
 import os
 import re
-import struct
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
-from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import writing
+from ppdist.data.image import ImageHeader
 from ppdist.data.types import (
     Box,
     Complain,
@@ -226,7 +224,7 @@ def _records(images: Sequence[RawImage], policy: "BoxPolicy", masks: bool) -> It
 
 
 def box_problem(box: Box, width: int, height: int) -> str | None:
-    """The kind (see findings.KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
+    """The kind (see KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
 
     Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
     area if it still has one as float32, which is what training makes of it.
@@ -572,100 +570,7 @@ def _inside(path: str, folder: str) -> bool:
     return path.startswith(os.path.join(folder, "")) and path != folder
 
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-# Opened directly: Image.open refuses images of more than 180 million pixels.
-_READERS: tuple[tuple[bytes, Any], ...] = (
-    (b"\xff\xd8", JpegImagePlugin.JpegImageFile),
-    (b"RIFF", WebPImagePlugin.WebPImageFile),
-    (b"BM", BmpImagePlugin.BmpImageFile),
-    (b"II", TiffImagePlugin.TiffImageFile),
-    (b"MM", TiffImagePlugin.TiffImageFile),
-)
-
-
-class Frame(NamedTuple):
-    """width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF."""
-
-    width: int
-    height: int
-    orientation: int
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """(width, height) before it is turned."""
-        return self.width, self.height
-
-    @property
-    def upright(self) -> tuple[int, int]:
-        """(width, height) once turned, as `read_image` gives it."""
-        return self.stored if self.orientation < 5 else (self.height, self.width)
-
-
-def read_frame(path: str | Path) -> Frame | None:
-    """What the header says, as OpenCV understands it; None: absent, or no image we can read.
-
-    No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
-    count, as it does not when the image is read.
-    """
-    try:
-        with open(path, "rb") as file:
-            found = _png(file) if file.read(8) == _PNG else _other(file)
-    except Exception:  # Pillow's readers raise nearly anything for damaged files
-        return None
-    return found if found.width > 0 and found.height > 0 else None
-
-
-def image_size(path: str | Path) -> tuple[int, int] | None:
-    """(width, height) upright; None: absent, or no image we can read."""
-    frame = read_frame(path)
-    return None if frame is None else frame.upright
-
-
-def _png(file: BinaryIO) -> Frame:
-    """From its chunks, of which eXIf may come last; Pillow would decode the pixels to find it."""
-    length, kind, width, height = struct.unpack(">I4sII", file.read(16))
-    if kind != b"IHDR":
-        raise ValueError("no PNG header")
-    orientation = 1
-    while kind not in (b"IEND", b"eXIf"):
-        file.seek(length - 8 if kind == b"IHDR" else length, os.SEEK_CUR)
-        head = file.read(12)[4:]  # behind the checksum
-        if len(head) < 8:
-            break
-        length, kind = struct.unpack(">I4s", head)
-    if kind == b"eXIf":
-        orientation = _orientation(file.read(length))
-    return Frame(width, height, orientation)
-
-
-def _other(file: BinaryIO) -> Frame:
-    file.seek(0)
-    start = file.read(4)
-    file.seek(0)
-    reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
-    with reader(file) as image:
-        if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` may be turned already
-            tags: Mapping[int, Any] = image.tag_v2
-            turned = _valid(tags.get(ExifTags.Base.Orientation, 1))
-            sides = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
-            return Frame(int(sides[0]), int(sides[1]), turned)
-        width, height = image.size
-        return Frame(width, height, _orientation(image.info.get("exif", b"")))
-
-
-def _orientation(content: bytes) -> int:
-    if not content:
-        return 1
-    exif = Image.Exif()
-    exif.load(content)
-    return _valid(exif.get(ExifTags.Base.Orientation, 1))
-
-
-def _valid(orientation: Any) -> int:
-    return orientation if orientation in range(1, 9) else 1
-
-
-def turned_upright(image: RawImage, frame: Frame) -> RawImage:
+def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
     """An image annotated as its pixels are stored, with everything turned as the pixels will be."""
     objects = []
     for thing in image.objects:
@@ -683,7 +588,7 @@ def turned_upright(image: RawImage, frame: Frame) -> RawImage:
     return replace(image, width=width, height=height, objects=objects)
 
 
-def _turn(x: Any, y: Any, frame: Frame) -> tuple[Any, Any]:
+def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
     """Where a point of the stored pixels comes to lie (EXIF 2.32, tag 274; edges, not centres)."""
     width, height = frame.stored
     return {

@@ -33,7 +33,6 @@ from ppdist.common.files import make_folder, make_parent, writing
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     class_names,
-    read_frame,
     read_list,
     read_text,
     turned_upright,
@@ -42,6 +41,7 @@ from ppdist.data.datasets.annotations import (
 from ppdist.data.datasets.coco import write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
+from ppdist.data.image import read_header
 from ppdist.data.types import DetectionSet, Issue, RawImage, RawSet, keyed_generator
 
 Format = Literal["coco", "voc", "yolo"]
@@ -211,7 +211,7 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
     """Each image as large as its file says, so that fractions of it mean the same pixels."""
     kept, turned, strange = [], 0, []
     for image in raw.images:
-        frame, size = read_frame(image.path), (image.width, image.height)
+        frame, size = read_header(image.path), (image.width, image.height)
         if frame is None or size == frame.upright:
             kept.append(image)
         elif size == frame.stored:

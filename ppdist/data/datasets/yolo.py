@@ -17,12 +17,11 @@ from ppdist.data.datasets.annotations import (
     files_below,
     find_image,
     find_repeats,
-    image_size,
     read_list,
     read_text,
     write_text,
 )
-from ppdist.data.image import is_image_name
+from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
 _FEWEST_OUTLINE = 7  # numbers: the class and three points
@@ -40,7 +39,7 @@ def read_yolo(
     Args:
         images: the folder of the images; with a list, of no concern.
         annotations: the folder or the list.
-        names: of the classes, by number; none: see names.class_names.
+        names: of the classes, by number; none: see `class_names`.
     Raises: DataError: no names of classes, no label file at all.
     """
     known = class_names(root, names, complain)

@@ -11,10 +11,10 @@ import yaml
 from PIL import ExifTags, Image
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.annotations import image_size, read_frame, turned_upright
+from ppdist.data.datasets.annotations import turned_upright
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.convert import convert, snippet
-from ppdist.data.image import read_image
+from ppdist.data.image import image_size, read_header, read_image
 from ppdist.data.types import RawImage, RawObject, RawSet
 
 RED, BOX = (255, 0, 0), (8, 4, 24, 12)
@@ -51,7 +51,7 @@ def test_the_size_is_that_of_the_image_as_it_is_read(tmp_path, suffix, orientati
     path = write_turned(tmp_path / f"a.{suffix}", orientation)
     height, width = read_image(path).shape[:2]
     assert image_size(path) == (width, height)
-    frame = read_frame(path)
+    frame = read_header(path)
     assert (frame.stored, frame.orientation) == ((40, 24), orientation)
 
 
@@ -99,7 +99,7 @@ def test_png_size_is_read_without_decoding_pixels(tmp_path):
 @pytest.mark.parametrize("orientation", range(5, 9))
 def test_boxes_and_outlines_turn_with_the_pixels(tmp_path, orientation):
     path = write_turned(tmp_path / "a.png", orientation)
-    frame = read_frame(path)
+    frame = read_header(path)
     assert frame is not None
     turned = turned_upright(annotated_as_stored(path), frame)
     assert (turned.width, turned.height) == (24, 40)

@@ -15,7 +15,6 @@ from ppdist.data.transforms.mix import in_a_grid, random_layout, tile
 from ppdist.data.types import SampleKey, keyed_generator
 from tests.unit.data.sets import write_coco
 from tests.unit.data.transforms.blocks import STILL, check_blocks, samples
-from tests.unit.data.transforms.blocks import blocks as blocks
 
 WHOLE = {**STILL, "mosaic": 1.0, "mosaic_whole": True}
 
