@@ -188,7 +188,7 @@ def test_run_may_resume_in_any_other_folder(shapes, output, tmp_path):
     assert steps_in(other / "checkpoints-old-1") == [3, 4, 5]
     assert steps_in(output / "checkpoints")[-3:] == [6, 8, 9]
     assert_same_checkpoint(output, other)
-    assert "best appears there with the first that is better" in said(other)
+    assert "best appears there once an evaluation scores more" in said(other)
 
 
 def test_a_finished_run_has_nothing_left_to_train(shapes, output):

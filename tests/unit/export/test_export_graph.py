@@ -114,8 +114,7 @@ def test_folded_norm_equals_single_convolution() -> None:
 def test_normalised_pixel_export_keeps_eager_boxes(
     tmp_path: Path,
 ) -> None:
-    paddle.seed(0)
-    model = MODELS["crn"]()
+    model = tiny_model(variant="crn")
     spec = tiny_spec(normalised=normalisation_of(model))
     export_detector(model, tmp_path / "model", spec)
     section = read_spec(tmp_path / "model").input.normalised

@@ -18,13 +18,13 @@ SIZE = (64, 96)
 NMS = NMSConfig(score_threshold=0.3)
 
 
-def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0, activation: str = "silu") -> PPYOLOE:
+def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0, **options: Any) -> PPYOLOE:
     """A PP-YOLOE+ of width 1/8 whose scores and boxes depend on the image, in training mode.
 
     Most boxes lie inside the image: on a box that is all of it many a fault does not show.
     """
     paddle.seed(seed)
-    options = {"width_multiple": 0.125, "depth_multiple": 0.33, "activation": activation}
+    options = {"width_multiple": 0.125, "depth_multiple": 0.33, **options}
     model = kind(PPYOLOEConfig(num_classes=3, **options))
     with paddle.no_grad():
         for layer in model.yolo_head.pred_cls:
