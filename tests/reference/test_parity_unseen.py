@@ -14,6 +14,8 @@ from tests.reference.parity.measure import GROUPS, Measurement, off
 from tests.reference.stored import with_one
 from tests.reference.writer import values_of, write_folder
 
+pytestmark = pytest.mark.slow  # by default: test_parity_originals.py and test_parity_tool.py
+
 SMALL = ("ppyoloe_plus_t", "yolov5n", "yolov5n_cls")  # one of each family
 OTHERS = ("ppyoloe_t", "yolov5s", "yolov5n6", "yolov5s_cls")
 BIG = ("ppyoloe_m", "ppyoloe_plus_x", "yolov5l", "yolov5x6", "yolov5l6", "yolov5m6", "yolov5m_cls")

@@ -148,7 +148,7 @@ def test_a_float_file_of_another_accuracy_is_not_kept(
     tmp_path: Path, validation: DetectionSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ppdist.export.export.precision_on", lambda *_: 0.25)
-    with pytest.raises(ExportError, match=r"mAP 0\.2500 on 5 validation images, eager 0\."):
+    with pytest.raises(ExportError, match=r"mAP 0\.2500 on 5 validation images, eager [01]\."):
         export_detector(tiny_model(), tmp_path / "model", tiny_spec(), validation=validation)
     assert not (tmp_path / "model").exists()
 
