@@ -9,7 +9,6 @@ sharded over the ranks of fleetrun; the results are the same on any number of ra
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -276,4 +275,4 @@ def tell(text: str) -> None:
     from ppdist.distributed import comm
 
     if comm.is_main():
-        print(process.printable(f"ppdist: {text}"), file=sys.stderr)
+        process.say(f"ppdist: {text}")

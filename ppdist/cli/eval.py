@@ -7,12 +7,11 @@ Sharded over the ranks of fleetrun; the numbers are the same on any number of ra
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.common import errors
+from ppdist.common import errors, process
 from ppdist.common.arguments import add_config, described
 
 if TYPE_CHECKING:
@@ -71,11 +70,11 @@ def main() -> int:
     pictures = config.log.images if arguments.vdl else 0
     dataset = comm.run_on_all_ranks(load)
     if dataset.limited and comm.is_main():
-        print(f"ppdist: {dataset.limited}", file=sys.stderr)
+        process.say(f"ppdist: {dataset.limited}")
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
     if slow and comm.is_main():
-        print(f"ppdist: {slow}", file=sys.stderr)
+        process.say(f"ppdist: {slow}")
     if bound:
         require_metric(bound[0], evaluator.metrics)
     found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
@@ -119,7 +118,7 @@ def write_out(
         (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
     evaluator.save(folder / "detections.json", found)
     draw_run(folder, image_folders=[Path(data.root), Path(data.root) / data.val.images])
-    print(f"ppdist: wrote {folder}", file=sys.stderr)
+    process.say(f"ppdist: wrote {folder}")
 
 
 def write_vdl(

@@ -9,7 +9,6 @@ is kept that does not compute what the model computes.
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,7 +162,7 @@ def calibration_of(
 
     dataset = read_split(config.data, "train", config.model.num_classes)
     if dataset.limited:
-        print(f"ppdist: calibration: {dataset.limited}", file=sys.stderr)
+        process.say(f"ppdist: calibration: {dataset.limited}")
     records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, process.warn)
     if not records:
         raise errors.DataError(
