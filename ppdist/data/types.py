@@ -3,17 +3,10 @@
     file -> reader(complain) -> RawSet -> (data.bad_boxes) -> DetectionSet, for training
                                        -> a file of another format, for conversion
                                        -> a report, for a check
+    DetectionSet -> sampler: SampleKey -> worker: Sample, Arrays, Made -> Batch
 
 A reader hands everything odd to `complain` as an Issue.  Training lets that raise, so it stops at
 the first; a check collects them all, and the reader goes on without the part it complained of.
-
-`Records` holds all annotations of a split in a handful of flat arrays and looks like a list.
-Workers are forked from the rank and see its memory until somebody writes to it.  Reading a Python
-object writes to it: its reference count.  So a list of a million small arrays is copied into every
-worker, page by page, within an epoch; twelve large ones never are.
-
-    image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
-    ring_ends[m]..ring_ends[m + 1] of its outline, ring r points point_ends[r]..point_ends[r + 1]
 """
 
 import os
@@ -21,12 +14,89 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from paddle import Tensor
 
 from ppdist.common.errors import DataError
+
+Split = Literal["train", "val"]
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One thing wrong, or worth knowing.
+
+    code: a key of `KINDS` in datasets/annotations.py, and that of the error where training stops;
+    what: a sentence for the user; image: path of the image it is about, "" where there is none;
+    where: file, line or annotation.
+    """
+
+    code: str
+    what: str
+    image: str = ""
+    where: str = ""
+
+    @property
+    def text(self) -> str:
+        """`where: what`."""
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+Complain = Callable[[Issue], None]
+
+
+@dataclass(slots=True)
+class RawObject:
+    """One annotated object.
+
+    box: x1 y1 x2 y2, pixels of the upright original, float64 as the file has them: not clipped, not
+    ordered, perhaps not finite.  label in [0, C).  where: file, line or number, for messages.
+    area: square pixels as the file has it.  polygons: each float64 [K, 2], x y, same pixels.
+    extra: what else the file says of it, for a lossless conversion.
+    """
+
+    box: Box
+    label: int
+    where: str
+    crowd: bool = False
+    area: float | None = None
+    polygons: tuple[np.ndarray, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RawImage:
+    """One listed image; the size in pixels is what its annotation says (YOLO: what its file is).
+
+    size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
+    """
+
+    path: Path
+    image_id: int
+    width: int
+    height: int
+    objects: list[RawObject]
+    where: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    size_known: bool = True
+
+
+@dataclass(slots=True)
+class RawSet:
+    """A split as its files say it; category_ids and source as in DetectionSet.
+
+    extra, class_extras: what else the file says of the whole set and of each class (none: empty).
+    """
+
+    images: list[RawImage]
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    class_extras: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,88 +120,17 @@ class ImageRecord:
     polygons_M: tuple[tuple[np.ndarray, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class DetectionSet:
-    """A split: its images and what its classes are called.
-
-    category_ids: what a COCO result file calls each class; source: the file or folder that a
-    message about this set names; notes: one line for each kind of defect that was put right;
-    limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
-    -> why that image is never to be opened (a check found it), without its path, which may be
-    another on another host.
-    """
-
-    records: Sequence[ImageRecord]
-    class_names: tuple[str, ...]
-    category_ids: tuple[int, ...]
-    source: str
-    notes: tuple[str, ...] = ()
-    limited: str = ""
-    unreadable: Mapping[int, str] = field(default_factory=dict)
-
-
-EMPTY = -2
-
-
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    """Everything a worker needs to make one sample.
-
-    index -1 stands for no image (padding), EMPTY for none on any rank.  copy: 0, 1, ... where an
-    epoch has an image more than once.
-    """
-
-    epoch: int
-    index: int
-    height: int
-    width: int
-    copy: int = 0
-
-    @property
-    def stream(self) -> tuple[int, ...]:
-        """What a sample's random numbers depend on, besides the seed."""
-        return (self.epoch, self.index, self.copy) if self.copy else (self.epoch, self.index)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Images of one micro-batch of one rank, padded to the same number of boxes.
-
-    images_B3HW: uint8 RGB.
-    boxes_BM4: float32 xyxy in input pixels, zero padded; M >= 1 even without any object.
-    labels_BM: int64; mask_BM: float32, 1 for a box, 0 for padding.
-    image_index_B: int64 position in DetectionSet.records, -1 for padding.
-    scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
-        evaluation only (training: ones and zeros).
-    real: False for a batch of one blank image, which only keeps a rank in step with the others
-        where an epoch's last images did not suffice for all.
-    real_somewhere: False where no rank has an image.
-    bad_images: position in DetectionSet.records -> why, of the images met here that could not be
-        used; the path, which may differ between hosts, is not part of why.
-    """
-
-    images_B3HW: Tensor
-    boxes_BM4: Tensor
-    labels_BM: Tensor
-    mask_BM: Tensor
-    image_index_B: Tensor
-    scale_B2: Tensor
-    offset_B2: Tensor
-    real: bool = True
-    real_somewhere: bool = True
-    bad_images: Mapping[int, str] = field(default_factory=dict)
-
-
-def keyed_generator(seed: int, *key: int) -> np.random.Generator:
-    """A random generator that is a function of (seed, key) alone, on every machine.
-
-    Keys of different length never give the same stream (SeedSequence's spawn_key).
-    """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
-
-
 class Records(Sequence[ImageRecord]):
     """Annotations of N images with O objects in all; item n is made on the fly, in microseconds.
+
+    A split in a handful of flat arrays that looks like a list.  Workers are forked from the rank
+    and see its memory until somebody writes to it.  Reading a Python object writes to it: its
+    reference count.  So a list of a million small arrays is copied into every worker, page by page,
+    within an epoch; twelve large ones never are.
+
+        image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
+        ring_ends[m]..ring_ends[m + 1] of its outline, ring r points
+        point_ends[r]..point_ends[r + 1]
 
     Views of all at once, to be read only:
         sizes_N2: int64, (height, width) in pixels of the original; 0 where not known.
@@ -252,86 +251,67 @@ def _ends(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     return _fixed(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64))
 
 
-Box = tuple[float, float, float, float]
+@dataclass(frozen=True)
+class DetectionSet:
+    """A split: its images and what its classes are called.
 
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """One thing wrong, or worth knowing.
-
-    code: a key of `KINDS` in datasets/annotations.py, and that of the error where training stops;
-    what: a sentence for the user; image: path of the image it is about, "" where there is none;
-    where: file, line or annotation.
+    category_ids: what a COCO result file calls each class; source: the file or folder that a
+    message about this set names; notes: one line for each kind of defect that was put right;
+    limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
+    -> why that image is never to be opened (a check found it), without its path, which may be
+    another on another host.
     """
 
-    code: str
-    what: str
-    image: str = ""
-    where: str = ""
-
-    @property
-    def text(self) -> str:
-        """`where: what`."""
-        return f"{self.where}: {self.what}" if self.where else self.what
-
-
-Complain = Callable[[Issue], None]
-
-
-@dataclass(slots=True)
-class RawObject:
-    """One annotated object.
-
-    box: x1 y1 x2 y2, pixels of the upright original, float64 as the file has them: not clipped, not
-    ordered, perhaps not finite.  label in [0, C).  where: file, line or number, for messages.
-    area: square pixels as the file has it.  polygons: each float64 [K, 2], x y, same pixels.
-    extra: what else the file says of it, for a lossless conversion.
-    """
-
-    box: Box
-    label: int
-    where: str
-    crowd: bool = False
-    area: float | None = None
-    polygons: tuple[np.ndarray, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class RawImage:
-    """One listed image; the size in pixels is what its annotation says (YOLO: what its file is).
-
-    size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
-    """
-
-    path: Path
-    image_id: int
-    width: int
-    height: int
-    objects: list[RawObject]
-    where: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    size_known: bool = True
-
-
-@dataclass(slots=True)
-class RawSet:
-    """A split as its files say it; category_ids and source as in DetectionSet.
-
-    extra, class_extras: what else the file says of the whole set and of each class (none: empty).
-    """
-
-    images: list[RawImage]
+    records: Sequence[ImageRecord]
     class_names: tuple[str, ...]
     category_ids: tuple[int, ...]
     source: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    class_extras: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    limited: str = ""
+    unreadable: Mapping[int, str] = field(default_factory=dict)
 
 
-NOTHING = -1  # no record is being read
-HUNG = 255  # blocklist: not a signal, but none at all for too long
-EXITED = 254  # blocklist: not a signal either, but an exit
+EMPTY = -2
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Everything a worker needs to make one sample.
+
+    index -1 stands for no image (padding), EMPTY for none on any rank.  copy: 0, 1, ... where an
+    epoch has an image more than once.
+    """
+
+    epoch: int
+    index: int
+    height: int
+    width: int
+    copy: int = 0
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What a sample's random numbers depend on, besides the seed."""
+        return (self.epoch, self.index, self.copy) if self.copy else (self.epoch, self.index)
+
+
+def keyed_generator(seed: int, *key: int) -> np.random.Generator:
+    """A random generator that is a function of (seed, key) alone, on every machine.
+
+    Keys of different length never give the same stream (SeedSequence's spawn_key).
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image at input size and its objects."""
+
+    image_HW3: np.ndarray
+    boxes_M4: np.ndarray
+    labels_M: np.ndarray
+    index: int
+    scale: tuple[float, float] = (1.0, 1.0)
+    offset: tuple[float, float] = (0.0, 0.0)
 
 
 class Arrays(NamedTuple):
@@ -346,16 +326,9 @@ class Arrays(NamedTuple):
     offset_B2: np.ndarray
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One image at input size and its objects."""
-
-    image_HW3: np.ndarray
-    boxes_M4: np.ndarray
-    labels_M: np.ndarray
-    index: int
-    scale: tuple[float, float] = (1.0, 1.0)
-    offset: tuple[float, float] = (0.0, 0.0)
+NOTHING = -1  # no record is being read
+HUNG = 255  # blocklist: not a signal, but none at all for too long
+EXITED = 254  # blocklist: not a signal either, but an exit
 
 
 class Made(NamedTuple):
@@ -371,3 +344,32 @@ class Made(NamedTuple):
     bad_images: dict[int, str]
     user_error: DataError | None = None
     our_error: str = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one micro-batch of one rank, padded to the same number of boxes.
+
+    images_B3HW: uint8 RGB.
+    boxes_BM4: float32 xyxy in input pixels, zero padded; M >= 1 even without any object.
+    labels_BM: int64; mask_BM: float32, 1 for a box, 0 for padding.
+    image_index_B: int64 position in DetectionSet.records, -1 for padding.
+    scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
+        evaluation only (training: ones and zeros).
+    real: False for a batch of one blank image, which only keeps a rank in step with the others
+        where an epoch's last images did not suffice for all.
+    real_somewhere: False where no rank has an image.
+    bad_images: position in DetectionSet.records -> why, of the images met here that could not be
+        used; the path, which may differ between hosts, is not part of why.
+    """
+
+    images_B3HW: Tensor
+    boxes_BM4: Tensor
+    labels_BM: Tensor
+    mask_BM: Tensor
+    image_index_B: Tensor
+    scale_B2: Tensor
+    offset_B2: Tensor
+    real: bool = True
+    real_somewhere: bool = True
+    bad_images: Mapping[int, str] = field(default_factory=dict)

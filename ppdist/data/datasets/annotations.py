@@ -1,8 +1,6 @@
-"""Annotations as every reader sees them: defects, records, class names.
+"""What all annotation formats share: kinds of issues, boxes, files, class names.
 
-    readers (coco, voc, yolo, folder) -> entries checked here -> ImageRecord
-
-Also here: safe file names, lists of images, and boxes turned as a camera asks for.
+readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> settle -> DetectionSet
 """
 
 import logging
@@ -13,7 +11,6 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +19,6 @@ import yaml
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import writing
-from ppdist.data.image import ImageHeader
 from ppdist.data.types import (
     Box,
     Complain,
@@ -38,8 +34,11 @@ Severity = Literal["error", "warning", "note"]
 
 
 class Kind(NamedTuple):
-    """severity: error: training stops or loses images; warning: something is put right or left
-    out; note: handled, good to know.  training, fix: what they do about it."""
+    """A kind of issue.
+
+    severity: error: training stops or loses images; warning: something is put right or left out;
+    note: handled, good to know.  training, fix: what they do about it.
+    """
 
     severity: Severity
     meaning: str
@@ -52,6 +51,7 @@ _REPLACED = "another image in its place, counted against data.bad_images_limit"
 _BAD_BOX = "left out (data.bad_boxes)"
 _LEFT_OUT = "left out"
 _AS_IT_IS = "as it is"
+
 
 KINDS: dict[str, Kind] = {
     # Annotation files.
@@ -138,17 +138,8 @@ KINDS: dict[str, Kind] = {
     ),
 }
 
+
 _LOGGER = logging.getLogger("ppdist.data")
-_ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count
-_LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
-_SAID = {  # of a bad box: to who asked to stop there, and where they are counted
-    "box_not_finite": ("is not finite", "not finite"),
-    "box_swapped": ("has its corners the wrong way round", "corners swapped"),
-    "box_no_area": ("has no area", "without area"),
-    "box_outside": ("lies outside the {}x{} image", "outside the image"),
-    "box_sticking_out": ("sticks out of the {}x{} image", "sticking out"),
-}
-_XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
 class Strictly:
@@ -158,14 +149,14 @@ class Strictly:
         self._first: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
-    def __call__(self, finding: Issue) -> None:
-        """Raises: DataError: the finding is an error."""
-        severity = KINDS[finding.code].severity
+    def __call__(self, issue: Issue) -> None:
+        """Raises: DataError: the issue is an error."""
+        severity = KINDS[issue.code].severity
         if severity == "error":
-            raise DataError(finding.what, code=finding.code, where=finding.where)
+            raise DataError(issue.what, code=issue.code, where=issue.where)
         if severity == "warning":
-            self._first.setdefault(finding.code, finding.text)
-            self._counts[finding.code] += 1
+            self._first.setdefault(issue.code, issue.text)
+            self._counts[issue.code] += 1
 
     def report(self) -> tuple[str, ...]:
         """Logs the lines and returns them; nothing where nothing was found."""
@@ -175,6 +166,19 @@ class Strictly:
             lines.append(f"{text} (and {more} more: {KINDS[kind].meaning})" if more else text)
             _LOGGER.warning(lines[-1])
         return tuple(lines)
+
+
+class Malformed(Exception):
+    """A part of a file that its reader leaves out; it never leaves the reader."""
+
+    def __init__(self, issue: Issue) -> None:
+        super().__init__(issue.text)
+        self.issue = issue
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """`a, b, ...`, as messages name the first of many."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def settle(
@@ -223,46 +227,13 @@ def _records(images: Sequence[RawImage], policy: "BoxPolicy", masks: bool) -> It
         )
 
 
-def box_problem(box: Box, width: int, height: int) -> str | None:
-    """The kind (see KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
-
-    Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
-    area if it still has one as float32, which is what training makes of it.
-    """
-    if not all(map(math.isfinite, box)):
-        return "box_not_finite"
-    x1, y1, x2, y2 = box
-    if x2 < x1 or y2 < y1:
-        return "box_swapped"
-    if not _has_area(box):
-        return "box_no_area"
-    cut = cut_box(box, width, height)
-    if not _has_area(cut):
-        return "box_outside"
-    if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
-        return "box_sticking_out"
-    return None
-
-
-def _has_area(box: Box) -> bool:
-    x1, y1, x2, y2 = array("f", box)
-    return x2 > x1 and y2 > y1
-
-
-def cut_box(box: Box, width: int, height: int) -> Box:
-    """The part of a box that is inside its image."""
-    return (
-        min(max(box[0], 0.0), width),
-        min(max(box[1], 0.0), height),
-        min(max(box[2], 0.0), width),
-        min(max(box[3], 0.0), height),
-    )
-
-
-def box_in_order(box: Box) -> Box:
-    """The same corners with x1 <= x2 and y1 <= y2."""
-    x1, y1, x2, y2 = box
-    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+_SAID = {  # of a bad box: to who asked to stop there, and where they are counted
+    "box_not_finite": ("is not finite", "not finite"),
+    "box_swapped": ("has its corners the wrong way round", "corners swapped"),
+    "box_no_area": ("has no area", "without area"),
+    "box_outside": ("lies outside the {}x{} image", "outside the image"),
+    "box_sticking_out": ("sticks out of the {}x{} image", "sticking out"),
+}
 
 
 class BoxPolicy:
@@ -322,6 +293,51 @@ class BoxPolicy:
         return (line,)
 
 
+_ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count
+
+
+def box_problem(box: Box, width: int, height: int) -> str | None:
+    """The kind (see KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
+
+    Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
+    area if it still has one as float32, which is what training makes of it.
+    """
+    if not all(map(math.isfinite, box)):
+        return "box_not_finite"
+    x1, y1, x2, y2 = box
+    if x2 < x1 or y2 < y1:
+        return "box_swapped"
+    if not _has_area(box):
+        return "box_no_area"
+    cut = cut_box(box, width, height)
+    if not _has_area(cut):
+        return "box_outside"
+    if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
+        return "box_sticking_out"
+    return None
+
+
+def _has_area(box: Box) -> bool:
+    x1, y1, x2, y2 = array("f", box)
+    return x2 > x1 and y2 > y1
+
+
+def cut_box(box: Box, width: int, height: int) -> Box:
+    """The part of a box that is inside its image."""
+    return (
+        min(max(box[0], 0.0), width),
+        min(max(box[1], 0.0), height),
+        min(max(box[2], 0.0), width),
+        min(max(box[3], 0.0), height),
+    )
+
+
+def box_in_order(box: Box) -> Box:
+    """The same corners with x1 <= x2 and y1 <= y2."""
+    x1, y1, x2, y2 = box
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
 def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
     """[[x1, y1, x2, y2, ...], ...] as float64 [K, 2] each; None: it is something else."""
     if not isinstance(value, list):
@@ -332,6 +348,9 @@ def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
         return None
     good = all(np.isfinite(part_K2).all() for part_K2 in parts)
     return tuple(part_K2 for part_K2 in parts if len(part_K2)) if good else None
+
+
+_LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
 
 
 def area_in(value: Any) -> float | None:
@@ -372,7 +391,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
-    """The image that an annotation file calls `name`; None, and a finding, if it is outside.
+    """The image that an annotation file calls `name`; None, and an issue, if it is outside.
 
     Where there is no such file, it may be there in other bytes: names that came out of an archive
     made on a Chinese Windows are GBK on disk, macOS takes letters and accents apart, and Windows
@@ -402,8 +421,42 @@ def _other_spellings(name: str) -> Iterator[str]:
             continue
 
 
+def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """Absolute paths, in an order that does not depend on the file system.
+
+    Hidden files and folders, and what macOS adds to archives (`__MACOSX`), are left out.  Links to
+    files and folders are followed, without end in no case: a linked folder counts once, and only if
+    it lies outside `folder` (inside, it is met by its own name) and not above it.
+    """
+    start, top = os.path.abspath(folder), os.path.realpath(folder)
+    seen: set[str] = set()
+    for place, below, files in os.walk(start, followlinks=True):
+        real = os.path.realpath(place)
+        own_name = os.path.join(top, os.path.relpath(place, start))
+        if real in seen or _inside(top, real) or (_inside(real, top) and real != own_name):
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not is_no_data(name))
+        for file in sorted(files):
+            if not is_no_data(file):
+                yield f"{place}{os.sep}{file}"
+
+
+def is_no_data(name: str) -> bool:
+    """Whether a file or folder is none of the user's data by its name."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path.startswith(os.path.join(folder, "")) and path != folder
+
+
+_XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
+
+
 def read_text(path: Path, complain: Complain | None = None) -> str:
-    """The text of an annotation file: UTF-8 with or without a mark, else GBK (and its finding).
+    """The text of an annotation file: UTF-8 with or without a mark, else GBK (and an issue).
 
     Args:
         complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
@@ -440,6 +493,24 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
     )
 
 
+def read_text_of_image(path: Path, complain: Complain) -> str:
+    """`read_text` of a file that annotates one image.
+
+    Raises: Malformed: it cannot be read.
+    """
+    try:
+        return read_text(path, complain)
+    except DataError as error:
+        what = f"{error.what}; {error.fix}" if error.fix else error.what
+        raise Malformed(Issue("annotation_unreadable", what, where=error.where)) from error
+
+
+def read_list(path: Path, complain: Complain | None = None) -> list[str]:
+    """The lines that are not empty, without surrounding blanks."""
+    text = read_text(path, complain)
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a new UTF-8 file, and the folders above it.
 
@@ -456,15 +527,6 @@ def write_text(path: Path, text: str) -> None:
 NAME_FILES = ("label_list.txt", "classes.txt")
 
 
-class _Plain(yaml.SafeLoader):
-    """Plain data without aliases: ten lines of those can stand for more than any memory holds."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
 def class_names(
     root: Path, configured: tuple[str, ...], complain: Complain | None = None
 ) -> tuple[str, ...]:
@@ -475,24 +537,24 @@ def class_names(
 
     Raises: DataError: a name is listed twice, or a file is malformed.
     """
-    names, source = configured, "data.class_names"
+    if configured:
+        return _distinct(configured, "data.class_names")
     for file in (root / name for name in NAME_FILES):
-        if not names and file.is_file():
-            names, source = tuple(read_list(file, complain)), str(file)
-    if not names:
-        named = {file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml"))}
-        named = {file: found for file, found in named.items() if found}
-        if len(set(named.values())) > 1:
-            files = ", ".join(map(str, named))
-            raise DataError(
-                "give different class names",
-                code="class_names_ambiguous",
-                where=files,
-                fix="set data.class_names",
-            )
-        for file, found in named.items():
-            names, source = found, str(file)
-    return _distinct(names, source)
+        if file.is_file() and (names := tuple(read_list(file, complain))):
+            return _distinct(names, str(file))
+    of_files = {file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml"))}
+    of_files = {file: names for file, names in of_files.items() if names}
+    if len(set(of_files.values())) > 1:
+        raise DataError(
+            "give different class names",
+            code="class_names_ambiguous",
+            where=", ".join(map(str, of_files)),
+            fix="set data.class_names",
+        )
+    if not of_files:
+        return ()
+    file, names = of_files.popitem()
+    return _distinct(names, str(file))
 
 
 def read_names(file: Path) -> tuple[str, ...]:
@@ -510,6 +572,15 @@ def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
             f"class {twice[0]!r} is listed twice", code="class_name_duplicate", where=source
         )
     return names
+
+
+class _Plain(yaml.SafeLoader):
+    """Plain data without aliases: ten lines of those can stand for more than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
@@ -531,73 +602,3 @@ def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
     if not isinstance(names, list) or any(isinstance(name, list | dict) for name in names):
         return ()
     return tuple(map(str, names))
-
-
-def read_list(path: Path, complain: Complain | None = None) -> list[str]:
-    """The lines that are not empty, without surrounding blanks."""
-    text = read_text(path, complain)
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Absolute paths, in an order that does not depend on the file system.
-
-    Hidden files and folders, and what macOS adds to archives (`__MACOSX`), are left out.  Links to
-    files and folders are followed, without end in no case: a linked folder counts once, and only if
-    it lies outside `folder` (inside, it is met by its own name) and not above it.
-    """
-    start, top = os.path.abspath(folder), os.path.realpath(folder)
-    seen: set[str] = set()
-    for place, below, files in os.walk(start, followlinks=True):
-        real = os.path.realpath(place)
-        own_name = os.path.join(top, os.path.relpath(place, start))
-        if real in seen or _inside(top, real) or (_inside(real, top) and real != own_name):
-            below.clear()
-            continue
-        seen.add(real)
-        below[:] = sorted(name for name in below if not is_no_data(name))
-        for file in sorted(files):
-            if not is_no_data(file):
-                yield f"{place}{os.sep}{file}"
-
-
-def is_no_data(name: str) -> bool:
-    """Whether a file or folder is none of the user's data by its name."""
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def _inside(path: str, folder: str) -> bool:
-    return path.startswith(os.path.join(folder, "")) and path != folder
-
-
-def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
-    """An image annotated as its pixels are stored, with everything turned as the pixels will be."""
-    objects = []
-    for thing in image.objects:
-        x1, y1, x2, y2 = thing.box
-        (left, right), (top, bottom) = map(sorted, zip(_turn(x1, y1, frame), _turn(x2, y2, frame)))
-        box: Box = (left, top, right, bottom)
-        if x2 < x1 or y2 < y1:  # the wrong way round it stays
-            box = (right, bottom, left, top)
-        parts = [part_K2.copy() for part_K2 in thing.polygons]
-        for part_K2 in parts:
-            x_K, y_K = part_K2.T.copy()
-            part_K2[:, 0], part_K2[:, 1] = _turn(x_K, y_K, frame)
-        objects.append(replace(thing, box=box, polygons=tuple(parts)))
-    width, height = frame.upright
-    return replace(image, width=width, height=height, objects=objects)
-
-
-def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
-    """Where a point of the stored pixels comes to lie (EXIF 2.32, tag 274; edges, not centres)."""
-    width, height = frame.stored
-    return {
-        1: (x, y),
-        2: (width - x, y),
-        3: (width - x, height - y),
-        4: (x, height - y),
-        5: (y, x),
-        6: (height - y, x),
-        7: (height - y, width - x),
-        8: (y, width - x),
-    }[frame.orientation]

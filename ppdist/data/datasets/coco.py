@@ -8,9 +8,11 @@ from typing import Any
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
+    Malformed,
     area_in,
     find_image,
     find_repeats,
+    listed,
     outlines_in,
     read_text,
     write_text,
@@ -48,8 +50,8 @@ def read_coco(
     for number, entry in enumerate(content["annotations"]):
         try:
             image, thing = _object(entry, number, annotations, image_of, categories, label_of)
-        except _Wrong as wrong:
-            complain(wrong.finding)
+        except Malformed as wrong:
+            complain(wrong.issue)
             continue
         identity = _whole(entry.get("id"))
         if identity is not None and identity in seen:
@@ -69,14 +71,6 @@ def read_coco(
         raw.extra = _further(content, _NEEDED)
         raw.class_extras = _class_extras(content["categories"])
     return raw
-
-
-class _Wrong(Exception):
-    """What is wrong with one entry; it never leaves this file."""
-
-    def __init__(self, code: str, what: str, image: str = "", where: str = "") -> None:
-        self.finding = Issue(code, what, image, where)
-        super().__init__(self.finding.text)
 
 
 def _load(path: Path, complain: Complain) -> dict[str, Any]:
@@ -107,11 +101,9 @@ def _load(path: Path, complain: Complain) -> dict[str, Any]:
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
     missing = [key for key in _NEEDED[part] if not isinstance(entry, dict) or key not in entry]
     if missing:
-        raise _Wrong(
-            "annotation_line",
-            f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {str(entry)[:120]}",
-            where=str(file),
-        )
+        entry = str(entry)[:120]
+        what = f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {entry}"
+        raise Malformed(Issue("annotation_line", what, where=str(file)))
 
 
 def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[int, str]:
@@ -120,8 +112,8 @@ def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[
     for number, entry in enumerate(entries):
         try:
             _check_keys("categories", number, entry, file)
-        except _Wrong as wrong:
-            raise DataError(wrong.finding.what, code="not_coco", where=str(file)) from wrong
+        except Malformed as wrong:
+            raise DataError(wrong.issue.what, code="not_coco", where=str(file)) from wrong
         identity = _whole(entry["id"])
         if identity is None:
             raise DataError(
@@ -139,9 +131,8 @@ def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[
     ordered = dict(sorted(found.items()))
     ids = list(ordered)
     if ids not in ([*range(len(ids))], [*range(1, len(ids) + 1)]):
-        shown = ", ".join(f"{i} {n} -> {k}" for k, (i, n) in enumerate([*ordered.items()][:10]))
-        more = ", ..." if len(ids) > 10 else ""
-        what = f"category ids are not 1 to {len(ids)}: used as classes {shown}{more}"
+        shown = listed([f"{i} {n} -> {k}" for k, (i, n) in enumerate(ordered.items())])
+        what = f"category ids are not 1 to {len(ids)}: used as classes {shown}"
         complain(Issue("class_ids_gap", what, where=str(file)))
     return ordered
 
@@ -159,15 +150,15 @@ def _images(
             _check_keys("images", number, entry, file)
             if identity is None:
                 what = f"id {entry['id']!r}: expected a whole number"
-                raise _Wrong("annotation_line", what, where=where)
+                raise Malformed(Issue("annotation_line", what, where=where))
             if identity in number_of:
                 first = number_of[identity]
                 what = f"images[{number}] has the same id as images[{first}]: {identity}"
-                raise _Wrong("image_id_duplicate", what, where=str(file))
+                raise Malformed(Issue("image_id_duplicate", what, where=str(file)))
             number_of[identity], found[identity] = number, None
             found[identity] = _image(entry, identity, folder, file, where, complain)
-        except _Wrong as wrong:
-            complain(wrong.finding)
+        except Malformed as wrong:
+            complain(wrong.issue)
     return found
 
 
@@ -176,18 +167,15 @@ def _image(
 ) -> RawImage | None:
     name = entry["file_name"]
     if not isinstance(name, str):
-        raise _Wrong("annotation_line", f"file_name {name!r}: expected a name", where=where)
+        what = f"file_name {name!r}: expected a name"
+        raise Malformed(Issue("annotation_line", what, where=where))
     path = find_image(folder, name, str(file), complain)
     if path is None:
         return None
     width, height = _whole(entry["width"]), _whole(entry["height"])
     if width is None or height is None or not (0 < width < 2**31 and 0 < height < 2**31):
-        raise _Wrong(
-            "size_invalid",
-            f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels",
-            str(path),
-            where,
-        )
+        what = f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels"
+        raise Malformed(Issue("size_invalid", what, str(path), where))
     extra = _further(entry, _NEEDED["images"])
     return RawImage(path, identity, width, height, [], where, extra)
 
@@ -206,19 +194,13 @@ def _object(
     identity, category = _whole(entry["image_id"]), _whole(entry["category_id"])
     if identity is None or identity not in image_of:
         what = f"image_id {entry['image_id']} is not among the file's images"
-        raise _Wrong("image_unknown", what, where=where)
+        raise Malformed(Issue("image_unknown", what, where=where))
     image = image_of[identity]
     path = str(image.path) if image is not None else ""
     if category is None or category not in label_of:
-        known = ", ".join(f"{i} {name}" for i, name in [*categories.items()][:10])
-        more = ", ..." if len(categories) > 10 else ""
-        raise _Wrong(
-            "class_unknown",
-            f"category_id {entry['category_id']} is not among the file's categories "
-            f"({known}{more})",
-            path,
-            where,
-        )
+        known = listed([f"{i} {name}" for i, name in categories.items()])
+        what = f"category_id {entry['category_id']} is not among the file's categories ({known})"
+        raise Malformed(Issue("class_unknown", what, path, where))
     if image is not None:
         where = f"{where} of image {image.path.name!r}"
     x, y, width, height = _numbers(entry["bbox"], where, path)
@@ -282,12 +264,12 @@ def _whole(value: Any) -> int | None:
 def _numbers(bbox: Any, where: str, image: str) -> list[float]:
     if not isinstance(bbox, list) or len(bbox) != 4:
         what = f"bbox {bbox!r}: expected [x, y, width, height]"
-        raise _Wrong("annotation_line", what, image, where)
+        raise Malformed(Issue("annotation_line", what, image, where))
     try:
         return [float(value) for value in bbox]
     except (TypeError, ValueError, OverflowError) as error:
         what = f"bbox {bbox!r}: expected four numbers"
-        raise _Wrong("annotation_line", what, image, where) from error
+        raise Malformed(Issue("annotation_line", what, image, where)) from error
 
 
 def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:

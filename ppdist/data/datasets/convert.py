@@ -35,14 +35,13 @@ from ppdist.data.datasets.annotations import (
     class_names,
     read_list,
     read_text,
-    turned_upright,
     write_text,
 )
 from ppdist.data.datasets.coco import write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
-from ppdist.data.image import read_header
-from ppdist.data.types import DetectionSet, Issue, RawImage, RawSet, keyed_generator
+from ppdist.data.image import ImageHeader, read_header
+from ppdist.data.types import Box, DetectionSet, Issue, RawImage, RawSet, keyed_generator
 
 Format = Literal["coco", "voc", "yolo"]
 Images = Literal["copy", "link", "none"]
@@ -226,6 +225,39 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
             f"{len(strange)} images: not as large as annotated, left out, first {strange[0]}"
         )
     return replace(raw, images=kept)
+
+
+def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
+    """An image annotated as its pixels are stored, with everything turned as the pixels will be."""
+    objects = []
+    for thing in image.objects:
+        x1, y1, x2, y2 = thing.box
+        (left, right), (top, bottom) = map(sorted, zip(_turn(x1, y1, frame), _turn(x2, y2, frame)))
+        box: Box = (left, top, right, bottom)
+        if x2 < x1 or y2 < y1:  # the wrong way round it stays
+            box = (right, bottom, left, top)
+        parts = [part_K2.copy() for part_K2 in thing.polygons]
+        for part_K2 in parts:
+            x_K, y_K = part_K2.T.copy()
+            part_K2[:, 0], part_K2[:, 1] = _turn(x_K, y_K, frame)
+        objects.append(replace(thing, box=box, polygons=tuple(parts)))
+    width, height = frame.upright
+    return replace(image, width=width, height=height, objects=objects)
+
+
+def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
+    """Where a point of the stored pixels comes to lie (EXIF 2.32, tag 274; edges, not centres)."""
+    width, height = frame.stored
+    return {
+        1: (x, y),
+        2: (width - x, y),
+        3: (width - x, height - y),
+        4: (x, height - y),
+        5: (y, x),
+        6: (height - y, x),
+        7: (height - y, width - x),
+        8: (y, width - x),
+    }[frame.orientation]
 
 
 def _once(raw: RawSet, lines: list[str]) -> RawSet:

@@ -19,6 +19,7 @@ from ppdist.data.datasets.annotations import (
     files_below,
     inside_folder,
     is_no_data,
+    listed,
     read_text,
 )
 from ppdist.data.image import is_image_name
@@ -40,9 +41,9 @@ def read_folder(
     (`__MACOSX`), are left out without a word.  Links to folders are followed.
 
     Args:
-        root: searched for files of class names, see names.class_names.
+        root: searched for files of class names, see `class_names`.
         images: holds one folder per class, in which images may lie at any depth.
-        names: of the classes, by number; none: see names.class_names, else the folders in
+        names: of the classes, by number; none: see `class_names`, else the folders in
             `naming_folder` (the training split; by default `images`).
     Raises: DataError: there is no folder of a class, or one that no class is called.
     """
@@ -54,8 +55,8 @@ def read_folder(
     strange = [name for name in folders if name not in set(known)]
     if strange:
         raise DataError(
-            f"{len(strange)} folders are no class, first {_listed(strange)}; the {len(known)} "
-            f"classes are {_listed(known)}",
+            f"{len(strange)} folders are no class, first {listed(strange, _SHOWN)}; "
+            f"the {len(known)} classes are {listed(known, _SHOWN)}",
             code="class_unknown",
             where=str(images),
         )
@@ -115,10 +116,10 @@ def read_csv(
     where no class is called so, its number.
 
     Args:
-        root: searched for files of class names, see names.class_names.
+        root: searched for files of class names, see `class_names`.
         images: the folder that paths are relative to.
         table: the CSV file, UTF-8, commas, quotes where needed.
-        names: of the classes, by number; none: see names.class_names, else those of
+        names: of the classes, by number; none: see `class_names`, else those of
             `naming_table` (the training split; by default `table`): its sorted labels, or where
             all are numbers, 0 to the largest.
     Raises: DataError: a line is not of this form, or its label is no class.
@@ -137,8 +138,8 @@ def read_csv(
         if not 0 <= label < len(known):
             hint = " (numbers start at 0)" if text.isdecimal() else ""
             raise DataError(
-                f"label {text!r} is no class; expected a name ({_listed(known)}) or a number from "
-                f"0 to {len(known) - 1}{hint}",
+                f"label {text!r} is no class; expected a name ({listed(known, _SHOWN)}) or a "
+                f"number from 0 to {len(known) - 1}{hint}",
                 code="class_unknown",
                 where=where,
             )
@@ -233,7 +234,3 @@ def _set_of(
         for position, (path, label) in enumerate(found, start=1)
     )
     return DetectionSet(records, names, tuple(range(len(names))), str(source), notes)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

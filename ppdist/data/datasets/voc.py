@@ -3,20 +3,22 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
+    Malformed,
     area_in,
     class_names,
     find_image,
     find_repeats,
     outlines_in,
     read_list,
-    read_text,
+    read_text_of_image,
     write_text,
 )
 from ppdist.data.image import IMAGE_SUFFIXES
@@ -48,7 +50,7 @@ def read_voc(
 
     Args:
         images: the folder of the images.
-        names: of the classes, by number; none: see names.class_names, else the sorted names that
+        names: of the classes, by number; none: see `class_names`, else the sorted names that
             the images of `naming_list` (the training split; by default `image_list`) use.
         everything: also outlines and `extra`, which training without masks has no use for.
     Raises: DataError: the list cannot be read, class names contradict each other.
@@ -72,23 +74,6 @@ def read_voc(
     _take_ids(kept)
     find_repeats(kept, complain)
     return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(image_list))
-
-
-def _take_ids(images: Sequence[RawImage]) -> None:
-    """Ids that `write_voc` kept count where all images have one; else positions do."""
-    ids = [image.extra.get("image_id") for image in images]
-    if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
-        for image in images:
-            image.image_id = image.extra["image_id"]
-            image.extra = {key: value for key, value in image.extra.items() if key != "image_id"}
-
-
-class _Wrong(Exception):
-    """What is wrong with one file; it never leaves this one."""
-
-    def __init__(self, code: str, what: str, where: str) -> None:
-        super().__init__(f"{where}: {what}")
-        self.code, self.what, self.where = code, what, where
 
 
 def _read(
@@ -115,8 +100,8 @@ def _read(
             if path is not None:
                 image = _image(tree, file, path, position, everything)
                 result.append((image, _add_objects(image, tree, complain, everything)))
-        except _Wrong as wrong:
-            complain(Issue(wrong.code, wrong.what, str(path or ""), wrong.where))
+        except Malformed as wrong:
+            complain(replace(wrong.issue, image=str(path or "")))
     return result
 
 
@@ -132,18 +117,22 @@ def _stem(root: Path, line: str) -> str:
 def _parse(file: Path, complain: Complain) -> ElementTree.Element:
     if not os.path.isfile(file):
         what = "does not exist, but its image is listed"
-        raise _Wrong("annotation_missing", what, str(file))
-    try:
-        text = read_text(file, complain)
+        raise Malformed(Issue("annotation_missing", what, where=str(file)))
+    text = read_text_of_image(file, complain)
+    with _unreadable(str(file)):
         if "<!ENTITY" in text:  # a few of them can stand for gigabytes, and no annotation has any
             raise ValueError("it defines XML entities")
         return ElementTree.fromstring(text)
-    except DataError as error:
-        what = f"{error.what}; {error.fix}" if error.fix else error.what
-        raise _Wrong("annotation_unreadable", what, error.where) from error
-    except (ElementTree.ParseError, ValueError) as error:
+
+
+@contextmanager
+def _unreadable(where: str) -> Iterator[None]:
+    """Inside, what is no annotation in the file `where` raises Malformed."""
+    try:
+        yield
+    except (ElementTree.ParseError, ValueError, RecursionError) as error:
         what = f"not a Pascal VOC annotation: {error}"
-        raise _Wrong("annotation_unreadable", what, str(file)) from error
+        raise Malformed(Issue("annotation_unreadable", what, where=where)) from error
 
 
 def _named(
@@ -171,7 +160,7 @@ def _image(
     size = tree.find("size")
     if size is None:
         what = "has no <size>; expected the image's width and height"
-        raise _Wrong("size_invalid", what, str(file))
+        raise Malformed(Issue("size_invalid", what, where=str(file)))
     sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
     try:
         width, height = (int(float(side)) for side in sides)
@@ -180,21 +169,14 @@ def _image(
     if not (0 < width < 2**31 and 0 < height < 2**31):
         shown = "x".join(side[:20] for side in sides)
         what = f"<size> is {shown}; expected the image's size in pixels"
-        raise _Wrong("size_invalid", what, str(file))
+        raise Malformed(Issue("size_invalid", what, where=str(file)))
     extra: dict[str, Any] = {}
     if everything:
-        extra = _unreadable_as(file, lambda: _children(tree, _IMAGE_TAGS))
-        further = _unreadable_as(file, lambda: _children(size, {"width", "height"}))
+        with _unreadable(str(file)):
+            extra = _children(tree, _IMAGE_TAGS)
+            further = _children(size, {"width", "height"})
         extra |= {"size": further} if further else {}
     return RawImage(path, position, width, height, [], str(file), extra)
-
-
-def _unreadable_as(file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return read()
-    except (ValueError, RecursionError) as error:
-        what = f"not a Pascal VOC annotation: {error}"
-        raise _Wrong("annotation_unreadable", what, str(file)) from error
 
 
 def _add_objects(
@@ -207,18 +189,16 @@ def _add_objects(
         try:
             name = (entry.findtext("name") or "").strip()
             if not name:
-                raise _Wrong("annotation_line", "has no <name>", where)
+                raise Malformed(Issue("annotation_line", "has no <name>", where=where))
             box = _box(entry, where)
             difficult = (entry.findtext("difficult") or "").strip() == "1"
             thing = RawObject(box, -1, where, crowd=difficult)
             if everything:
-                thing.extra = _unreadable_as(
-                    Path(image.where),
-                    lambda: _children(entry, _OBJECT_TAGS),  # noqa: B023
-                )
+                with _unreadable(image.where):
+                    thing.extra = _children(entry, _OBJECT_TAGS)
                 _take_foreign(thing, image, complain)
-        except _Wrong as wrong:
-            complain(Issue("annotation_line", wrong.what, str(image.path), wrong.where))
+        except Malformed as wrong:
+            complain(replace(wrong.issue, code="annotation_line", image=str(image.path)))
             continue
         image.objects.append(thing)
         names.append(name)
@@ -232,7 +212,7 @@ def _box(entry: ElementTree.Element, where: str) -> Box:
     except ValueError as error:
         shown = ", ".join(f"{side} {text!r}" for side, text in zip(_SIDES, texts))
         what = f"<bndbox> has {shown}: expected four numbers"
-        raise _Wrong("annotation_line", what, where) from error
+        raise Malformed(Issue("annotation_line", what, where=where)) from error
     return x1, y1, x2, y2
 
 
@@ -267,6 +247,15 @@ def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
             value = _children(child, set())
         found.setdefault(child.tag, []).append(value)
     return {tag: values[0] if len(values) == 1 else values for tag, values in found.items()}
+
+
+def _take_ids(images: Sequence[RawImage]) -> None:
+    """Ids that `write_voc` kept count where all images have one; else positions do."""
+    ids = [image.extra.get("image_id") for image in images]
+    if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
+        for image in images:
+            image.image_id = image.extra["image_id"]
+            image.extra = {key: value for key, value in image.extra.items() if key != "image_id"}
 
 
 def write_voc(

@@ -6,6 +6,7 @@ outline fills.  An outline has three points at least, so the two cannot be taken
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     NAME_FILES,
+    Malformed,
     class_names,
     files_below,
     find_image,
     find_repeats,
     read_list,
-    read_text,
+    read_text_of_image,
     write_text,
 )
 from ppdist.data.image import image_size, is_image_name
@@ -114,48 +116,49 @@ def _image(
         path, image_id, width, height, [], str(label_file), size_known=size is not None
     )
     try:
-        text = read_text(label_file, complain) if os.path.isfile(label_file) else ""
-    except DataError as error:
-        what = f"{error.what}; {error.fix}" if error.fix else error.what
-        complain(Issue("annotation_unreadable", what, str(path), error.where))
+        text = read_text_of_image(label_file, complain) if os.path.isfile(label_file) else ""
+    except Malformed as wrong:
+        complain(replace(wrong.issue, image=str(path)))
         return image
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            thing = _object(line, f"{label_file}:{number}", image, names, complain)
-            if thing is not None:
-                image.objects.append(thing)
+            try:
+                image.objects.append(_object(line, f"{label_file}:{number}", image, names))
+            except Malformed as wrong:
+                complain(replace(wrong.issue, image=str(path)))
     return image
 
 
-def _object(
-    line: str, where: str, image: RawImage, names: tuple[str, ...], complain: Complain
-) -> RawObject | None:
+def _object(line: str, where: str, image: RawImage, names: tuple[str, ...]) -> RawObject:
     words = line.split()
     try:
         label, *numbers = (float(word) for word in words)
-    except ValueError:
+    except ValueError as error:
         what = f"{line[:80]!r}: expected five numbers: class cx cy w h"
-        complain(Issue("annotation_line", what, str(image.path), where))
-        return None
+        raise Malformed(Issue("annotation_line", what, where=where)) from error
     outlined = len(words) >= _FEWEST_OUTLINE and len(words) % 2 == 1
     if len(words) != 5 and not outlined:
         what = (
             f"{line[:80]!r} has {len(words)} numbers; expected five: class cx cy w h, or an "
             f"outline: class x1 y1 x2 y2 x3 y3 ..."
         )
-        complain(Issue("annotation_line", what, str(image.path), where))
-        return None
+        raise Malformed(Issue("annotation_line", what, where=where))
     if not 0 <= label < len(names) or label != int(label):
         what = f"class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
-        complain(Issue("class_unknown", what, str(image.path), where))
-        return None
+        raise Malformed(Issue("class_unknown", what, where=where))
     if outlined:
-        part_K2 = np.array(numbers).reshape(-1, 2) * (image.width, image.height)
-        (x1, y1), (x2, y2) = part_K2.min(0).tolist(), part_K2.max(0).tolist()
-        return RawObject((x1, y1, x2, y2), int(label), where, polygons=(part_K2,))
+        part_K2, box = _outline(numbers, image)
+        return RawObject(box, int(label), where, polygons=(part_K2,))
     cx, cy, w, h = numbers
     (x1, x2), (y1, y2) = _edges(cx, w, image.width), _edges(cy, h, image.height)
     return RawObject((x1, y1, x2, y2), int(label), where)
+
+
+def _outline(numbers: Sequence[float], image: RawImage) -> tuple[np.ndarray, Box]:
+    """Points [K, 2] in pixels, and the box that they fill."""
+    part_K2 = np.array(numbers).reshape(-1, 2) * (image.width, image.height)
+    (x1, y1), (x2, y2) = part_K2.min(0).tolist(), part_K2.max(0).tolist()
+    return part_K2, (x1, y1, x2, y2)
 
 
 def _edges(centre: float, side: float, pixels: int) -> tuple[float, float]:
@@ -185,7 +188,7 @@ def write_yolo(
             if thing.crowd:
                 lost["crowd"] += 1
                 continue
-            outline = _outline(thing, image.width, image.height)
+            outline = _outline_numbers(thing, image)
             lost["outline"] += bool(thing.polygons) and outline is None
             lost["extent"] += outline is not None and outline[1] != thing.box
             lost["area"] += thing.area is not None
@@ -205,18 +208,16 @@ def write_yolo(
     return [f"{count} {said[kind]}" for kind, count in lost.items() if count]
 
 
-def _outline(thing: RawObject, width: int, height: int) -> tuple[list[float], Box] | None:
+def _outline_numbers(thing: RawObject, image: RawImage) -> tuple[list[float], Box] | None:
     """The numbers of an object's outline, and the box that is read from them."""
     if len(thing.polygons) != 1 or len(thing.polygons[0]) < 3:
         return None
     numbers = [
         _fraction(value, side)
         for point in thing.polygons[0].tolist()
-        for value, side in zip(point, (width, height))
+        for value, side in zip(point, (image.width, image.height))
     ]
-    part_K2 = np.array(numbers).reshape(-1, 2) * (width, height)
-    (x1, y1), (x2, y2) = part_K2.min(0).tolist(), part_K2.max(0).tolist()
-    box = (x1, y1, x2, y2)
+    _, box = _outline(numbers, image)
     fills = all(abs(a - b) <= _OUTLINE_TOLERANCE for a, b in zip(box, thing.box))
     return (numbers, box) if fills else None
 

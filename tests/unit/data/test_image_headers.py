@@ -11,9 +11,8 @@ import yaml
 from PIL import ExifTags, Image
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.annotations import turned_upright
 from ppdist.data.datasets.build import read_raw
-from ppdist.data.datasets.convert import convert, snippet
+from ppdist.data.datasets.convert import convert, snippet, turned_upright
 from ppdist.data.image import image_size, read_header, read_image
 from ppdist.data.types import RawImage, RawObject, RawSet
 
