@@ -19,13 +19,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 from PIL import Image, TiffImagePlugin
@@ -44,64 +44,20 @@ from ppdist.data.datasets.annotations import (
 from ppdist.data.datasets.build import check_same_classes, read_raw
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.image import Damage, damage, is_image_name, read_header, read_image
-from ppdist.data.types import DetectionSet, Issue, RawImage, RawObject, RawSet
+from ppdist.data.types import (
+    DetectionSet,
+    ImageRecord,
+    Issue,
+    RawImage,
+    RawObject,
+    RawSet,
+    Split,
+)
 from ppdist.distributed import comm
 
 _LOGGER = logging.getLogger("ppdist.data")
-_SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
-_VERSION = 3  # of the kept result: raise it when a check of an image finds more
+_SPLITS: tuple[Split, ...] = ("train", "val")
 _EXAMPLES = 3
-_LEAVES_OUT = (  # the image
-    "annotation_unreadable",
-    "image_missing",
-    "image_empty",
-    "image_unreadable",
-    "image_truncated",
-    "image_crashes_decoder",
-    "image_hangs_decoder",
-    "size_mismatch",
-)
-_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
-    "annotation_missing",
-    "annotation_line",
-    "encoding",
-    "line_ends",
-    "class_unknown",
-    "outline_malformed",
-    "area_invalid",
-    "label_without_image",
-    "label_shared",
-    "image_unknown",
-    "image_id_duplicate",
-    "annotation_id_duplicate",
-    "size_invalid",
-    "path_outside",
-    "image_unlisted",
-)
-_AT_ONCE = 32  # files that a child is given at a time
-_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
-_FATAL = (
-    signal.SIGTERM,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGABRT,
-)
-_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
-_SUFFIXES = {
-    "JPEG": (".jpg", ".jpeg"),
-    "MPO": (".jpg", ".jpeg"),  # a JPEG with more pictures behind it, of some cameras
-    "PNG": (".png",),
-    "BMP": (".bmp",),
-    "WEBP": (".webp",),
-    "TIFF": (".tif", ".tiff"),
-}
-_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
-# What libjpeg and libtiff print when they make up pixels; "extraneous bytes" does no harm.
-_INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
-# Tags of TIFF: bits of each channel; where strips and tiles of pixels begin, and their bytes.
-_BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
 
 class ImageFile(NamedTuple):
@@ -114,15 +70,14 @@ class ImageFile(NamedTuple):
 class ImageCheck(NamedTuple):
     """What one file is.
 
-    problem: a kind of annotations.KINDS and the sentence for the user, of an image that cannot be
-        used; ("", "") else.
+    problem: why the image cannot be used; None: it can.
     notes: kinds of what is unusual.
     digest: equal for two files of the same content (decoded: surely; else: head, tail and length).
     passing: the problem may be gone the next time without a change to the file: no permission, no
         memory, a decoder that was killed.
     """
 
-    problem: tuple[str, str] = ("", "")
+    problem: Damage | None = None
     notes: tuple[str, ...] = ()
     digest: str = ""
     passing: bool = False
@@ -136,13 +91,8 @@ class ValidatedSplit:
     """One split: its annotations, a check of each image, and the issues."""
 
     raw: RawSet
-    checks: list[ImageCheck]
+    images: CheckedImages
     issues: list[Issue]
-
-    @property
-    def images(self) -> list[tuple[str, ImageCheck]]:
-        """The path of each listed image, and what it is."""
-        return [*zip((str(image.path) for image in self.raw.images), self.checks)]
 
 
 @dataclass(frozen=True)
@@ -174,7 +124,7 @@ class Report:
         """How many issues stop training or lose it images."""
         return sum(row.count for row in self.rows() if row.kind.severity == "error")
 
-    def rows(self, examples: int = 3) -> list[Row]:
+    def rows(self) -> list[Row]:
         """A row for each kind that was found, errors first."""
         found: defaultdict[str, list[tuple[str, Issue]]] = defaultdict(list)
         for split, validated in self.splits.items():
@@ -185,7 +135,7 @@ class Report:
                 name,
                 kind,
                 Counter(split for split, _ in found[name]),
-                tuple(issue.text for _, issue in found[name][:examples]),
+                tuple(issue.text for _, issue in found[name][:_EXAMPLES]),
             )
             for name, kind in KINDS.items()
             if name in found
@@ -221,7 +171,7 @@ class Report:
 
 
 def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
-    """Reads both splits, checks at all their images, and collects what is wrong.
+    """Reads both splits, checks all their images, and collects what is wrong.
 
     Args:
         decode: all pixels of each image (some 3 ms of a core at 640 x 480), else its header.
@@ -232,15 +182,14 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     for split in _SPLITS:
         issues: list[Issue] = []
         raw = read_raw(config, split, issues.append)
-        files = [image_file(image) for image in raw.images]
-        checks = check_images(files, decode=decode, workers=workers)
-        issues += _of_images(raw, checks)
+        images = _checked(raw.images, decode=decode, workers=workers)
+        issues += _of_images(raw, images)
         if config.task == "detect":
             issues += _of_boxes(raw)
-        splits[split] = ValidatedSplit(raw, checks, issues)
-        for path, first in duplicates(splits[split].images).items():
+        for path, first in duplicates(images).items():
             what = f"the same content as {first}"
             issues.append(Issue("image_duplicate", what, path, path))
+        splits[split] = ValidatedSplit(raw, images, issues)
     train, val = splits["train"], splits["val"]
     train.issues.extend(_classes(train.raw, val.raw))
     train.issues.extend(_leakage(train, val))
@@ -250,16 +199,21 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     return Report(splits, decode)
 
 
-def image_file(image: RawImage) -> ImageFile:
-    """The file, and the size that training expects (None for classification)."""
-    return ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
+def _checked(
+    images: Iterable[RawImage | ImageRecord], *, decode: bool, workers: int
+) -> CheckedImages:
+    files = [
+        ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
+        for image in images
+    ]
+    checks = check_images(files, decode=decode, workers=workers)
+    return [(file.path, found) for file, found in zip(files, checks)]
 
 
-def _of_images(raw: RawSet, checks: list[ImageCheck]) -> Iterator[Issue]:
-    for image, found in zip(raw.images, checks):
-        path = str(image.path)
-        if found.problem[0]:
-            yield Issue(*found.problem, path)
+def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
+    for image, (path, found) in zip(raw.images, images):
+        if found.problem is not None:
+            yield Issue(found.problem.code, f"{path}: {found.problem.text}", path)
         for kind in found.notes:
             yield Issue(kind, KINDS[kind].meaning, path, path)
         if not image.objects:
@@ -334,6 +288,9 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     return found
 
 
+_VERSION = 3  # of the kept result: raise it when a check of an image finds more
+
+
 class Checked(NamedTuple):
     """train, val: with `unreadable` filled; val is None where none was given.
     lines: what to warn of, one for each kind and split; the same on every rank."""
@@ -392,7 +349,7 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     again = " (unchanged since the last check)" if known else ""
     if known is None:
         checked = {
-            split: _check_split(dataset, decode=decode, workers=workers)
+            split: _checked(dataset.records, decode=decode, workers=workers)
             for split, dataset in sets.items()
         }
         known = _outcome(sets, checked)
@@ -403,34 +360,23 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     return known
 
 
-def _check_split(
-    dataset: DetectionSet, *, decode: bool, workers: int
-) -> list[tuple[str, ImageCheck]]:
-    files = [
-        ImageFile(record.path, (record.width, record.height) if record.height > 0 else None)
-        for record in dataset.records
-    ]
-    checks = check_images(files, decode=decode, workers=workers)
-    return [(file.path, found) for file, found in zip(files, checks)]
-
-
 def _outcome(
     sets: Mapping[str, DetectionSet], checked: Mapping[str, CheckedImages]
 ) -> dict[str, Any]:
     bad, lines = {}, []
     for split, images in checked.items():
-        problems = [found.problem for _, found in images]
-        bad[split] = [
-            (position, found.problem[1].removeprefix(f"{path}: "), found.problem[0])
+        problems = [
+            (position, path, found.problem)
             for position, (path, found) in enumerate(images)
-            if found.problem[0]
+            if found.problem is not None
         ]
-        for kind, count in Counter(kind for kind, _ in problems if kind).items():
-            first = [text for of, text in problems if of == kind][:_EXAMPLES]
+        bad[split] = [(position, problem.text, problem.code) for position, _, problem in problems]
+        for kind, count in Counter(problem.code for _, _, problem in problems).items():
+            first = [f"{path}: {of.text}" for _, path, of in problems if of.code == kind]
             lines.append(
                 f"{sets[split].source}: {kind}: {count} of {len(images)} images: "
                 f"{KINDS[kind].meaning}; training: {KINDS[kind].training}; "
-                f"first: {'; '.join(first)}"
+                f"first: {'; '.join(first[:_EXAMPLES])}"
             )
     if "val" in checked and not same_list(checked["train"], checked["val"]):
         leaking = [*leaks(checked["train"], checked["val"])]
@@ -499,6 +445,35 @@ def _keep(file: Path | None, outcome: dict[str, Any]) -> None:
         _LOGGER.info("data check: not kept for the next time: %s", error)
 
 
+_LEAVES_OUT = (  # the image
+    "annotation_unreadable",
+    "image_missing",
+    "image_empty",
+    "image_unreadable",
+    "image_truncated",
+    "image_crashes_decoder",
+    "image_hangs_decoder",
+    "size_mismatch",
+)
+_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
+    "annotation_missing",
+    "annotation_line",
+    "encoding",
+    "line_ends",
+    "class_unknown",
+    "outline_malformed",
+    "area_invalid",
+    "label_without_image",
+    "label_shared",
+    "image_unknown",
+    "image_id_duplicate",
+    "annotation_id_duplicate",
+    "size_invalid",
+    "path_outside",
+    "image_unlisted",
+)
+
+
 class Cleaned(NamedTuple):
     """lines: what was done, one for each kind and split.  raws: split -> what was written of it."""
 
@@ -541,28 +516,6 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
             for kind, count in sorted(done.items(), key=lambda entry: [*KINDS].index(entry[0]))
         ]
     return Cleaned(lines + _write(raws, form, out, images), raws)
-
-
-def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Under another name first: whatever fails, no half of it stays there."""
-    make_folder(out)
-    if any(out.iterdir()):
-        raise DataError(
-            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
-        )
-    with writing(out):
-        draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
-    lines = []
-    try:
-        for split, raw in raws.items():
-            done = convert(raw, form, draft, images=images, split=split)
-            lines += [f"{split}: {line}" for line in done]
-        with writing(out):
-            for entry in sorted(draft.iterdir()):
-                entry.rename(out / entry.name)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return lines
 
 
 def _left_out(report: Report) -> dict[str, dict[str, str]]:
@@ -631,6 +584,28 @@ def _good(image: RawImage, done: Counter[str]) -> list[RawObject]:
     return [*result.values()]
 
 
+def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
+    """Under another name first: whatever fails, no half of it stays there."""
+    make_folder(out)
+    if any(out.iterdir()):
+        raise DataError(
+            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
+        )
+    with writing(out):
+        draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
+    lines = []
+    try:
+        for split, raw in raws.items():
+            done = convert(raw, form, draft, images=images, split=split)
+            lines += [f"{split}: {line}" for line in done]
+        with writing(out):
+            for entry in sorted(draft.iterdir()):
+                entry.rename(out / entry.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return lines
+
+
 def duplicates(images: CheckedImages) -> dict[str, str]:
     """Path -> an earlier path with the same content."""
     result = {}
@@ -667,7 +642,7 @@ def _same_content(images: CheckedImages) -> list[list[int]]:
     """Groups of positions whose files have equal content; each group has two paths or more."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for position, (_, found) in enumerate(images):
-        if found.digest and found.problem[0] != "image_empty":
+        if found.digest and not (found.problem and found.problem.code == "image_empty"):
             alike[found.digest].append(position)
     groups: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
     for digest, positions in alike.items():
@@ -688,10 +663,14 @@ def _hash(path: str) -> bytes:
         return os.fsencode(path)
 
 
+_AT_ONCE = 32  # files that a child is given at a time
+_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
+
+
 def check_images(
     files: Sequence[ImageFile], *, decode: bool, workers: int, timeout: float = 60.0
 ) -> list[ImageCheck]:
-    """A ImageCheck at each file, in their order, however many children crash or hang over it.
+    """An ImageCheck of each file, in their order, however many children crash or hang over it.
 
     Args:
         decode: see `check_image`.
@@ -714,8 +693,7 @@ def check_images(
                 waiting.extendleft(reversed(rest))
                 crashes[position] += 1
                 if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
-                    text = f"{files[position].path}: {child.ended.text}"
-                    checks[position] = ImageCheck((child.ended.code, text), passing=True)
+                    checks[position] = ImageCheck(child.ended, passing=True)
                 else:
                     waiting.appendleft(position)
                 child.stop()
@@ -726,20 +704,15 @@ def check_images(
     return [found for found in checks if found is not None]
 
 
-class _End(NamedTuple):
-    code: str
-    text: str
-
-
 class _Child:
-    """A process that checks at the files whose positions it is given, one answer each."""
+    """A process that checks the files whose positions it is given, one answer each."""
 
     def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self.busy: deque[int] = deque()
         self.since = time.monotonic()
-        self.ended: _End | None = None
+        self.ended: Damage | None = None
         self._process = context.Process(
             target=_serve, args=(theirs, files, decode, os.getpid()), daemon=True
         )
@@ -765,7 +738,7 @@ class _Child:
             position, found = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join()
-            self.ended = _End("image_crashes_decoder", _how(self._process.exitcode))
+            self.ended = Damage("image_crashes_decoder", _how(self._process.exitcode))
             return None
         self.busy.popleft()
         self.since = time.monotonic()
@@ -786,13 +759,23 @@ def _collect(children: list[_Child], checks: list[ImageCheck | None], timeout: f
             if answer is not None:
                 checks[answer[0]] = answer[1]
         elif child.busy and time.monotonic() - child.since > timeout:
-            child.ended = _End("image_hangs_decoder", f"not decoded after {timeout:g} s")
+            child.ended = Damage("image_hangs_decoder", f"not decoded after {timeout:g} s")
 
 
 def _how(exitcode: int | None) -> str:
     if exitcode is None or exitcode >= 0:
         return f"decoding it ends the process with code {exitcode}"
     return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
+
+
+_FATAL = (
+    signal.SIGTERM,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+)
 
 
 def _serve(
@@ -816,6 +799,10 @@ def _serve(
             )
 
 
+_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
+
+
 def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
     """Checks one image file; never raises because of it.
 
@@ -830,12 +817,12 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
         with open(path, "rb") as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
-        return ImageCheck(("image_missing", f"{path}: does not exist"), passing=True)
+        problem = Damage("image_missing", "does not exist")
     except OSError as error:
-        return ImageCheck(("image_unreadable", f"{path}: {error.strerror or error}"), passing=True)
+        problem = Damage("image_unreadable", error.strerror or str(error))
     except MemoryError:
-        text = f"{path}: not enough memory to decode it"
-        return ImageCheck(("image_unreadable", text), passing=True)
+        problem = Damage("image_unreadable", "not enough memory to decode it")
+    return ImageCheck(problem, passing=True)
 
 
 def _check_content(
@@ -854,12 +841,23 @@ def _check_content(
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
     found = damage(head, length) if whole or head[:2] not in _ENDS else None
     if found is not None:
-        return ImageCheck((found.code, f"{path}: {found.text}"), (), digest.hexdigest())
+        return ImageCheck(found, digest=digest.hexdigest())
     header = _header(file, path, length)
     doubtful = header is None or header.cut_short or (size and size not in header.sizes)
     found = _decoded(path, size) if decode or doubtful else None
-    problem = ("", "") if found is None else (found.code, found.text)
-    return ImageCheck(problem, header.notes if header else (), digest.hexdigest())
+    return ImageCheck(found, header.notes if header else (), digest.hexdigest())
+
+
+_SUFFIXES = {
+    "JPEG": (".jpg", ".jpeg"),
+    "MPO": (".jpg", ".jpeg"),  # a JPEG with more pictures behind it, of some cameras
+    "PNG": (".png",),
+    "BMP": (".bmp",),
+    "WEBP": (".webp",),
+    "TIFF": (".tif", ".tiff"),
+}
+# Tags of TIFF: bits of each channel; where strips and tiles of pixels begin, and their bytes.
+_BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
 
 class _Header(NamedTuple):
@@ -905,6 +903,10 @@ def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
     return _Header(sizes, cut_short, tuple(kind for kind, found in notes.items() if found))
 
 
+# What libjpeg and libtiff print when they make up pixels; "extraneous bytes" does no harm.
+_INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
+
+
 def _decoded(path: str, size: tuple[int, int] | None) -> Damage | None:
     """Raises: OSError, MemoryError: it cannot be said."""
     with _stderr() as said:
@@ -917,14 +919,14 @@ def _decoded(path: str, size: tuple[int, int] | None) -> Damage | None:
             if isinstance(cause, cv2.error) and cause.code == cv2.Error.StsNoMem:
                 raise MemoryError from error
             mismatch = error.code == "size_mismatch"
-            return Damage("size_mismatch" if mismatch else "image_unreadable", str(error))
+            return Damage("size_mismatch" if mismatch else "image_unreadable", error.what)
         said.seek(0)
         heard = said.read()
     if any(sign in heard for sign in _INVENTED):
         height, width = image_HW3.shape[:2]
         return Damage(
             "image_unreadable",
-            f"{path}: damaged amid its {width}x{height} pixels, which the decoder partly made up",
+            f"damaged amid its {width}x{height} pixels, which the decoder partly made up",
         )
     return None
 

@@ -168,6 +168,10 @@ class Strictly:
         return tuple(lines)
 
 
+def quietly(issue: Issue) -> None:
+    """A `Complain` where the issue was said before, or does not matter."""
+
+
 class Malformed(Exception):
     """A part of a file that its reader leaves out; it never leaves the reader."""
 

@@ -33,6 +33,7 @@ from ppdist.common.files import make_folder, make_parent, writing
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     class_names,
+    quietly,
     read_list,
     read_text,
     write_text,
@@ -41,13 +42,10 @@ from ppdist.data.datasets.coco import write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
 from ppdist.data.image import ImageHeader, read_header
-from ppdist.data.types import Box, DetectionSet, Issue, RawImage, RawSet, keyed_generator
+from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
 
 Format = Literal["coco", "voc", "yolo"]
 Images = Literal["copy", "link", "none"]
-_DEEPEST = 50  # lists and mappings in one another
-# Ends of lines to Python, or nothing that XML may contain.
-_NO_NAME = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
 
 
 def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str) -> list[str]:
@@ -81,23 +79,22 @@ def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str)
     if form != "coco":
         _write_classes(raw, form, out)
         _say_what_is_lost(raw, form, lines)
+    file = out / _annotation_file(form, split)
     if images == "none":
-        own = [os.path.relpath(os.path.abspath(image.path), folder) for image in raw.images]
-        _check_names_stay(form, own)
+        written = [os.path.relpath(os.path.abspath(image.path), folder) for image in raw.images]
+        _check_names_stay(form, written)
     else:
         _place_images(raw, names, out / "images" / split, images, lines)
+        written = [f"{split}/{name}" for name in names] if form == "voc" else names
     if form == "coco":
-        written = own if images == "none" else names
-        lines += write_coco(out / "annotations" / f"instances_{split}.json", raw, written)
+        lines += write_coco(file, raw, written)
     elif form == "voc":
-        written = own if images == "none" else [f"{split}/{name}" for name in names]
         place = _place_of_xml(out, split, folder) if images == "none" else split
         stems = [f"{place}/{os.path.splitext(name)[0]}" for name in names]
-        list_file = out / "ImageSets" / "Main" / f"{split}.txt"
-        lines += write_voc(list_file, out / "Annotations", raw, written, stems)
+        lines += write_voc(file, out / "Annotations", raw, written, stems)
     else:
         listed = [f"./images/{split}/{name}" for name in names]
-        lines += write_yolo(out / f"{split}.txt", out / "labels" / split, raw, names, listed)
+        lines += write_yolo(file, out / "labels" / split, raw, names, listed)
     return lines
 
 
@@ -109,16 +106,24 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
     """
     data: dict[str, object] = {"format": form, "root": os.path.abspath(out)}
     for split, raw in raws.items():
-        annotations = {
-            "coco": f"annotations/instances_{split}.json",
-            "voc": f"ImageSets/Main/{split}.txt",
-            "yolo": f"{split}.txt",
-        }[form]
         folder = "images" if form == "voc" else f"images/{split}"
         if images == "none":
             folder = _common_folder(raw)
-        data[split] = {"images": folder, "annotations": annotations}
+        data[split] = {"images": folder, "annotations": _annotation_file(form, split)}
     return yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)
+
+
+def _annotation_file(form: Format, split: str) -> str:
+    """Below OUT: what `data.*.annotations` names."""
+    return {
+        "coco": f"annotations/instances_{split}.json",
+        "voc": f"ImageSets/Main/{split}.txt",
+        "yolo": f"{split}.txt",
+    }[form]
+
+
+# Ends of lines to Python, or nothing that XML may contain.
+_NO_NAME = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
 
 
 def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> None:
@@ -134,11 +139,8 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
             code="images_needed",
             fix="choose to copy the images or to link them",
         )
-    targets = {
-        "coco": [f"annotations/instances_{split}.json"],
-        "voc": [f"ImageSets/Main/{split}.txt", f"Annotations/{split}"],
-        "yolo": [f"{split}.txt", f"labels/{split}"],
-    }[form]
+    targets = [_annotation_file(form, split)]
+    targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
     targets += [f"images/{split}"] if images != "none" else []
     for target in targets:
         if os.path.lexists(out / target):
@@ -191,6 +193,9 @@ def _finite(raw: RawSet, lines: list[str]) -> RawSet:
     return replace(raw, images=kept, extra=extra, class_extras=class_extras)
 
 
+_DEEPEST = 50  # lists and mappings in one another
+
+
 def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
     """NaN and infinity, which JSON has not, become null, and so does what nobody can nest."""
     if isinstance(value, dict | list) and depth == _DEEPEST:
@@ -204,6 +209,19 @@ def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
         lost["further properties: not finite, become null"] += 1
         return None
     return value
+
+
+def _once(raw: RawSet, lines: list[str]) -> RawSet:
+    """An image that is listed several times has one annotation file: all of its objects."""
+    first: dict[Path, RawImage] = {}
+    for image in raw.images:
+        before = first.setdefault(image.path, image)
+        if before is not image:
+            first[image.path] = replace(before, objects=before.objects + image.objects)
+    if len(first) < len(raw.images):
+        repeats = len(raw.images) - len(first)
+        lines.append(f"{repeats} images: listed before, their objects put together")
+    return replace(raw, images=list(first.values()))
 
 
 def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
@@ -260,19 +278,6 @@ def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
     }[frame.orientation]
 
 
-def _once(raw: RawSet, lines: list[str]) -> RawSet:
-    """An image that is listed several times has one annotation file: all of its objects."""
-    first: dict[Path, RawImage] = {}
-    for image in raw.images:
-        before = first.setdefault(image.path, image)
-        if before is not image:
-            first[image.path] = replace(before, objects=before.objects + image.objects)
-    if len(first) < len(raw.images):
-        repeats = len(raw.images) - len(first)
-        lines.append(f"{repeats} images: listed before, their objects put together")
-    return replace(raw, images=list(first.values()))
-
-
 def _common_folder(raw: RawSet) -> str:
     folders = {os.path.dirname(os.path.abspath(image.path)) for image in raw.images}
     return os.path.commonpath(folders) if folders else os.path.abspath("images")
@@ -322,16 +327,6 @@ def _named(part: str) -> str:
     return "_" if bare in ("", ".", "..") else bare
 
 
-def _check_names_stay(form: Format, names: Sequence[str]) -> None:
-    strange = [name for name in names if _NO_NAME.search(name) or name != name.strip()]
-    if form == "voc" and strange:
-        raise DataError(
-            f"XML cannot hold the file name {strange[0]!r}",
-            code="file_name_unwritable",
-            fix="choose to copy the images",
-        )
-
-
 def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
@@ -352,14 +347,6 @@ def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
     write_text(out / "data.yaml", text)
 
 
-def _place_of_xml(out: Path, split: str, folder: str) -> str:
-    """Below Annotations; a reader would take images in a folder of this name for those meant."""
-    place = split
-    while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
-        place += "_"
-    return place
-
-
 def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
     if raw.extra:
         lines.append(f"{', '.join(map(str, raw.extra))}: said of the whole set, left out")
@@ -371,6 +358,16 @@ def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
     ids = [image.image_id for image in raw.images]
     if form == "yolo" and ids != list(range(1, len(ids) + 1)):
         lines.append(f"image ids: become 1 to {len(ids)}")
+
+
+def _check_names_stay(form: Format, names: Sequence[str]) -> None:
+    strange = [name for name in names if _NO_NAME.search(name) or name != name.strip()]
+    if form == "voc" and strange:
+        raise DataError(
+            f"XML cannot hold the file name {strange[0]!r}",
+            code="file_name_unwritable",
+            fix="choose to copy the images",
+        )
 
 
 def _place_images(
@@ -396,8 +393,15 @@ def _place_images(
         )
 
 
+def _place_of_xml(out: Path, split: str, folder: str) -> str:
+    """Below Annotations; a reader would take images in a folder of this name for those meant."""
+    place = split
+    while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
+        place += "_"
+    return place
+
+
 _NAME = re.compile(r"[\w-]+")
-_STREAM = 7  # of random numbers, beside those of training
 
 
 def shares_of(texts: Sequence[str]) -> dict[str, float]:
@@ -455,6 +459,9 @@ def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
             digest = hashlib.blake2b(Path(paths[index]).read_bytes(), digest_size=16).digest()
             group_N[index] = first.setdefault(digest, index)
     return group_N
+
+
+_STREAM = 7  # of random numbers, beside those of training
 
 
 def divide(
@@ -582,9 +589,10 @@ def write_parts(
             where=dataset.source,
             fix="give it a larger share, or make fewer parts",
         )
-    root, source = Path(config.root), Path(config.root) / config.train.annotations
+    root = Path(config.root)
+    source = root / config.train.annotations
     if config.format == "folder" or source.is_dir():
-        origin = Path(config.root) / config.train.images if config.format == "folder" else source
+        origin = root / config.train.images if config.format == "folder" else source
         folder, stem = out or root, origin.name
     else:
         folder, stem = out or source.parent, source.stem
@@ -609,11 +617,12 @@ def write_parts(
 def _texts(
     config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, wanted: list[Collection[int]]
 ) -> list[str]:
-    root, source = Path(config.root), Path(config.root) / config.train.annotations
+    root = Path(config.root)
+    source = root / config.train.annotations
     if config.format == "coco":
         part_of = {record.image_id: int(part) for record, part in zip(dataset.records, part_N)}
-        content = json.loads(read_text(source, _quietly))
-        return [_coco(content, part_of, parts) for parts in wanted]
+        content = json.loads(read_text(source, quietly))
+        return [_part_of_coco(content, part_of, parts) for parts in wanted]
     if config.format == "folder":
         images = Path(os.path.abspath(root / config.train.images))
         names = [dataset.class_names[int(record.labels_M[0])] for record in dataset.records]
@@ -626,7 +635,7 @@ def _texts(
         header = ""
         lines = [os.path.relpath(record.path, os.path.abspath(root)) for record in dataset.records]
     else:
-        header, lines = "", read_list(source, _quietly)
+        header, lines = "", read_list(source, quietly)
     if len(lines) != len(dataset.records):
         raise DataError(
             f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
@@ -639,11 +648,7 @@ def _texts(
     return [header + "\n".join(text) + "\n" for text in texts]
 
 
-def _quietly(finding: Issue) -> None:
-    """What is odd about the text was said when the set was read."""
-
-
-def _coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
+def _part_of_coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
     chosen = {image["id"] for image in content["images"] if part_of.get(image["id"]) in parts}
     images = [image for image in content["images"] if image["id"] in chosen]
     annotations = [entry for entry in content["annotations"] if entry.get("image_id") in chosen]
@@ -661,7 +666,7 @@ def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
     """(header, lines); a table has a header where it has one row more than images."""
     rows = [
         row
-        for row in csv.reader(read_text(table, _quietly).splitlines())
+        for row in csv.reader(read_text(table, quietly).splitlines())
         if any(map(str.strip, row))
     ]
     header = f"{_csv_line(rows.pop(0))}\n" if len(rows) == count + 1 else ""

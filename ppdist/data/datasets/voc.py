@@ -17,6 +17,7 @@ from ppdist.data.datasets.annotations import (
     find_image,
     find_repeats,
     outlines_in,
+    quietly,
     read_list,
     read_text_of_image,
     write_text,
@@ -60,7 +61,7 @@ def read_voc(
     if not known:
         naming = found
         if naming_list is not None and naming_list != image_list:
-            naming = _read(root, images, naming_list, lambda finding: None, False)
+            naming = _read(root, images, naming_list, quietly, False)
         known = tuple(sorted({name for _, labels in naming for name in labels}))
     label_of = {name: label for label, name in enumerate(known)}
     for image, labels in found:
@@ -144,7 +145,7 @@ def _named(
     named = find_image(images, name, str(file), problems.append)
     suffixes = [Path(name).suffix, *IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES)]
     for position, suffix in enumerate(suffixes):
-        beside = find_image(images, f"{stem}{suffix}", str(file), lambda finding: None)
+        beside = find_image(images, f"{stem}{suffix}", str(file), quietly)
         if beside is not None and os.path.isfile(beside):
             return beside
         if position == 0 and named is not None and os.path.isfile(named):

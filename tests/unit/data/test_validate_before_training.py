@@ -11,6 +11,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
+from ppdist.data.image import Damage
 from ppdist.data.validate import ImageCheck, check_before_training
 from tests.unit.data.corpus import config, write_clean_coco
 
@@ -127,9 +128,9 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
     )
 
     def denied(files, **options):
-        text = f"{files[-1].path}: Permission denied"
         good = [ImageCheck(digest=file.path) for file in files[:-1]]
-        return [*good, ImageCheck(("image_unreadable", text), passing=True)]
+        bad = Damage("image_unreadable", "Permission denied")
+        return [*good, ImageCheck(bad, passing=True)]
 
     monkeypatch.setattr(validate, "check_images", denied)
     with pytest.raises(DataError) as caught:  # the one image of validation
