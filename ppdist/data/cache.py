@@ -247,7 +247,7 @@ def _in_memory(layout: Layout) -> _Opened:
             break
         reserved += step
     _say(f"ram: {_extent(layout, kept, most, 'memory')}")
-    return _opened(descriptor, kept)
+    return _opened_or_closed(descriptor, kept)
 
 
 def _on_disk(layout: Layout, file: Path) -> _Opened:
@@ -262,7 +262,7 @@ def _on_disk(layout: Layout, file: Path) -> _Opened:
         f"disk: {_extent(layout, kept, most, 'disk')} in {file}, {written / _GIB:.2f} GiB by now"
         + _others(file)
     )
-    return _opened(descriptor, kept)
+    return _opened_or_closed(descriptor, kept)
 
 
 def _others(file: Path) -> str:
@@ -277,7 +277,7 @@ def _others(file: Path) -> str:
     return f"; {caches} there, {sum(sizes) / _GIB:.2f} GiB: delete those that no run needs"
 
 
-def _opened(descriptor: int, kept: int) -> _Opened:
+def _opened_or_closed(descriptor: int, kept: int) -> _Opened:
     if kept:
         return _Opened(descriptor, kept)
     os.close(descriptor)
@@ -300,7 +300,10 @@ def _extent(layout: Layout, kept: int, most: int, what: str) -> str:
 
 
 def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None) -> Path:
-    """Named by all that its content depends on: the files, their sizes, how they are decoded."""
+    """Named by all that its content depends on: the files, their sizes, how they are decoded.
+
+    Raises: OSError: no folder is given, and the user has none.
+    """
     summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
     for index in range(len(records)):
         path = records.path(index)
@@ -312,16 +315,10 @@ def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None)
         summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")
     summary.update(records.sizes_N2.tobytes())
     summary.update(reductions_N.astype(np.uint8).tobytes())
-    parent = _users_folder() if folder is None else Path(folder)
-    return parent / _NAME.format(summary.hexdigest())
-
-
-def _users_folder() -> Path:
-    """Raises: OSError: the user has none."""
-    folder = user_cache()
-    if folder is None:
+    parent = user_cache() if folder is None else Path(folder)
+    if parent is None:
         raise OSError("this user has no home folder; set data.cache_dir")
-    return folder
+    return parent / _NAME.format(summary.hexdigest())
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
 from ppdist.data.transforms.geometry import fitted
-from ppdist.data.types import DetectionSet
+from ppdist.data.types import DetectionSet, Records
 
 _SMALL, _LARGE = 32**2, 96**2  # square pixels, COCO's limits
 _FINE = 8.0  # input pixels, the finest stride of the detectors here
@@ -72,31 +72,33 @@ def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resiz
         image_size: (height, width) of the input in pixels.
         resize: `data.resize`.
     """
-    boxes, labels, crowd, area = [np.zeros((0, 4))], [], [], []
-    sizes_N2 = np.zeros((len(dataset.records), 2), np.int64)
-    counts_N = np.zeros(len(dataset.records), np.int64)
-    scale_N2 = np.ones((len(dataset.records), 2))
-    for index, record in enumerate(dataset.records):
-        boxes.append(record.boxes_M4)
-        labels.append(record.labels_M)
-        crowd.append(record.crowd_M)
-        area.append(record.area_M)
-        sizes_N2[index] = record.width, record.height
-        counts_N[index] = len(record.labels_M)
-        if record.width:
-            scale = fitted(record.width, record.height, image_size, resize).scale
-            scale_N2[index] = scale[::-1]
-    boxes_M4 = np.concatenate(boxes).astype(np.float64)
-    image_M = np.repeat(np.arange(len(counts_N)), counts_N)
+    records = Records.of(dataset.records)
+    boxes_M4 = records.boxes_O4.astype(np.float64)
+    image_M = _image_of_objects(records)
+    scale_N2 = _scales(records, image_size, resize)
     return Objects(
         image_M=image_M,
-        labels_M=np.concatenate([np.zeros(0, np.int64), *labels]),
-        crowd_M=np.concatenate([np.zeros(0, bool), *crowd]),
+        labels_M=records.labels_O,
+        crowd_M=records.crowd_O,
         boxes_M4=boxes_M4,
-        area_M=np.concatenate([np.zeros(0), *area]).astype(np.float64),
+        area_M=records.area_O.astype(np.float64),
         input_M2=(boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M],
-        sizes_N2=sizes_N2,
+        sizes_N2=records.sizes_N2[:, ::-1],
     )
+
+
+def _image_of_objects(records: Records) -> np.ndarray:
+    """[M] the position of the image that each object is in."""
+    return np.repeat(np.arange(len(records)), records.counts_N)
+
+
+def _scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np.ndarray:
+    """float64 [N, 2]: input pixels per original pixel, x y; 1 where the size is not known."""
+    scale_N2 = np.ones((len(records), 2))
+    for index, (height, width) in enumerate(records.sizes_N2.tolist()):
+        if width:
+            scale_N2[index] = fitted(width, height, image_size, resize).scale[::-1]
+    return scale_N2
 
 
 def per_class(objects: Objects, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -204,10 +206,7 @@ def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("objects", f"{objects}"),
         ("  small / medium / large", " / ".join(map(str, counts["small_medium_large"]))),
         ("  side in the input, px", _middle(counts["side_in_input"])),
-        (
-            "  shorter side below 8 px there",
-            _part(fine, objects),
-        ),
+        ("  shorter side below 8 px there", _part(fine, objects)),
         ("  width / height", _middle(counts["width_by_height"])),
         ("  at the border", _part(counts["at_the_border"], objects)),
         ("  centres, % of 3 x 3 fields", _fields(counts["centres_in_ninths"], objects)),
@@ -294,13 +293,12 @@ def sizes_in_input(
         image_size: (height, width) of the input.
         resize: `data.resize`.
     """
-    sizes = [np.zeros((0, 2), np.float32)]
-    for record in dataset.records:
-        boxes_M4 = record.boxes_M4[~record.crowd_M]
-        scale = fitted(record.width, record.height, image_size, resize).scale
-        sizes.append((boxes_M4[:, 2:] - boxes_M4[:, :2]) * np.array(scale[::-1], np.float32))
-    wh_N2 = np.concatenate(sizes)
-    return wh_N2[(wh_N2 >= SMALLEST).all(axis=1)]
+    records = Records.of(dataset.records)
+    image_M = _image_of_objects(records)[~records.crowd_O]
+    boxes_M4 = records.boxes_O4[~records.crowd_O]
+    scale_N2 = _scales(records, image_size, resize).astype(np.float32)
+    wh_M2 = (boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M]
+    return wh_M2[(wh_M2 >= SMALLEST).all(axis=1)]
 
 
 def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:

@@ -5,8 +5,7 @@ arguments give the same annotations on every machine, and the same pixels with t
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import cv2
@@ -37,11 +36,11 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
     Raises: DataError: root holds other files there, all of which stay as they are, or cannot be
         written.
     """
-
-    def files() -> Iterator[tuple[str, bytes]]:
-        for split, (name, count) in enumerate(zip(_SPLITS, (train, val))):
-            yield from _split(name, [partial(scene, size, seed, split, n) for n in range(count)])
-
+    wanted: Iterable[tuple[str, bytes]] = (
+        file
+        for split, count in enumerate((train, val))
+        for file in _files_of_split(split, count, size, seed)
+    )
     try:
         there = {
             path.relative_to(root).as_posix()
@@ -49,12 +48,8 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
             for path in (root / folder).rglob("*")
             if not path.is_dir()
         }
-        wanted: Iterable[tuple[str, bytes]] = files()
         if there:
-            found = list(wanted)
-            same = {name for name, content in found if _holds(root / name, content)}
-            _refuse(root, sorted(there - same))
-            wanted = [(name, content) for name, content in found if name not in same]
+            wanted = _absent(root, there, list(wanted))
         for name, content in wanted:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
@@ -66,11 +61,16 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
         ) from error
 
 
-def _holds(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
-
-
-def _refuse(root: Path, others: Sequence[str]) -> None:
+def _absent(
+    root: Path, there: set[str], wanted: list[tuple[str, bytes]]
+) -> list[tuple[str, bytes]]:
+    """What is not there yet.  Raises: DataError: something else is there."""
+    same = {
+        name
+        for name, content in wanted
+        if (root / name).is_file() and (root / name).read_bytes() == content
+    }
+    others = sorted(there - same)
     if others:
         raise DataError(
             f"holds {len(others)} files that these arguments do not make, such as {others[0]}; "
@@ -80,16 +80,16 @@ def _refuse(root: Path, others: Sequence[str]) -> None:
             where=str(root),
             fix="remove both folders, or choose another --out",
         )
+    return [(name, content) for name, content in wanted if name not in same]
 
 
-def _split(
-    name: str, scenes: Sequence[Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]]
-) -> Iterator[tuple[str, bytes]]:
-    """The files of a split, (name below the root, content): images, then their annotations."""
+def _files_of_split(split: int, count: int, size: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """(name below the root, content) of each file: images, then their annotations."""
+    name = _SPLITS[split]
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []
-    for index, make in enumerate(scenes):
-        image_HW3, boxes_M4, labels_M = make()
+    for index in range(count):
+        image_HW3, boxes_M4, labels_M = scene(size, seed, split, index)
         file = f"{name}/{index:05d}.jpg"
         bgr_HW3 = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
         _, content = cv2.imencode(".jpg", bgr_HW3, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])

@@ -87,15 +87,6 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
             complain(Issue("label_without_image", what, where=file))
 
 
-def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
-    first_of: dict[str, RawImage] = {}
-    for image in images:
-        first = first_of.setdefault(image.where, image)
-        if first.path != image.path and image.objects:
-            what = f"the label file of both {first.path.name} and {image.path.name}"
-            complain(Issue("label_shared", what, str(image.path), image.where))
-
-
 def _label_file(image: Path, root: Path) -> Path:
     """The last folder `images` below root becomes `labels`."""
     folders = [*image.relative_to(root).parent.parts]
@@ -163,6 +154,15 @@ def _outline(numbers: Sequence[float], image: RawImage) -> tuple[np.ndarray, Box
 
 def _edges(centre: float, side: float, pixels: int) -> tuple[float, float]:
     return (centre - side / 2) * pixels, (centre + side / 2) * pixels
+
+
+def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
+    first_of: dict[str, RawImage] = {}
+    for image in images:
+        first = first_of.setdefault(image.where, image)
+        if first.path != image.path and image.objects:
+            what = f"the label file of both {first.path.name} and {image.path.name}"
+            complain(Issue("label_shared", what, str(image.path), image.where))
 
 
 def write_yolo(
