@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from ppdist.common.errors import DataError
-from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data import statistics
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
+from tests.unit.data.sets import bccd
 from tests.unit.data.tool import run
 
 PUBLISHED = np.float32(
@@ -118,12 +118,9 @@ def test_too_few_boxes_are_refused_with_what_to_do() -> None:
     )
 
 
-def test_blood_cell_anchors_beat_published_ones(
-    shared_dir: Path,
-) -> None:
-    split = SplitConfig(annotations="annotations/instances_train.json")
-    config = DataConfig(root=str(shared_dir / "data" / "bccd"), train=split, val=split)
-    wh_N2 = statistics.sizes_in_input(read_split(config, "train"), (320, 320), "letterbox")
+def test_blood_cell_anchors_beat_published_ones(shared_dir: Path) -> None:
+    dataset = read_split(bccd(shared_dir), "train")
+    wh_N2 = statistics.sizes_in_input(dataset, (320, 320), "letterbox")
     assert len(wh_N2) == 2804
     fit = statistics.fit_anchors(wh_N2, PUBLISHED)
     assert fit.recall_before > 0.99  # so that training keeps them

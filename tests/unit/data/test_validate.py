@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets import yolo
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.validate import clean_copy, validate
@@ -17,6 +16,7 @@ from tests.unit.data.corpus import (
     write_dirty_yolo,
     write_picture,
 )
+from tests.unit.data.sets import bccd
 
 _TWICE = {"image_truncated": 5, "box_duplicate": 2, "image_no_boxes": 2}
 _OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
@@ -78,14 +78,9 @@ def test_a_report_survives_json_with_every_finding(tmp_path):
 
 
 def test_the_real_defects_of_bccd_are_found(shared_dir):
-    root = shared_dir / "data" / "bccd"
-    if not root.is_dir():
+    if not (shared_dir / "data" / "bccd").is_dir():
         pytest.skip("the BCCD images are not here")
-    splits = {
-        split: SplitConfig(annotations=f"annotations/instances_{split}.json")
-        for split in ("train", "val")
-    }
-    report = validate(DataConfig(root=str(root), **splits), decode=True, workers=2)
+    report = validate(bccd(shared_dir), decode=True, workers=2)
     found = {row.name: row for row in report.rows()}
     assert found.keys() == {"box_no_area", "image_unlisted"} and report.errors == 0
     assert found["box_no_area"].counts == {"train": 1, "val": 1}

@@ -10,34 +10,24 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
-from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.data import DataConfig
 from ppdist.data.datasets.build import (
     check_classes,
     check_same_classes,
     read_annotations,
     read_split,
 )
-from ppdist.data.types import DetectionSet
+from ppdist.data.types import DetectionSet, Records
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.sets import (
     NAMES,
+    bccd,
     coco_config,
     coco_content,
     write_coco,
     write_images,
     write_json,
 )
-
-
-def bccd(shared: Path, form: str, **changes) -> DataConfig:
-    lists = {
-        "coco": "annotations/instances_{}.json",
-        "voc": "ImageSets/Main/{}.txt",
-        "yolo": "{}.txt",
-    }
-    train, val = (SplitConfig(annotations=lists[form].format(name)) for name in ("train", "val"))
-    root = str(shared / "data" / "bccd")
-    return DataConfig(format=form, root=root, train=train, val=val, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +45,18 @@ def test_the_three_formats_of_one_set_give_equal_records(blood, form, split):
     expected, found = blood["coco", split], blood[form, split]
     assert found.class_names == expected.class_names == NAMES
     assert found.category_ids == expected.category_ids == (1, 2, 3)
-    assert len(found.records) == len(expected.records)
-    for ours, theirs in zip(found.records, expected.records):
-        assert ours.path == theirs.path and Path(ours.path).is_file()
-        assert (ours.width, ours.height) == (theirs.width, theirs.height) == (640, 480)
-        # VOC order is that of the file, the others' too; YOLO has six decimals of the image.
-        np.testing.assert_allclose(ours.boxes_M4, theirs.boxes_M4, atol=1e-3)
-        np.testing.assert_array_equal(ours.labels_M, theirs.labels_M)
-        np.testing.assert_array_equal(ours.crowd_M, theirs.crowd_M)
-        np.testing.assert_allclose(ours.area_M, theirs.area_M, rtol=1e-3)
-        assert ours.boxes_M4.dtype == np.float32 and ours.labels_M.dtype == np.int64
+    ours, theirs = Records.of(found.records), Records.of(expected.records)
+    paths = [ours.path(index) for index in range(len(ours))]
+    assert paths == [theirs.path(index) for index in range(len(theirs))]
+    assert all(map(os.path.isfile, paths))
+    assert (ours.sizes_N2 == (480, 640)).all() and (theirs.sizes_N2 == (480, 640)).all()
+    # VOC order is that of the file, the others' too; YOLO has six decimals of the image.
+    np.testing.assert_array_equal(ours.counts_N, theirs.counts_N)
+    np.testing.assert_allclose(ours.boxes_O4, theirs.boxes_O4, atol=1e-3)
+    np.testing.assert_array_equal(ours.labels_O, theirs.labels_O)
+    np.testing.assert_array_equal(ours.crowd_O, theirs.crowd_O)
+    np.testing.assert_allclose(ours.area_O, theirs.area_O, rtol=1e-3)
+    assert ours.boxes_O4.dtype == np.float32 and ours.labels_O.dtype == np.int64
 
 
 def test_real_set_has_documented_counts(blood):

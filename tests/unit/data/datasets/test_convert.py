@@ -16,7 +16,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert, snippet
 from ppdist.data.types import RawImage, RawObject, RawSet
-from tests.unit.data.sets import write_images
+from tests.unit.data.sets import NAMES, bccd, write_images
 
 FORMATS = ("coco", "voc", "yolo")
 SIZE = (64, 48)
@@ -313,31 +313,28 @@ def test_voc_files_of_unmoved_images_name_no_other(tmp_path):
     assert_equal_sets(found, raw)
 
 
-def bccd(shared: Path, form: str) -> DataConfig:
-    lists = {
-        "coco": "annotations/instances_{}.json",
-        "voc": "ImageSets/Main/{}.txt",
-        "yolo": "{}.txt",
+@pytest.fixture(scope="module")
+def own(shared_dir) -> dict[str, RawSet]:
+    """The validation split of the real set, from its own file of each format."""
+    return {
+        form: read_raw(bccd(shared_dir, form, class_names=NAMES), "val", complain)
+        for form in FORMATS
     }
-    train, val = (SplitConfig(annotations=lists[form].format(name)) for name in ("train", "val"))
-    names = ("RBC", "WBC", "Platelets")
-    root = str(shared / "data" / "bccd")
-    return DataConfig(format=form, root=root, train=train, val=val, class_names=names)
 
 
 @pytest.mark.parametrize("second", FORMATS)
 @pytest.mark.parametrize("first", FORMATS)
-def test_the_real_set_says_the_same_in_all_formats(tmp_path, shared_dir, first, second):
+def test_the_real_set_says_the_same_in_all_formats(tmp_path, own, first, second):
     """Its own file of a format is what converting another one to that format gives."""
-    raw = read_raw(bccd(shared_dir, first), "val", complain)
+    raw, expected = own[first], own[second]
     convert(raw, second, tmp_path, images="link", split="val")
     text = snippet({"train": raw, "val": raw}, second, tmp_path, images="link")
     found = read_raw(DataConfig(**yaml.safe_load(text)["data"]), "val", complain)
-    expected = read_raw(bccd(shared_dir, second), "val", complain)
     assert found.class_names == expected.class_names and len(found.images) == 87
+    boxes = []
+    for each in (found, expected):
+        boxes.append([thing.box for image in each.images for thing in image.objects])
     for ours, theirs in zip(found.images, expected.images):
         assert ours.path.resolve() == theirs.path.resolve()
         assert [t.label for t in ours.objects] == [t.label for t in theirs.objects]
-        np.testing.assert_allclose(
-            [t.box for t in ours.objects], [t.box for t in theirs.objects], atol=1e-3
-        )
+    np.testing.assert_allclose(*boxes, atol=1e-3)

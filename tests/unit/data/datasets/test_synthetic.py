@@ -88,13 +88,13 @@ def test_it_reads_as_a_clean_coco_set(tmp_path):
 
 
 def test_classes_and_sizes_occur_with_little_overlap():
-    scenes = [scene(256, 0, 0, index) for index in range(25)]
+    scenes = [scene(128, 0, 0, index) for index in range(25)]
     labels = np.concatenate([labels_M for _, _, labels_M in scenes])
     assert np.bincount(labels, minlength=3).min() > 12
     boxes = np.concatenate([boxes_M4 for _, boxes_M4, _ in scenes])
     sides = boxes[:, 2:] - boxes[:, :2]
-    assert sides.min() > 12 and sides.max() < 0.45 * 256 and sides.max() / sides.min() > 2.5
-    assert (boxes >= 0).all() and (boxes <= 256).all()
+    assert sides.min() > 6 and sides.max() < 0.45 * 128 and sides.max() / sides.min() > 2.5
+    assert (boxes >= 0).all() and (boxes <= 128).all()
 
 
 def test_a_box_encloses_what_differs_from_the_background():
