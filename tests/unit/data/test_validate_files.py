@@ -177,7 +177,7 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
             assert found == ImageCheck(digest=file.path)
 
 
-def test_a_scan_leaves_no_process_behind(folder, kinds):
+def test_a_check_leaves_no_process_behind(folder, kinds):
     def children() -> set[str]:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return set(file.read().split())
@@ -187,7 +187,7 @@ def test_a_scan_leaves_no_process_behind(folder, kinds):
     assert children() <= before
 
 
-def test_no_file_gives_no_look():
+def test_no_file_gives_no_check():
     assert check_images([], decode=True, workers=2) == []
 
 

@@ -129,11 +129,11 @@ def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
     outcomes = {"read": 0, "found": 0, "refused": 0}
     for seed in range(_MUTATIONS):
         put(file, mutated(original, np.random.RandomState(seed), _TOKENS[suffix]))
-        findings = []
+        issues = []
         try:
-            raw = read_raw(settings, "train", findings.append)
+            raw = read_raw(settings, "train", issues.append)
             settle(raw, "clip", masks=True)
-            outcomes["found" if findings else "read"] += 1
+            outcomes["found" if issues else "read"] += 1
         except DataError as error:
             assert str(file) in str(error) or str(tmp_path) in str(error)
             outcomes["refused"] += 1

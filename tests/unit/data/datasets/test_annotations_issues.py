@@ -18,14 +18,14 @@ from tests.unit.data.sets import coco_config, coco_content, write_images, write_
 
 
 def found_in(config: DataConfig, split="train") -> tuple[RawSet, list[Issue]]:
-    findings: list[Issue] = []
-    raw = read_raw(config, split, findings.append)
-    assert all(finding.code in KINDS for finding in findings)
-    return raw, findings
+    issues: list[Issue] = []
+    raw = read_raw(config, split, issues.append)
+    assert all(issue.code in KINDS for issue in issues)
+    return raw, issues
 
 
 def kinds_in(config: DataConfig) -> list[str]:
-    return [finding.code for finding in found_in(config)[1]]
+    return [issue.code for issue in found_in(config)[1]]
 
 
 def test_check_continues_without_invalid_coco_parts(tmp_path):
@@ -51,8 +51,8 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     content["categories"][2]["id"] = 90
     three["category_id"] = 90
     write_json(tmp_path, content)
-    raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.code for finding in findings] == [
+    raw, issues = found_in(coco_config(tmp_path))
+    assert [issue.code for issue in issues] == [
         "class_ids_gap", "image_id_duplicate", "path_outside", "size_invalid", "annotation_line",
         "annotation_line", "image_unknown", "class_unknown", "annotation_id_duplicate",
         "area_invalid", "outline_malformed", "annotation_line", "image_listed_twice",
@@ -60,11 +60,11 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     assert [image.image_id for image in raw.images] == [1, 2, 3, 4, 10]
     assert sum(len(image.objects) for image in raw.images) == 6
     file = tmp_path / "set.json"
-    assert findings[0].text == (
+    assert issues[0].text == (
         f"{file}: category ids are not 1 to 3: used as classes 1 RBC -> 0, 2 WBC -> 1, "
         f"90 Platelets -> 2"
     )
-    assert findings[-1].text == f"{file}: images[8]: 001.jpg is listed a second time"
+    assert issues[-1].text == f"{file}: images[8]: 001.jpg is listed a second time"
 
 
 def test_check_continues_without_invalid_voc_objects(tmp_path):
@@ -76,8 +76,8 @@ def test_check_continues_without_invalid_voc_objects(tmp_path):
     files["b"].write_text(files["b"].read_text()[:-5])
     files["c"].write_text(files["c"].read_text().replace("<width>64", "<width>nan"))
     files["d"].write_text(files["d"].read_text().replace("<name>cat</name>", ""))
-    raw, findings = found_in(config)
-    assert [finding.code for finding in findings] == [
+    raw, issues = found_in(config)
+    assert [issue.code for issue in issues] == [
         "annotation_unreadable", "size_invalid", "annotation_line", "annotation_missing",
         "path_outside", "class_unknown", "class_unknown", "image_listed_twice",
     ]  # fmt: skip
@@ -88,19 +88,19 @@ def test_check_continues_without_invalid_voc_objects(tmp_path):
 def test_check_continues_without_invalid_yolo_lines(tmp_path):
     config = yolo_set(tmp_path, "7 0.5 0.5 0.1 0.1\n0 1 2\nnan nan 0 0 0\n0 nan 0.5 1 1")
     (tmp_path / "labels" / "001.txt").write_bytes(b"0 \xff\xff")
-    raw, findings = found_in(config)
-    assert [finding.code for finding in findings] == [
+    raw, issues = found_in(config)
+    assert [issue.code for issue in issues] == [
         "class_unknown", "annotation_line", "class_unknown", "annotation_unreadable",
     ]  # fmt: skip
-    assert findings[0].image == str(tmp_path / "images" / "000.jpg")
+    assert issues[0].image == str(tmp_path / "images" / "000.jpg")
     assert [len(image.objects) for image in raw.images] == [2, 0]
 
 
 def test_warnings_take_one_line_and_keep_training(tmp_path, caplog):
     config = yolo_set(tmp_path, "", names=None)
     (tmp_path / "classes.txt").write_bytes("猫\r\n狗\r\n".encode("gbk"))
-    raw, findings = found_in(config)
-    assert [finding.code for finding in findings] == ["line_ends", "encoding"]
+    raw, issues = found_in(config)
+    assert [issue.code for issue in issues] == ["line_ends", "encoding"]
     with caplog.at_level(logging.WARNING, "ppdist"):
         dataset = read_split(config, "train", 2)
     assert dataset.class_names == raw.class_names == ("猫", "狗")
@@ -216,9 +216,9 @@ def test_object_with_malformed_outline_keeps_its_box(tmp_path, segmentation):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["segmentation"] = segmentation
     write_json(tmp_path, content)
-    raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.code for finding in findings] == ["outline_malformed"]
-    assert findings[0].image == str(tmp_path / "images" / "001.jpg")
+    raw, issues = found_in(coco_config(tmp_path))
+    assert [issue.code for issue in issues] == ["outline_malformed"]
+    assert issues[0].image == str(tmp_path / "images" / "001.jpg")
     (thing,) = raw.images[1].objects
     assert thing.polygons == () and "segmentation" not in thing.extra
     dataset = read_split(coco_config(tmp_path), "train", 3, masks=True)
@@ -243,8 +243,8 @@ def test_an_area_that_is_no_number_is_that_of_the_box(tmp_path, area):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0] |= {"area": area, "bbox": [1, 2, 3, 4]}
     write_json(tmp_path, content)
-    raw, findings = found_in(coco_config(tmp_path))
-    assert [finding.code for finding in findings] == ["area_invalid"]
+    raw, issues = found_in(coco_config(tmp_path))
+    assert [issue.code for issue in issues] == ["area_invalid"]
     assert raw.images[1].objects[0].area is None
     assert read_split(coco_config(tmp_path), "train", 3).records[1].area_M.tolist() == [12]
 
@@ -269,10 +269,10 @@ def test_yolo_folder_images_are_found_behind_links(tmp_path):
     (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "images")
     (tmp_path / "labels" / "sub").mkdir()
     (tmp_path / "labels" / "sub" / "000.txt").write_text("0 .5 .5 .25 .5\n")
-    raw, findings = found_in(config)
+    raw, issues = found_in(config)
     found = [(os.path.relpath(image.path, tmp_path), len(image.objects)) for image in raw.images]
     assert found == [("images/000.jpg", 1), ("images/001.jpg", 0), (f"images/sub/{name}", 1)]
-    assert findings == []
+    assert issues == []
 
 
 def test_link_within_folder_counts_as_its_target(tmp_path):
@@ -288,8 +288,8 @@ def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
     (tmp_path / "labels" / "classes.txt").write_text("cat\ndog\n")
     image = tmp_path / "images" / "000.png"
     image.write_bytes((tmp_path / "images" / "000.jpg").read_bytes())
-    raw, findings = found_in(config)
-    assert findings == [
+    raw, issues = found_in(config)
+    assert issues == [
         Issue(
             "label_without_image",
             f"there is no image of this name in {tmp_path}/images",

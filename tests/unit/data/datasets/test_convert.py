@@ -25,15 +25,15 @@ SIZE = (64, 48)
 def read_converted(
     raw: RawSet, form: str, out: Path, *, images: str = "copy", lost: tuple[str, ...] = ()
 ) -> RawSet:
-    """What the set reads as once written, by the config that the snippet gives; no finding."""
+    """What the set reads as once written, by the config that the snippet gives; no issue."""
     assert tuple(convert(raw, form, out, images=images, split="train")) == lost
     text = snippet({"train": raw, "val": raw}, form, out, images=images)
     data = yaml.safe_load(text)["data"]
     return read_raw(DataConfig(**data | {"val": data["train"]}), "train", complain)
 
 
-def complain(finding):
-    assert finding.code == "class_ids_gap", finding
+def complain(issue):
+    assert issue.code == "class_ids_gap", issue
 
 
 def plain_set(root: Path, count: int = 6) -> RawSet:
