@@ -1,14 +1,11 @@
-"""Flat annotations look like a list of records, and workers are counted by cores."""
+"""Flat annotations are used like a list of records."""
 
-import logging
 import os
 import pickle
 
 import numpy as np
 import pytest
 
-from ppdist.data import loader
-from ppdist.data.loader import worker_count
 from ppdist.data.types import ImageRecord, Records
 
 NAMES = "caf\u00e9", os.fsdecode(b"\xb0\xa1")  # UTF-8, and GBK that is no UTF-8
@@ -106,33 +103,3 @@ def test_million_records_take_hundred_bytes_each():
     )
     sizes = [len(pickle.dumps(one)) for one in (few, many)]
     assert (sizes[1] - sizes[0]) / 1800 < 150  # bytes an image, of 1.5 objects
-
-
-@pytest.mark.parametrize(
-    ("available", "ranks", "gpu", "expected"),
-    [
-        (2, 1, False, 1), (2, 2, False, 1), (8, 1, False, 2), (64, 1, False, 4),
-        (16, 1, True, 15), (64, 8, True, 7), (128, 1, True, 16), (2, 8, True, 1),
-        (0.5, 1, True, 1),
-    ],
-)  # fmt: skip
-def test_the_worker_count_follows_from_cores_and_ranks(
-    monkeypatch, caplog, available, ranks, gpu, expected
-):
-    monkeypatch.setattr(loader, "available_cores", lambda: float(available))
-    monkeypatch.setattr(loader.comm, "on_gpu", lambda: gpu)
-    worker_count.cache_clear()
-    with caplog.at_level(logging.INFO, "ppdist.data"):
-        assert worker_count("auto", ranks) == expected
-    assert f"data.workers: auto is {expected} per rank: {available} cores" in caplog.text
-
-
-def test_worker_count_is_kept_and_excess_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(loader, "available_cores", lambda: 4.0)
-    worker_count.cache_clear()
-    assert worker_count(0, 1) == 0 and worker_count(2, 2) == 2
-    assert not caplog.records
-    for _ in ("training", "evaluation"):
-        assert worker_count(8, 2) == 8
-    assert len(caplog.records) == 1
-    assert "8 per rank are more than 4 cores for 2 ranks can run at once" in caplog.text

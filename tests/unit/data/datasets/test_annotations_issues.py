@@ -9,12 +9,20 @@ import pytest
 
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import KINDS, box_problem, files_below
-from ppdist.data.datasets.build import read_raw, read_split
+from ppdist.data.datasets.build import (
+    read_raw,
+    read_split,
+)
 from ppdist.data.image import read_image
 from ppdist.data.types import Issue, RawSet
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.datasets.small import voc_set, yolo_set
-from tests.unit.data.sets import coco_config, coco_content, write_images, write_json
+from tests.unit.data.sets import (
+    coco_config,
+    coco_content,
+    write_images,
+    write_json,
+)
 
 
 def found_in(config: DataConfig, split="train") -> tuple[RawSet, list[Issue]]:
@@ -305,22 +313,17 @@ def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
     assert [len(image.objects) for image in raw.images] == [1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "filename",
-    ["a", "/home/bob/a.jpg", "/home/bob/a", "C:\\bob\\a.jpg", "a.jpg", "a.png", "../b.gif", ""],
-)
-def test_stale_xml_file_name_keeps_listed_image(tmp_path, filename):
-    config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
-    (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "a.JPG")
-    file = tmp_path / "Annotations" / "a.xml"
-    file.write_text(file.read_text().replace("stale.jpg", filename))
-    (record,) = read_split(config, "train", 1).records
-    assert record.path == str(tmp_path / "images" / "a.JPG")
-
-
 def test_unresolved_outside_xml_file_name_is_issue(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
     (tmp_path / "images" / "a.jpg").unlink()
     file = tmp_path / "Annotations" / "a.xml"
     file.write_text(file.read_text().replace("stale.jpg", "/etc/passwd"))
     assert kinds_in(config) == ["path_outside"]
+
+
+def test_a_class_named_twice_is_refused(tmp_path):
+    config = yolo_set(tmp_path, "", names="cat\ndog\ncat\n")
+    assert (
+        message_of(config, "class_name_duplicate")
+        == f"{tmp_path / 'classes.txt'}: class 'cat' is listed twice"
+    )
