@@ -38,6 +38,7 @@ from ppdist.data.datasets.annotations import (
     Kind,
     box_in_order,
     box_problem,
+    box_text,
     cut_box,
     files_below,
 )
@@ -225,8 +226,7 @@ def _of_boxes(raw: RawSet) -> Iterator[Issue]:
         path = str(image.path)
         before: dict[tuple[object, ...], str] = {}
         for entry in image.objects:
-            x1, y1, x2, y2 = entry.box
-            shown = f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
+            shown = box_text(entry.box)
             problem = box_problem(entry.box, image.width, image.height)
             if problem in ("box_outside", "box_sticking_out") and not image.size_known:
                 problem = None  # YOLO's fractions, of an image whose size nobody knows
@@ -288,12 +288,12 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     return found
 
 
-_VERSION = 3  # of the kept result: raise it when a check of an image finds more
-
-
 class Checked(NamedTuple):
-    """train, val: with `unreadable` filled; val is None where none was given.
-    lines: what to warn of, one for each kind and split; the same on every rank."""
+    """Both splits after the check.
+
+    train, val: with `unreadable` filled; val is None where none was given.
+    lines: what to warn of, one for each kind and split; the same on every rank.
+    """
 
     train: DetectionSet
     val: DetectionSet | None
@@ -317,30 +317,30 @@ def check_before_training(
     sets = {"train": train} if val is None else {"train": train, "val": val}
     decode = config.check_images == "decode"
     found = comm.run_on_main(lambda: _remembered(sets, decode=decode, workers=workers))
-    checked = {name: _without(dataset, found["bad"][name]) for name, dataset in sets.items()}
-    for name, dataset in checked.items():
-        if found["bad"][name] and config.bad_images == "error":
-            at, why, code = found["bad"][name][0]
+    checked = {}
+    for name, dataset in sets.items():
+        bad = found["bad"][name]
+        if bad and config.bad_images == "error":
+            at, why, code = bad[0]
             fix = "remove it, or set data.bad_images: skip"
             raise DataError(why, code=code, where=dataset.records[at].path, fix=fix)
-        if len(dataset.unreadable) == len(dataset.records):
-            at, why = next(iter(dataset.unreadable.items()))
+        unreadable = {**dataset.unreadable, **{at: why for at, why, _ in bad}}
+        if len(unreadable) == len(dataset.records):
+            at, why = next(iter(unreadable.items()))
             raise DataError(
                 f"not one image can be used, first {dataset.records[at].path}: {why}",
                 code="no_good_image",
                 where=dataset.source,
             )
+        checked[name] = replace(dataset, unreadable=unreadable)
     return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
 
 
-def _without(dataset: DetectionSet, bad: list[tuple[int, str, str]]) -> DetectionSet:
-    found = {position: why for position, why, _ in bad}
-    return replace(dataset, unreadable={**dataset.unreadable, **found})
-
-
 def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
-    """{"bad": split -> [position, why, kind] each, "lines": for the log}; kept from the last time
-    where no file changed since."""
+    """The outcome of a check, from the last time where no file changed since.
+
+    Returns: {"bad": split -> [position, why, kind] each, "lines": for the log}.
+    """
     started = time.monotonic()
     fingerprint = _fingerprint(sets, decode)
     kept = _kept_in(sets)
@@ -389,9 +389,14 @@ def _outcome(
     return {"bad": bad, "lines": lines}
 
 
+_VERSION = 3  # of the kept result: raise it when a check of an image finds more
+
+
 def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
-    """Of everything that the outcome depends on: annotated sizes, and each file's size and
-    times (that of its inode tells of new permissions)."""
+    """Of everything that the outcome depends on.
+
+    That is annotated sizes, and each file's size and times (of its inode: new permissions).
+    """
     summary = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=16)
     for split, dataset in sets.items():
         summary.update(f"\n{split}".encode())
@@ -475,7 +480,10 @@ _BY_WRITING = (  # done already: readers leave out what they cannot use, writers
 
 
 class Cleaned(NamedTuple):
-    """lines: what was done, one for each kind and split.  raws: split -> what was written of it."""
+    """What `clean_copy` did.
+
+    lines: one for each kind and split.  raws: split -> what was written of it.
+    """
 
     lines: list[str]
     raws: dict[str, RawSet]
@@ -630,8 +638,10 @@ def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
 
 
 def same_list(train: CheckedImages, val: CheckedImages) -> bool:
-    """Whether both splits are one list, of the same files or duplicates: to over-fit on purpose, so
-    nothing leaks."""
+    """Whether both splits list the same files, or duplicates of them.
+
+    Then somebody over-fits on purpose, and nothing leaks.
+    """
     return len(train) == len(val) and all(
         path == other or (found.digest != "" and found.digest == duplicate.digest)
         for (path, found), (other, duplicate) in zip(train, val)
@@ -861,8 +871,11 @@ _BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
 
 class _Header(NamedTuple):
-    """sizes: each (width, height) for which training surely takes the image, if it can decode it.
-    cut_short: pixels should lie beyond the end of the file."""
+    """What is said of an image without decoding it.
+
+    sizes: each (width, height) for which training surely takes the image, if it can decode it.
+    cut_short: pixels should lie beyond the end of the file.
+    """
 
     sizes: tuple[tuple[int, int], ...]
     cut_short: bool
@@ -870,7 +883,7 @@ class _Header(NamedTuple):
 
 
 def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
-    """What is said without decoding; None: it cannot be understood so (OpenCV may)."""
+    """None: it cannot be understood so (OpenCV may)."""
     frame = read_header(path)
     try:
         file.seek(0)

@@ -264,10 +264,8 @@ class BoxPolicy:
         self._boxes += 1
         problem = box_problem(box, width, height)
         if problem is not None and self._policy == "error":
-            x1, y1, x2, y2 = box
             raise DataError(
-                f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g}) "
-                f"{_SAID[problem][0].format(width, height)}",
+                f"{box_text(box)} {_SAID[problem][0].format(width, height)}",
                 code=problem,
                 where=where,
                 fix="fix the file, or set data.bad_boxes: clip",
@@ -319,6 +317,12 @@ def box_problem(box: Box, width: int, height: int) -> str | None:
     if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
         return "box_sticking_out"
     return None
+
+
+def box_text(box: Box) -> str:
+    """As messages show a box."""
+    x1, y1, x2, y2 = box
+    return f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
 
 
 def _has_area(box: Box) -> bool:
