@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 class ImageCache:
-    """Images of a set by position; one object serves a rank and the workers forked from it."""
+    """Images of a set by position, for a rank and its workers."""
 
     def __init__(self, descriptor: int, layout: Layout, kept: int) -> None:
         """
@@ -190,7 +190,7 @@ def open_cache(
 
 
 def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
-    """Runs `begin` on the first rank of each host and opens the same file on its other ranks.
+    """Runs `begin` on the first rank of each host; the others open its file.
 
     The others reach it through the first one's entry in /proc, which needs no name and no
     permission but that of the same user.  Where /proc does not let them, each begins its own.
@@ -212,7 +212,7 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
 
 
 def _host() -> str:
-    """What processes have in common that see one another in /proc; of its own where unknown."""
+    """Equal where processes see one another in /proc; else of its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return f"{boot.strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -225,7 +225,7 @@ def _host() -> str:
 
 
 def _in_memory(layout: Layout) -> _Opened:
-    """Memory for as many images as it has room for, taken at once, so that none lacks later.
+    """Memory for as many images as fit, taken now so that none lacks later.
 
     It looks at what is left before every step, because a container that takes more than its limit
     does not see an allocation fail: a process in it is killed.
@@ -251,7 +251,7 @@ def _in_memory(layout: Layout) -> _Opened:
 
 
 def _on_disk(layout: Layout, file: Path) -> _Opened:
-    """The file, made where it is not there; it takes up no more than what was written into it."""
+    """The file, sparse and made where it is not there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     os.truncate(descriptor, layout.bytes)
@@ -266,7 +266,7 @@ def _on_disk(layout: Layout, file: Path) -> _Opened:
 
 
 def _others(file: Path) -> str:
-    """A hint to caches of other sets, sizes or files that have changed: no run deletes them."""
+    """A hint to caches that this run does not use: nobody deletes them."""
     sizes: list[int] = []
     with suppress(OSError):  # one is deleted meanwhile, or the folder cannot be listed
         others = [other for other in file.parent.glob(_NAME.format("*")) if other != file]

@@ -102,7 +102,7 @@ def _scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np
 
 
 def per_class(objects: Objects, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(objects [C], images that show it [C]) of each of `count` classes; crowds do not count."""
+    """(objects [C], images [C]) of each of `count` classes, without crowds."""
     alone_M = ~objects.crowd_M
     labels, images = objects.labels_M[alone_M], objects.image_M[alone_M]
     pairs = np.unique(np.stack([images, labels]), axis=1)
@@ -183,9 +183,10 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 
 
 def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) lines about a split, from its `summary`; the classes are a table of their own.
+    """(what, value) lines about a split, from its `summary`.
 
-    There are as many lines for every split of a set, so that splits can stand side by side.
+    The classes are a table of their own.  There are as many lines for every split of a set, so that
+    splits can stand side by side.
     """
     rows = [("images", f"{counts['images']}")]
     if "objects" not in counts:
@@ -217,10 +218,10 @@ def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def class_rows(of_splits: Sequence[Mapping[str, Any]], most: int) -> list[list[str]]:
-    """A row for each class: id, name, then objects and images in each split, from `summary`.
+    """A row for each class: id, name, objects and images in each split.
 
-    In the order of the class numbers; of more than `most` classes the common and the rare halves,
-    by the first split, with a row of dots between.
+    From `summary` of each.  In the order of the class numbers; of more than `most` classes the
+    common and the rare halves, by the first split, with a row of dots between.
     """
     rows = []
     for entries in zip(*(counts["classes"] for counts in of_splits)):
@@ -285,7 +286,7 @@ class AnchorFit:
 def sizes_in_input(
     dataset: DetectionSet, image_size: tuple[int, int], resize: Resize
 ) -> np.ndarray:
-    """Box sizes [N, 2] of a set, float32 input pixels, as evaluation sees them.
+    """Box sizes float32 [N, 2] in input pixels, as evaluation sees them.
 
     Crowds are left out, and boxes with a side under SMALLEST.
 
@@ -302,9 +303,10 @@ def sizes_in_input(
 
 
 def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
-    """The part of the boxes that some anchor fits, hence that can be learned at all; of none: 1.
+    """The part of the boxes that some anchor fits; of none: 1.
 
-    An anchor fits when neither width nor height is `threshold` times the other's, or more.
+    Only those can be learned.  An anchor fits when neither width nor height is `threshold` times
+    the other's, or more.
     """
     if not len(wh_N2):
         return 1.0
@@ -312,8 +314,10 @@ def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: 
 
 
 def fitness(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
-    """Mean over boxes of how well the best anchor fits: the smaller of the ratios of width and
-    height, each at most 1; 0 for a box that none fits."""
+    """Mean over boxes of how well the best anchor fits.
+
+    That is the smaller of the ratios of width and height, each at most 1; 0 where none fits.
+    """
     return _fitness(np.log(wh_N2), _logs(anchors_LA2), threshold)
 
 
@@ -325,12 +329,12 @@ def fit_anchors(
     generations: int = 1000,
     seed: int = 0,
 ) -> AnchorFit:
-    """Fits as many anchors as there are; the same arguments give the same anchors.
+    """Fits as many anchors as there are.
 
-    k-means of the logarithms of the sizes gives a start, unless the present anchors are fitter;
-    then every generation changes some sides of the fittest so far at random, and stays if that is
-    fitter.  Ranks must not each fit their own: the last digit of a logarithm, and with it what
-    survives, may depend on the processor.
+    The same arguments give the same anchors.  k-means of the logarithms of the sizes gives a start,
+    unless the present anchors are fitter; then every generation changes some sides of the fittest
+    so far at random, and stays if that is fitter.  Ranks must not each fit their own: the last
+    digit of a logarithm, and with it what survives, may depend on the processor.
 
     Args:
         wh_N2: box sizes, input pixels; see `sizes_in_input`.
@@ -367,7 +371,7 @@ def fit_anchors(
 
 
 class Refit(NamedTuple):
-    """Whether other anchors are worth it: them or None, and why, in a sentence for a log."""
+    """Other anchors where they are worth it, and why, for a log."""
 
     anchors_LA2: np.ndarray | None
     told: str

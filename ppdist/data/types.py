@@ -69,8 +69,9 @@ class RawObject:
 
 @dataclass(slots=True)
 class RawImage:
-    """One listed image; the size in pixels is what its annotation says (YOLO: what its file is).
+    """One listed image.
 
+    width, height: pixels, as its annotation says (YOLO: as its file is).
     size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
     """
 
@@ -86,8 +87,9 @@ class RawImage:
 
 @dataclass(slots=True)
 class RawSet:
-    """A split as its files say it; category_ids and source as in DetectionSet.
+    """A split as its files say it.
 
+    category_ids, source: as in DetectionSet.
     extra, class_extras: what else the file says of the whole set and of each class (none: empty).
     """
 
@@ -101,10 +103,11 @@ class RawSet:
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """One annotated image; boxes are xyxy in pixels of the original image, inside it.
+    """One annotated image.
 
-    path is absolute.  boxes_M4 float32; labels_M int64 in [0, C); crowd_M bool, a box around many
-    objects at once; area_M float32 square pixels, COCO's `area` or else that of the box.
+    path is absolute.  boxes_M4 float32 xyxy in pixels of the original image, inside it; labels_M
+    int64 in [0, C); crowd_M bool, a box around many objects at once; area_M float32 square pixels,
+    COCO's `area` or else that of the box.
     polygons_M: the outlines of each object, float32 [K, 2] x y in the same pixels, none where there
     is no mask; empty as a whole where masks were not asked for.
     """
@@ -121,12 +124,12 @@ class ImageRecord:
 
 
 class Records(Sequence[ImageRecord]):
-    """Annotations of N images with O objects in all; item n is made on the fly, in microseconds.
+    """Annotations of N images with O objects in all.
 
-    A split in a handful of flat arrays that looks like a list.  Workers are forked from the rank
-    and see its memory until somebody writes to it.  Reading a Python object writes to it: its
-    reference count.  So a list of a million small arrays is copied into every worker, page by page,
-    within an epoch; twelve large ones never are.
+    A handful of flat arrays that looks like a list; item n is made in microseconds.  Workers are
+    forked from the rank and see its memory until somebody writes to it.  Reading a Python object
+    writes to it: its reference count.  So a list of a million small arrays is copied into every
+    worker, page by page, within an epoch; twelve large ones never are.
 
         image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
         ring_ends[m]..ring_ends[m + 1] of its outline, ring r points
@@ -235,7 +238,7 @@ class Records(Sequence[ImageRecord]):
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """The array on its own and not to be written to: a write in a worker would stay there alone."""
+    """A read-only array of its own: a write would stay in one worker."""
     array = np.ascontiguousarray(array)
     array.flags.writeable = False
     return array
@@ -295,9 +298,10 @@ class SampleKey:
 
 
 def keyed_generator(seed: int, *key: int) -> np.random.Generator:
-    """A random generator that is a function of (seed, key) alone, on every machine.
+    """A random generator that is a function of (seed, key) alone.
 
-    Keys of different length never give the same stream (SeedSequence's spawn_key).
+    It is the same on every machine.  Keys of different length never give the same stream
+    (SeedSequence's spawn_key).
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 

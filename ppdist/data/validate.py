@@ -62,7 +62,7 @@ _EXAMPLES = 3
 
 
 class ImageFile(NamedTuple):
-    """path, and (width, height) in pixels as annotated, None where that is not known."""
+    """A path; size: (width, height) in pixels as annotated, None: not known."""
 
     path: str
     size: tuple[int, int] | None
@@ -98,7 +98,7 @@ class ValidatedSplit:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind that was found: how often in each split, and the sentences of the first."""
+    """A kind that was found: its counts by split, and first sentences."""
 
     name: str
     kind: Kind
@@ -624,7 +624,7 @@ def duplicates(images: CheckedImages) -> dict[str, str]:
 
 
 def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
-    """Path of a training image -> path of its file or duplicate in the validation split."""
+    """Path of a training image -> path of the same content in validation."""
     held = {path for path, _ in val}
     result = {path: path for path, _ in train if path in held}
     both = [*train, *val]
@@ -680,7 +680,9 @@ _TRIES = 2  # a child that dies once may have been another's victim (out of memo
 def check_images(
     files: Sequence[ImageFile], *, decode: bool, workers: int, timeout: float = 60.0
 ) -> list[ImageCheck]:
-    """An ImageCheck of each file, in their order, however many children crash or hang over it.
+    """An ImageCheck of each file, in their order.
+
+    It comes however many children crash or hang over it.
 
     Args:
         decode: see `check_image`.
@@ -715,7 +717,7 @@ def check_images(
 
 
 class _Child:
-    """A process that checks the files whose positions it is given, one answer each."""
+    """A process that checks files, and gives an answer for each."""
 
     def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
         context = multiprocessing.get_context("fork")

@@ -143,7 +143,7 @@ _LOGGER = logging.getLogger("ppdist.data")
 
 
 class Strictly:
-    """Training's `Complain`: an error stops it, warnings become one line for each kind."""
+    """Training's `Complain`: errors stop it, warnings become a line a kind."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
@@ -173,7 +173,7 @@ def quietly(issue: Issue) -> None:
 
 
 class Malformed(Exception):
-    """A part of a file that its reader leaves out; it never leaves the reader."""
+    """A part of a file that its reader leaves out, and complains of."""
 
     def __init__(self, issue: Issue) -> None:
         super().__init__(issue.text)
@@ -241,7 +241,7 @@ _SAID = {  # of a bad box: to who asked to stop there, and where they are counte
 
 
 class BoxPolicy:
-    """Applies `data.bad_boxes` to every box of a split and says once what it did.
+    """Applies `data.bad_boxes` to a split and says once what it did.
 
     `clip` puts swapped corners in order, cuts at the border and drops what has no area then;
     `drop` drops every bad box; `error` stops at the first.  What sticks out by less than a pixel
@@ -299,7 +299,7 @@ _ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats r
 
 
 def box_problem(box: Box, width: int, height: int) -> str | None:
-    """The kind (see KINDS) of what is wrong with a box, x1 y1 x2 y2 in pixels, or None.
+    """The kind (see KINDS) of what is wrong with a box, or None.
 
     Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
     area if it still has one as float32, which is what training makes of it.
@@ -399,7 +399,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
-    """The image that an annotation file calls `name`; None, and an issue, if it is outside.
+    """The image that a file calls `name`; None, and an issue: outside.
 
     Where there is no such file, it may be there in other bytes: names that came out of an archive
     made on a Chinese Windows are GBK on disk, macOS takes letters and accents apart, and Windows
@@ -430,7 +430,7 @@ def _other_spellings(name: str) -> Iterator[str]:
 
 
 def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Absolute paths, in an order that does not depend on the file system.
+    """Absolute paths of all files, in an order of their names.
 
     Hidden files and folders, and what macOS adds to archives (`__MACOSX`), are left out.  Links to
     files and folders are followed, without end in no case: a linked folder counts once, and only if
@@ -452,7 +452,7 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_no_data(name: str) -> bool:
-    """Whether a file or folder is none of the user's data by its name."""
+    """Whether a name says that a file or folder is no data."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -464,7 +464,9 @@ _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']"
 
 
 def read_text(path: Path, complain: Complain | None = None) -> str:
-    """The text of an annotation file: UTF-8 with or without a mark, else GBK (and an issue).
+    """The text of an annotation file: UTF-8, else GBK and an issue.
+
+    UTF-8 may begin with its mark.
 
     Args:
         complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
@@ -538,7 +540,7 @@ NAME_FILES = ("label_list.txt", "classes.txt")
 def class_names(
     root: Path, configured: tuple[str, ...], complain: Complain | None = None
 ) -> tuple[str, ...]:
-    """Names in the order of their numbers, or () when nobody gives them.
+    """Class names in the order of their numbers; (): nobody gives them.
 
     From data.class_names, else label_list.txt or classes.txt in root (a name a line), else the
     `names` of the one YAML file in root that has them (ultralytics' data file).
@@ -583,7 +585,7 @@ def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
 
 
 class _Plain(yaml.SafeLoader):
-    """Plain data without aliases: ten lines of those can stand for more than any memory holds."""
+    """No aliases: ten lines of them can outgrow any memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

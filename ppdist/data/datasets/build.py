@@ -40,7 +40,7 @@ def read_split(
     masks: bool = False,
     whole: bool = False,
 ) -> DetectionSet:
-    """Reads one split; every rank reads the same files and gets the same set.
+    """Reads one split; every rank gets the same set.
 
     Args:
         num_classes: what the model has; the data must have as many.  None: any.
@@ -58,7 +58,7 @@ def read_split(
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
-    """As `read_split`, for who wants to know the classes: the images need not be there."""
+    """As `read_split`, but the images need not be there."""
     dataset = _settled(config, split, masks=False)
     check_classes(dataset, num_classes)
     return dataset
@@ -141,7 +141,7 @@ _ANNOTATIONS = {"coco": "JSON file", "voc": "list of images", "csv": "CSV file"}
 
 
 def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, Path]:
-    """Those of the training split, which may name the classes, and those of this split."""
+    """Of the training split, which may name the classes, and this one."""
     root = Path(config.root)
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotations:
@@ -185,11 +185,11 @@ _SEED = 0  # not the run's: runs with other seeds are compared on the same image
 
 
 def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
-    """The first `limit` images of an order that depends on the annotations alone; see `draw_order`.
+    """The first `limit` images of `draw_order`.
 
-    The images keep their order in the files, and the set its classes, also those without an object.
-    Of a set of as many images or fewer all are taken.  Whoever reads the set for a user says its
-    `limited`, which tells what was done.
+    They depend on the annotations alone.  The images keep their order in the files, and the set its
+    classes, also those without an object.  Of a set of as many images or fewer all are taken.
+    Whoever reads the set for a user says its `limited`, which tells what was done.
 
     Args:
         limit: images; None: all.
@@ -219,7 +219,7 @@ def limits(*sets: DetectionSet | None) -> list[str]:
 
 
 def draw_order(records: Records, num_classes: int) -> np.ndarray:
-    """An order of the images in which few suffice to see every class.
+    """An order of the images in which few show every class.
 
     A random order drawn from a fixed seed, in which those images come first that show every class:
     again and again the one with the most classes not seen so far (the earliest of equals).  That
@@ -250,7 +250,9 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
 
 
 def check_files(dataset: DetectionSet) -> None:
-    """Every image is there: one listing per folder, and a look-up only of each that is a link.
+    """Every image is there.
+
+    It takes one listing per folder, and a look-up only of each image that is a link.
 
     Raises: DataError: no image is listed, listed ones do not exist, or a folder cannot be listed.
     """

@@ -31,10 +31,11 @@ _NOTHING: Mapping[str, Any] = {}
 def read_coco(
     images: Path, annotations: Path, complain: Complain, *, everything: bool = True
 ) -> RawSet:
-    """The images of a COCO file in its order; class numbers follow category ids.
+    """The images of a COCO file in its order.
 
-    `extra` of an object holds its id, masks that are no polygons (RLE), and keys COCO has not; that
-    of the set, info and licenses; that of a class, its supercategory and the like.
+    Class numbers follow category ids.  `extra` of an object holds its id, masks that are no
+    polygons (RLE), and keys COCO has not; that of the set, info and licenses; that of a class, its
+    supercategory and the like.
 
     Args:
         images: folder that `file_name` is relative to.

@@ -49,7 +49,7 @@ Images = Literal["copy", "link", "none"]
 
 
 def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str) -> list[str]:
-    """Writes a split so that reading it back gives the same images and objects.
+    """Writes a split that reads back as the same images and objects.
 
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
     areas, outlines, crowds and further properties do where the format can hold them.  Images of one
@@ -99,7 +99,7 @@ def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str)
 
 
 def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Images) -> str:
-    """The `data:` section of a config that reads what `convert` wrote, as YAML.
+    """The `data:` section that reads what `convert` wrote, as YAML.
 
     Args:
         raws: what was converted, by the name of the split.
@@ -246,7 +246,7 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
-    """An image annotated as its pixels are stored, with everything turned as the pixels will be."""
+    """An image annotated as its pixels are stored, turned as they will be."""
     objects = []
     for thing in image.objects:
         x1, y1, x2, y2 = thing.box
@@ -443,7 +443,7 @@ def folds_of(count: int) -> dict[str, Collection[int]]:
 
 
 def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
-    """int64 [N]: images get the same number where their files hold the same bytes.
+    """int64 [N]: the same number where files hold the same bytes.
 
     Only files of the same length are read, so a set without copies costs one look at each entry.
     An image that is not there stands alone.
@@ -467,7 +467,7 @@ _STREAM = 7  # of random numbers, beside those of training
 def divide(
     classes: Sequence[np.ndarray], group_N: np.ndarray, shares: Sequence[float], seed: int
 ) -> np.ndarray:
-    """int64 [N]: the part each image goes to, a function of the arguments alone.
+    """int64 [N]: the part of each image, by the arguments alone.
 
     The rarest class is dealt out first, then the rarest of what is left: each of its images to the
     part that lacks most of it, among equals the one that lacks most images.  As long as a class has
@@ -531,7 +531,7 @@ def _classes_of_groups(
 
 
 def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
-    """Rows of a table: all images, then those that show each class; in all, then in each part."""
+    """Rows of a table: all images, those of each class; in all, by part."""
     shown_CP = _shown(dataset, part_N, parts)
     sizes_P = np.bincount(part_N, minlength=parts)
     rows = [["any", *map(str, (len(part_N), *sizes_P))]]
@@ -541,7 +541,7 @@ def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list
 
 
 def absent_classes(dataset: DetectionSet, part_N: np.ndarray, names: Sequence[str]) -> list[str]:
-    """`CLASS in PART` where a part shows nothing of a class that another part shows."""
+    """`CLASS in PART` where only other parts show a class."""
     return [
         f"{kind} in {part}"
         for kind, count_P in zip(dataset.class_names, _shown(dataset, part_N, len(names)))
@@ -565,10 +565,11 @@ def write_parts(
     wanted: Mapping[str, Collection[int]],
     out: Path | None,
 ) -> list[Path]:
-    """Writes files of one part or several; entries and lines are those of the file that is divided.
+    """Writes files of one part or several.
 
-    COCO: a JSON file with the same categories and everything else that stands beside them; VOC and
-    YOLO: a list of images; CSV: the lines, with the header; a folder of classes becomes CSV files.
+    Entries and lines are those of the file that is divided.  COCO: a JSON file with the same
+    categories and everything else that stands beside them; VOC and YOLO: a list of images; CSV: the
+    lines, with the header; a folder of classes becomes CSV files.
 
     Args:
         config: its `train` is what is divided.
@@ -689,9 +690,10 @@ def _require_labels_beside_images(config: DataConfig) -> None:
 def settings(
     config: DataConfig, dataset: DetectionSet, files: Sequence[Path], names: Sequence[str]
 ) -> str:
-    """The lines of a configuration that use the first file to train and the second to evaluate.
+    """The `data:` section that uses what `write_parts` wrote, as YAML.
 
-    The names of the classes are written down where each part would else find its own.
+    The first file trains and the second evaluates.  The names of the classes are written down where
+    each part would else find its own.
     """
     root = os.path.abspath(config.root)
     data: dict[str, Any] = {"format": "csv" if config.format == "folder" else config.format}

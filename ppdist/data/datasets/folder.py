@@ -34,11 +34,12 @@ _SEPARATORS = ((";", "semicolon"), ("\t", "tab"))
 def read_folder(
     root: Path, images: Path, names: tuple[str, ...], *, naming_folder: Path | None = None
 ) -> DetectionSet:
-    """Records of all images in the folders of a folder; the folder an image is in is its class.
+    """Records of all images in the folders of a folder.
 
-    Classes and images are in the order of their names.  Files that are no images by their suffix
-    are left out, and a note counts them; hidden ones, and what macOS adds to archives
-    (`__MACOSX`), are left out without a word.  Links to folders are followed.
+    The folder an image is in is its class.  Classes and images are in the order of their names.
+    Files that are no images by their suffix are left out, and a note counts them; hidden ones, and
+    what macOS adds to archives (`__MACOSX`), are left out without a word.  Links to folders are
+    followed.
 
     Args:
         root: searched for files of class names, see `class_names`.

@@ -119,7 +119,10 @@ def _files_of_split(split: int, count: int, size: int, seed: int) -> Iterator[tu
 def scene(
     size: int, seed: int, split: int, index: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One image: uint8 RGB [size, size, 3], boxes_M4 float64 xyxy in pixels, labels_M; M >= 1."""
+    """One image, its boxes and its labels.
+
+    Returns: uint8 RGB [size, size, 3], boxes_M4 float64 xyxy in pixels, labels_M; M >= 1.
+    """
     rng = keyed_generator(seed, split, index)
     image_HW3 = _textured(size, _colour(rng), rng)
     boxes: list[np.ndarray] = []

@@ -139,7 +139,10 @@ def _unreadable(where: str) -> Iterator[None]:
 def _named(
     tree: ElementTree.Element, images: Path, stem: str, file: Path, complain: Complain
 ) -> Path | None:
-    """The image of a file; <filename> is often stale, so the list decides if there is a choice."""
+    """The image of an XML file.
+
+    <filename> is often stale, so the list decides where there is a choice.
+    """
     name = (tree.findtext("filename") or "").strip() or f"{file.stem}.jpg"
     problems: list[Issue] = []
     named = find_image(images, name, str(file), problems.append)
@@ -262,7 +265,7 @@ def _take_ids(images: Sequence[RawImage]) -> None:
 def write_voc(
     image_list: Path, annotations: Path, raw: RawSet, names: Sequence[str], stems: Sequence[str]
 ) -> list[str]:
-    """Writes a list and XML files that `read_voc` reads as the same set.
+    """Writes a list and XML files that `read_voc` reads alike.
 
     What VOC has no tag for (ids, areas, outlines) gets one of its own, which others ignore; values
     that are not text are JSON there.

@@ -33,10 +33,11 @@ _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from 
 def read_yolo(
     root: Path, images: Path, annotations: Path, names: tuple[str, ...], complain: Complain
 ) -> RawSet:
-    """The images of a list (paths relative to root), or of a folder of label files.
+    """The images of a list, or of a folder of label files.
 
-    With a folder, the label of images/a/b.jpg is annotations/a/b.txt; with a list, that of
-    .../images/a/b.jpg is .../labels/a/b.txt.  An image without a label file shows no object.
+    Paths in a list are relative to root.  With a folder, the label of images/a/b.jpg is
+    annotations/a/b.txt; with a list, that of .../images/a/b.jpg is .../labels/a/b.txt.  An image
+    without a label file shows no object.
 
     Args:
         images: the folder of the images; with a list, of no concern.
@@ -168,10 +169,11 @@ def _find_shared(images: Sequence[RawImage], complain: Complain) -> None:
 def write_yolo(
     image_list: Path, labels: Path, raw: RawSet, names: Sequence[str], listed: Sequence[str]
 ) -> list[str]:
-    """Writes a list and label files that `read_yolo` reads as the same boxes, outlines and classes.
+    """Writes a list and label files for `read_yolo`.
 
-    An object has a box or one outline here, so an outline is written where it is the only one and
-    fills its box.  Crowds are left out: they would be learned as single objects.
+    Boxes, outlines and classes come back.  An object has a box or one outline here, so an outline
+    is written where it is the only one and fills its box.  Crowds are left out: they would be
+    learned as single objects.
 
     Args:
         labels: the folder of the label files.
