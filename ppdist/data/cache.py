@@ -153,8 +153,8 @@ def open_cache(
     """The cache of this host's ranks; a line says what it can hold.
 
     Its room is set aside now: where memory or disk do not suffice for all images, the first that
-    fit are kept, or none.  That is never an error, and changes no pixel.  Unless kind is `none`,
-    every rank calls it.
+    fit are kept, or none.  That is never an error, and changes no pixel.  Collective, unless kind
+    is `none`.
 
     Args:
         reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.

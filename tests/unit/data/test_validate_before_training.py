@@ -15,6 +15,8 @@ from ppdist.data.image import Damage
 from ppdist.data.validate import ImageCheck, check_before_training
 from tests.unit.data.corpus import config, write_clean_coco
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):

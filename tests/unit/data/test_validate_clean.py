@@ -24,6 +24,8 @@ from tests.unit.data.corpus import (
     write_picture,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 
 def _cleaned(settings: DataConfig, out: Path, form: Format = "coco", images: Images = "copy"):
     """What `clean_copy` gave, and the settings that read it."""

@@ -9,10 +9,9 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
-from ppdist.data import validate as validation
 from ppdist.data.datasets.annotations import settle
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.validate import ImageFile, check_image, check_images, validate
+from ppdist.data.validate import ImageFile, check_images, validate
 from tests.unit.data.corpus import config, write_clean_coco, write_picture
 
 _MUTATIONS = 400  # of each of five kinds of file
@@ -148,11 +147,7 @@ def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
 @pytest.mark.parametrize(
     "write, suffix", [(_write_json, "json"), (_write_voc, "xml"), (_write_yolo, "txt")]
 )
-def test_validate_reports_on_damaged_annotations(tmp_path, write, suffix, monkeypatch):
-    def here(files, *, decode, workers):  # the images are good: no child is needed for them
-        return [check_image(file.path, file.size, decode=decode) for file in files]
-
-    monkeypatch.setattr(validation, "check_images", here)
+def test_validate_reports_on_damaged_annotations(tmp_path, write, suffix, checked_here):
     settings, file = write(tmp_path)
     original = file.read_bytes()
     for seed in range(24):

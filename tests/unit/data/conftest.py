@@ -1,0 +1,16 @@
+"""What tests of several modules of data/ share."""
+
+import pytest
+
+from ppdist.data import validate
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are checked in this process: none of a test's files kills a decoder, and a fork is
+    most of what checking a few of them costs."""
+
+    def check_images(files, *, decode, workers):
+        return [validate.check_image(file.path, file.size, decode=decode) for file in files]
+
+    monkeypatch.setattr(validate, "check_images", check_images)
