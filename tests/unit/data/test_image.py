@@ -1,4 +1,4 @@
-"""Images read at a fraction of their size."""
+"""What is accepted as an image, and images read at a fraction of their size."""
 
 import cv2
 import numpy as np
@@ -13,6 +13,50 @@ from tests.unit.data.pictures import exif, jpeg, picture
 
 def smooth(height: int, width: int) -> np.ndarray:
     return cv2.GaussianBlur(picture(height, width), (0, 0), 12)
+
+
+def test_pixels_are_rgb(tmp_path):
+    file = tmp_path / "red.png"
+    Image.new("RGB", (5, 4), (255, 10, 0)).save(file)
+    assert read_image(file).shape == (4, 5, 3)
+    assert read_image(str(file))[0, 0].tolist() == [255, 10, 0]
+
+
+def test_image_is_upright_unless_annotated_unturned(tmp_path):
+    file = tmp_path / "turned.jpg"
+    file.write_bytes(jpeg(picture(48, 64), exif=exif(6)))
+    assert read_image(file).shape == (64, 48, 3)
+    assert read_image(file, (64, 48)).shape == (64, 48, 3)
+    assert read_image(file, (48, 64)).shape == (48, 64, 3)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_truncated_jpeg_with_thumbnail_is_refused(tmp_path, progressive):
+    file = tmp_path / "half.jpg"
+    whole_file = jpeg(picture(300, 400), progressive=progressive, exif=exif(1, jpeg(picture())))
+    file.write_bytes(whole_file + b"trailing bytes are fine")
+    assert read_image(file).shape == (300, 400, 3)
+    file.write_bytes(whole_file[: len(whole_file) // 2])
+    with pytest.raises(DataError) as caught:
+        read_image(file)
+    assert str(caught.value) == f"{file}: the JPEG data end early (incomplete file)"
+
+
+def test_what_is_no_image_is_named(tmp_path):
+    absent, empty, text = (tmp_path / name for name in ("absent.jpg", "empty.jpg", "text.png"))
+    empty.write_bytes(b"")
+    text.write_text("no picture at all")
+    small = tmp_path / "small.png"
+    Image.new("RGB", (5, 4)).save(small)
+    for file, size, code, message in (
+        (absent, None, "image_missing", "No such file or directory"),
+        (empty, None, "image_empty", "the file is empty"),
+        (text, None, "image_unreadable", "not an image, or damaged"),
+        (small, (40, 50), "size_mismatch", "the image is 5x4 but its annotation says 50x40"),
+    ):
+        with pytest.raises(DataError) as caught:
+            read_image(file, size)
+        assert (caught.value.code, str(caught.value)) == (code, f"{file}: {message}")
 
 
 def test_an_image_is_reduced_no_further_than_it_is_shown():

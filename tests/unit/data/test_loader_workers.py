@@ -351,7 +351,7 @@ def test_signal_to_rank_group_does_not_reach_workers(folder):
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from ppdist.data import loader as worker
+from ppdist.common import process
 from ppdist.data.transforms.pipeline import TrainSamples
 from tests.unit.data.test_loader_workers import loader
 
@@ -369,7 +369,7 @@ def loop(self, key):
 if how == "loops":
     TrainSamples.make = loop
 if how == "sees it alone":
-    worker._PR_SET_PDEATHSIG = -1  # unknown to the kernel
+    process._PR_SET_PDEATHSIG = -1  # unknown to the kernel
 one = loader(folder, end=10**6, workers=1)
 batches = iter(one)
 next(batches)

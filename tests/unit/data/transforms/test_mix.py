@@ -5,7 +5,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from ppdist.data.transforms.color import blurred, erased, left_of, without_colours
+from ppdist.data.transforms.color import erased, left_of
 from ppdist.data.transforms.mix import Donor, copy_paste, cutmix
 from ppdist.data.types import Sample, keyed_generator
 
@@ -139,12 +139,3 @@ def test_box_shrinks_only_past_fully_hidden_side():
     hidden_HW[:, :24] = 1
     assert not left_of(box, hidden_HW)[1].any()
     assert left_of(np.zeros((0, 4), np.float32), hidden_HW)[0].shape == (0, 4)
-
-
-def test_blur_and_grey_do_what_they_say():
-    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
-    spreads = [blurred(noise, keyed_generator(0, key)).std() for key in range(20)]
-    assert max(spreads) < noise.std() * 0.8 and min(spreads) < noise.std() * 0.3
-    grey = without_colours(noise, keyed_generator(0, 0))
-    assert np.ptp(grey, axis=2).max() == 0
-    np.testing.assert_allclose(grey[..., 0], noise @ [0.299, 0.587, 0.114], atol=0.6)

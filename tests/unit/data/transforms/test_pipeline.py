@@ -94,9 +94,9 @@ def large_dataset(tmp_path_factory) -> DetectionSet:
 
 def samples(dataset, augment, resize="letterbox", seed=0, epochs=None, largest=SIDE):
     config = AugmentConfig(**augment)
-    largest = (largest, largest)
+    reductions_N = reductions(dataset, config, (largest, largest), resize)
     return TrainSamples(
-        dataset, "skip", config, seed, largest=largest, resize=resize, epochs=epochs
+        dataset, "skip", config, seed, resize=resize, epochs=epochs, reductions_N=reductions_N
     )
 
 
@@ -190,6 +190,13 @@ def test_a_sample_is_a_function_of_its_key_alone(dataset, name):
         assert len(others - {first.image_HW3.tobytes()}) == 5
     elif name not in ("nothing", "grey"):
         assert others - {first.image_HW3.tobytes()}
+
+
+def test_rng_key_alone_determines_numbers():
+    draws = {key: tuple(keyed_generator(*key).random(3)) for key in
+             [(0, 1), (0, 1, 0), (0, 2), (1, 1), (0, 0, 1), (0, 1, 1)]}  # fmt: skip
+    assert len(set(draws.values())) == len(draws)
+    assert draws[(0, 1)] == tuple(keyed_generator(0, 1).random(3))
 
 
 def test_each_image_is_turned_by_each_quarter(dataset):
