@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ppdist.data.sampler import TrainSampler, copies
 from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.pipeline import reductions
 from ppdist.data.types import Batch
+from tests.unit.data.loaders import arrays, wait_until_gone
 from tests.unit.data.sets import NAMES, coco_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,12 +149,7 @@ Sample = tuple[int, str, bytes, bytes]
 
 def samples_of(batch: Batch) -> list[Sample]:
     """Position, digest of the pixels, boxes and labels of each image of a micro-batch."""
-    images, boxes, labels, mask, index = (
-        tensor.numpy()
-        for tensor in (
-            batch.images_B3HW, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, batch.image_index_B
-        )
-    )  # fmt: skip
+    images, boxes, labels, mask, index, *_ = arrays(batch)
     return [
         (
             int(index[one]),
@@ -401,9 +396,5 @@ def test_other_process_and_hash_seed_give_same_bytes(folder, fresh):
 
 
 def test_a_process_that_ends_in_mid_run_leaves_no_worker(fresh):
-    workers = fresh[1]
-    assert len(workers) == 2
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert len(fresh[1]) == 2
+    wait_until_gone(fresh[1])

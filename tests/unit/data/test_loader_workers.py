@@ -22,7 +22,7 @@ from ppdist.data.sampler import TrainSampler
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
-from tests.unit.data.loaders import arrays, assert_equal, warnings_in
+from tests.unit.data.loaders import arrays, assert_equal, lives, wait_until_gone, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,21 +51,6 @@ def loader(root: Path, workers=2, end=24, timeout=20.0, unreadable=None, **chang
         sizes=[(64, 96), (96, 64)],
     )
     return TrainLoader(dataset, config, sampler, seed=5)
-
-
-def lives(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until_gone(processes: list[int], seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(lives, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [process for process in processes if lives(process)]
 
 
 def slow_down(monkeypatch, seconds: float) -> None:

@@ -30,11 +30,11 @@ def scene(seed: int, count: int = 6, height: int = 100, width: int = 140) -> Sam
 def check_seen(sample: Sample, before: dict[tuple[int, int], np.ndarray], seeds) -> list[int]:
     """Of each scene: what is seen has a box exactly around it, or is too little."""
     kept, position = [], 0
+    codes_HW = _coded(sample.image_HW3)
     for seed in seeds:
         count = 0
         for number in range(6):
-            colour = (number + 1, seed + 1, 50)
-            seen_HW = (sample.image_HW3 == colour).all(2)
+            seen_HW = codes_HW == _coded(np.array([number + 1, seed + 1, 50]))
             old = before[seed, number]
             area, found = (old[2:] - old[:2]).prod(), extent(seen_HW)
             if position < len(sample.labels_M) and sample.labels_M[position] == seed * 6 + number:
@@ -46,6 +46,12 @@ def check_seen(sample: Sample, before: dict[tuple[int, int], np.ndarray], seeds)
         kept.append(count)
     assert position == len(sample.labels_M)
     return kept
+
+
+def _coded(colours_3: np.ndarray) -> np.ndarray:
+    """One number for each colour."""
+    red, green, blue = np.moveaxis(colours_3.astype(np.int32), -1, 0)
+    return red << 16 | green << 8 | blue
 
 
 def boxes_of(*scenes: tuple[int, Sample]) -> dict[tuple[int, int], np.ndarray]:
