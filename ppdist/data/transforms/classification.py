@@ -18,6 +18,7 @@ from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     place,
     random_interpolation,
+    random_mirror,
     random_turn,
     render,
     turned_pixels,
@@ -41,7 +42,7 @@ class ClassifyTrainSamples(TrainSamples):
         window = centred_part(width, height, size)
         if rng.random() < augment.crop:
             window = random_part(width, height, augment.crop_least, rng)
-        mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
+        mirror_x, mirror_y = random_mirror(augment, rng)
         placement = place(window, width, height, size)
         placement = placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
         colours_34 = random_colours(augment.distort, rng)

@@ -210,8 +210,13 @@ def random_placement(
     else:
         around = grown(window, size)
         placement = place(around, width, height, size, reduced)._replace(fill=GREY)
-    mirror_x, mirror_y = rng.random() < config.flip, rng.random() < config.flip_vertical
+    mirror_x, mirror_y = random_mirror(config, rng)
     return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+
+
+def random_mirror(config: AugmentConfig, rng: np.random.Generator) -> tuple[bool, bool]:
+    """Whether (left to right, top to bottom)."""
+    return rng.random() < config.flip, rng.random() < config.flip_vertical
 
 
 def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -326,9 +331,13 @@ def render(
             part, top, below, left, beside, cv2.BORDER_CONSTANT, value=placement.fill
         )
     if placement.mirror_x or placement.mirror_y:
-        both = placement.mirror_x and placement.mirror_y
-        part = cv2.flip(part, -1 if both else int(placement.mirror_x))
+        part = cv2.flip(part, _flip_code(placement.mirror_x, placement.mirror_y))
     return part
+
+
+def _flip_code(mirror_x: bool, mirror_y: bool) -> int:
+    """OpenCV's: 1 left to right, 0 top to bottom, -1 both."""
+    return -1 if mirror_x and mirror_y else int(mirror_x)
 
 
 def random_interpolation(on: bool, rng: np.random.Generator) -> int:
@@ -434,7 +443,7 @@ def _resize(
     mirror_x, mirror_y = (scale < 0).tolist()
     if mirror_x or mirror_y:
         part_HW3 = cv2.resize(image_HW3[y1:y2, x1:x2], size, interpolation=cv2.INTER_LINEAR)
-        cv2.flip(part_HW3, -1 if mirror_x and mirror_y else int(mirror_x), dst=out_HW3)
+        cv2.flip(part_HW3, _flip_code(mirror_x, mirror_y), dst=out_HW3)
     else:
         cv2.resize(image_HW3[y1:y2, x1:x2], size, dst=out_HW3, interpolation=cv2.INTER_LINEAR)
     target_x = (right, left) if mirror_x else (left, right)
@@ -444,25 +453,15 @@ def _resize(
 
 def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
     """Fills all of `out_HW3`; what lies beside the image goes on as its edge."""
-    size = out_HW3.shape[1], out_HW3.shape[0]
-    if _is_affine(matrix_33):
-        cv2.warpAffine(
-            image_HW3,
-            matrix_33[:2],
-            size,
-            dst=out_HW3,
-            flags=cv2.INTER_LINEAR,
-            borderMode=cv2.BORDER_REPLICATE,
-        )
-    else:
-        cv2.warpPerspective(
-            image_HW3,
-            matrix_33,
-            size,
-            dst=out_HW3,
-            flags=cv2.INTER_LINEAR,
-            borderMode=cv2.BORDER_REPLICATE,
-        )
+    affine = _is_affine(matrix_33)
+    (cv2.warpAffine if affine else cv2.warpPerspective)(
+        image_HW3,
+        matrix_33[:2] if affine else matrix_33,
+        (out_HW3.shape[1], out_HW3.shape[0]),
+        dst=out_HW3,
+        flags=cv2.INTER_LINEAR,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
 
 
 def covered(

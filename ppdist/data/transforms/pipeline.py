@@ -31,6 +31,7 @@ from ppdist.data.transforms.geometry import (
     fitted,
     map_boxes,
     random_interpolation,
+    random_mirror,
     random_placement,
     random_turn,
     random_view,
@@ -331,8 +332,8 @@ class TrainSamples(Samples):
         others = rng.integers(len(self._dataset.records), size=images - 1)
         order = rng.permutation(images)
         layout = random_layout(images, augment.mosaic_whole, size, rng)
-        mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
-        view_33 = random_view(layout.canvas, size, augment.affine, (mirror_x, mirror_y), rng)
+        mirrored = random_mirror(augment, rng)
+        view_33 = random_view(layout.canvas, size, augment.affine, mirrored, rng)
         canvas, used, cell = MosaicCanvas(size), [], layout.cell
         for place, wanted in zip(order, [index, *others.tolist()]):
             slot = layout.slots[place]
