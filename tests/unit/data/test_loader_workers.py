@@ -138,9 +138,9 @@ def test_long_absent_rank_finds_healthy_workers(folder, monkeypatch, caplog):
 
 
 def test_timeout_is_per_image_not_per_batch(folder, monkeypatch, caplog):
-    act_on(monkeypatch, ".jpg", lambda: time.sleep(0.2))
+    act_on(monkeypatch, ".jpg", lambda: time.sleep(0.3))
     with caplog.at_level(logging.WARNING, "ppdist"):
-        assert len(list(loader(folder, end=2, timeout=0.6))) == 2  # batches of four images
+        assert len(list(loader(folder, end=2, timeout=1.0))) == 2  # batches of four images
     assert not warnings_in(caplog)
 
 
