@@ -1,10 +1,11 @@
 """deploy/python alone finds in images and videos what ppdist finds."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.image import read_image
-from ppdist.export.export import deployment_copy, export_classifier, export_detector
+from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
     EagerClassifier,
     EagerPredictor,
@@ -39,19 +40,20 @@ from tests.deploy.python_folder import (
 )
 from tests.media import picture
 from tests.unit.export.tiny import (
+    FORMATS,
     NMS,
     SIZE,
     classifier_spec,
+    exported_classifier,
+    exported_detector,
     tiny_classifier,
     tiny_model,
     tiny_spec,
 )
 
 SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
-HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
-FORMATS: Any = ("paddle", "onnx") if HAS_ONNX else ("paddle",)
 needs_onnx = pytest.mark.skipif(
-    not HAS_ONNX, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
+    "onnx" not in FORMATS, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
 )
 BACKENDS = ["paddle", pytest.param("onnx", marks=needs_onnx)]
 Exported = Callable[..., Path]
@@ -63,17 +65,8 @@ def model() -> PPYOLOE:
 
 
 @pytest.fixture(scope="module")
-def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """The folder of an export of `model` in all formats that can be had; each is made once."""
-    folder = tmp_path_factory.mktemp("exported")
-
-    def make(inside: bool = True) -> Path:
-        out = folder / ("with" if inside else "without")
-        if not out.exists():
-            export_detector(model, out, tiny_spec(), formats=FORMATS, nms_in_graph=inside)
-        return out
-
-    return make
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return partial(exported_detector, tmp_path_factory)
 
 
 def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig = NMS) -> None:
@@ -176,9 +169,7 @@ def test_pixels_are_normalised_where_the_graph_wants_it(exported: Exported) -> N
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("classifier") / "model"
-    export_classifier(tiny_classifier(), out, classifier_spec(), formats=FORMATS)
-    return out
+    return exported_classifier(tmp_path_factory)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
