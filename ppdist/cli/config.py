@@ -7,9 +7,10 @@ python tools/config.py errors [--out FILE]                         writes docs/e
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from ppdist.cli import CLONE
+from ppdist.cli import CLONE, require_clone
 from ppdist.common.arguments import add_config, described
 from ppdist.common.error_table import markdown as error_table
 from ppdist.common.files import make_parent, writing
@@ -23,26 +24,29 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="check a file and print it with every key resolved")
     add_config(show, required=True)
-    targets = {
-        "docs": "docs/config.md",
-        "schema": "configs/schema.json",
-        "errors": "docs/errors.md",
-    }
-    for name, target in targets.items():
+    for name, (target, _) in GENERATED.items():
         command = commands.add_parser(name, help=f"regenerate {target}")
-        command.add_argument("--out", type=Path, default=CLONE / target)
+        command.add_argument("--out", type=Path, help="write there instead")
     args = parser.parse_args()
     if args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
         return
-    text = error_table(CLONE) if args.command == "errors" else _of_config(args.command)
-    make_parent(args.out)
-    with writing(args.out):
-        args.out.write_text(text, encoding="utf-8")
-    print(f"wrote {args.out}")
+    target, text_of = GENERATED[args.command]
+    out = args.out or require_clone(str(target.parent)) / target.name
+    text = text_of()
+    make_parent(out)
+    with writing(out):
+        out.write_text(text, encoding="utf-8")
+    print(f"wrote {out}")
 
 
-def _of_config(command: str) -> str:
-    if command == "docs":
-        return markdown(ExperimentConfig)
+def schema_text() -> str:
+    """configs/schema.json."""
     return json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
+
+
+GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
+    "docs": (Path("docs/config.md"), lambda: markdown(ExperimentConfig)),
+    "schema": (Path("configs/schema.json"), schema_text),
+    "errors": (Path("docs/errors.md"), lambda: error_table(CLONE)),
+}
