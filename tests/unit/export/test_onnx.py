@@ -152,9 +152,7 @@ def assert_boxes_of_eager(directory: Path) -> None:
         assert_same_boxes(exported(images), eager(images))
 
 
-def test_onnx_keeps_eager_boxes_at_other_shapes(
-    with_nms: Path,
-) -> None:
+def test_onnx_keeps_eager_boxes_at_other_shapes(with_nms: Path) -> None:
     section = read_spec(with_nms).onnx
     assert section is not None
     assert [output.name for output in section.outputs] == ["rows", "count"]

@@ -184,9 +184,7 @@ def made_up(seconds: float, now: list[float], rows: np.ndarray) -> Any:
 
 
 @pytest.mark.slow
-def test_predictors_are_interleaved_against_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_predictors_are_interleaved_against_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = [0.0], []
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(latency.time, "sleep", lambda seconds: order.append(seconds))
