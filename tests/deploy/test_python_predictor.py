@@ -69,6 +69,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return partial(exported_detector, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def ready(exported: Exported) -> Any:
+    """A Predictor for tests in which no graph runs."""
+    return Predictor(exported(), "paddle")
+
+
 def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig = NMS) -> None:
     assert got_R6.dtype == np.float32 and got_R6.shape[1] == 6
     assert unexplained_rows(got_R6, expected_R6, nms) == 0
@@ -142,11 +148,12 @@ def test_images_without_objects_give_no_rows(exported: Exported) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stretch", "letterbox", "centre_crop"])
-def test_input_pixels_equal_those_of_evaluation(exported: Exported, mode: Any) -> None:
-    predict = Predictor(exported(), "paddle")
+def test_input_pixels_equal_those_of_evaluation(
+    ready: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crop = classifier_spec().resize
     section = crop if mode == "centre_crop" else resize_section(mode)
-    predict.spec["resize"] = section.model_dump(mode="json")
+    monkeypatch.setitem(ready.spec, "resize", section.model_dump(mode="json"))
     for height, width in (*SHAPES, (97, 64), (641, 427)):
         image_HW3 = picture(height, width)
         expected_3HW = (
@@ -154,17 +161,18 @@ def test_input_pixels_equal_those_of_evaluation(exported: Exported, mode: Any) -
             if mode == "centre_crop"
             else prepare(image_HW3, SIZE, mode)
         )
-        (found_3HW,) = predict.prepare([image_HW3])
+        (found_3HW,) = ready.prepare([image_HW3])
         np.testing.assert_array_equal(found_3HW, expected_3HW)
 
 
-def test_pixels_are_normalised_where_the_graph_wants_it(exported: Exported) -> None:
-    predict = Predictor(exported(), "paddle")
-    plain_B3HW = predict.prepare([picture(30, 40)])
+def test_pixels_are_normalised_where_the_graph_wants_it(
+    ready: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_B3HW = ready.prepare([picture(30, 40)])
     mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
-    predict.spec["input"]["normalised"] = {"mean": mean, "std": std}
+    monkeypatch.setitem(ready.spec["input"], "normalised", {"mean": mean, "std": std})
     expected = (plain_B3HW / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
-    np.testing.assert_allclose(predict.prepare([picture(30, 40)]), expected, atol=1e-6)
+    np.testing.assert_allclose(ready.prepare([picture(30, 40)]), expected, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -287,10 +295,9 @@ def test_a_package_that_is_not_installed_is_named(
         ("a.jpg", r"str \[\]"),
     ],
 )
-def test_what_is_no_image_is_named(exported: Exported, image: Any, shown: str) -> None:
-    predict = Predictor(exported(), "paddle")
+def test_what_is_no_image_is_named(ready: Any, image: Any, shown: str) -> None:
     with pytest.raises(PredictorError, match=f"image 1: {shown}; expected uint8"):
-        predict([picture(8, 8), image])
+        ready([picture(8, 8), image])
 
 
 def imported(file: Path) -> set[str]:
