@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.cli.config import error_table, sites
 from ppdist.common import process
-from ppdist.common.error_table import markdown, sites
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
 from tests.source_tree import sources, tree_of
@@ -184,4 +184,4 @@ def test_a_rank_leaves_why_it_ended(
 
 def test_the_page_of_codes_is_up_to_date() -> None:
     page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert page == markdown(ROOT), "run `python tools/config.py errors`"
+    assert page == error_table(ROOT), "run `python tools/config.py errors`"
