@@ -52,7 +52,7 @@ test-all: install
 	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
 	$(PYTEST)
 
-# The page is written also when a test fails: it says so.
+# The page is written also when a test fails: it says so.  Where one did not run it stays as it is.
 faults: install
 	mkdir -p output/faults
 	-$(PY) tools/faults.py kills --points 50 --json output/faults/kills.json

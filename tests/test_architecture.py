@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,11 @@ BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer t
 CONTRACTS = ("ppdist.data.types", "ppdist.models.base", "ppdist.losses.base")
 
 
-def imports_of(path: Path, body: ast.AST | None = None) -> list[tuple[int, str]]:
-    """(line, dotted name) of everything imported at any depth, also inside functions."""
+@cache
+def imports_of(path: Path, top_level: bool = False) -> list[tuple[int, str]]:
+    """(line, dotted name) of what is imported: at any depth, also inside functions, or not."""
     result = []
-    for node in ast.walk(body or tree_of(path)):
+    for node in tree_of(path).body if top_level else ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             result += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -48,6 +50,7 @@ def imports_of(path: Path, body: ast.AST | None = None) -> list[tuple[int, str]]
     return result
 
 
+@cache
 def arrows() -> list[tuple[str, str, str]]:
     """(importer, imported module, file:line) for imports of our own modules."""
     result = []
@@ -155,7 +158,7 @@ def test_only_models_losses_and_build_know_detectors() -> None:
 def test_only_distributed_touches_paddle_distributed() -> None:
     wrong = []
     for module, path in sources().items():
-        names = imports_of(path)
+        names = [*imports_of(path)]
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute):
                 names.append((node.lineno, ast.unparse(node)))
@@ -229,11 +232,7 @@ print("\\n".join(report))
 def test_importing_any_module_has_no_effects(tmp_path: Path) -> None:
     others: set[str] = set()
     for path in sources().values():
-        top_level = ast.Module(
-            [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)],
-            [],
-        )
-        names = [name for _, name in imports_of(path, top_level)]
+        names = [name for _, name in imports_of(path, top_level=True)]
         others.update(name for name in names if name.split(".")[0] not in ("ppdist", "tools"))
     # `from paddle import nn` is recorded as paddle.nn, `from json import dumps` as json.dumps.
     names = sorted(others | {name.rpartition(".")[0] for name in others} - {""})

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ppdist import cli
+from ppdist.cli import config
 from ppdist.common.errors import ConfigError
 from tests.forked import ROOT
 
@@ -19,6 +20,20 @@ def test_command_without_its_clone_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="tests/reference of the source repo") as error:
         cli.use_clone("tests/reference")
     assert error.value.code == "needs_clone" and str(tmp_path) in error.value.where
+
+
+@pytest.mark.parametrize("what", config.GENERATED)
+def test_generated_files_stay_out_of_site_packages(what, monkeypatch, tmp_path):
+    for folder in ("docs", "configs", "ppdist"):
+        (tmp_path / folder).mkdir()  # of other packages: there is no setup.py beside them
+    monkeypatch.setattr(cli, "CLONE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ppdist config", what])
+    with pytest.raises(ConfigError) as error:
+        config.main()
+    assert error.value.code == "needs_clone"
+    monkeypatch.setattr(sys, "argv", ["ppdist config", what, "--out", str(tmp_path / "here")])
+    config.main()
+    assert (tmp_path / "here").is_file() and not list((tmp_path / "docs").iterdir())
 
 
 @pytest.mark.parametrize("tool", [name for name in TOOLS if name not in ("launch", "faults")])
@@ -35,6 +50,16 @@ def test_ranks_run_the_door_of_a_clone(command, monkeypatch, tmp_path):
     assert cli.script_of(command) == [str(ROOT / "tools" / f"{command}.py")]
     monkeypatch.setattr(cli, "CLONE", tmp_path)  # an installed package has no tools/
     assert cli.script_of(command) == [str(ROOT / "ppdist" / "__main__.py"), command]
+
+
+def test_recorded_command_can_be_typed_again(monkeypatch):
+    monkeypatch.setattr(cli, "run", lambda command: None)
+    monkeypatch.setattr(sys, "argv", ["/x/ppdist/__main__.py", "train", "-c", "a b.yml"])
+    cli.main()
+    assert sys.argv[0] == "ppdist train"  # in --help and messages
+    assert cli.command_line() == ["python", "-m", "ppdist", "train", "-c", "a b.yml"]
+    monkeypatch.setattr(sys, "argv", ["tools/train.py", "-c", "a.yml"])
+    assert cli.command_line() == ["tools/train.py", "-c", "a.yml"]
 
 
 HELP = """

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.cli.config import error_table, sites
 from ppdist.common import process
-from ppdist.common.error_table import markdown, sites
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
-from tests.forked import ROOT
+from tests.source_tree import REPOSITORY as ROOT
+from tests.source_tree import sources, tree_of
 
 # Here an error is made of what has its code already: of a file, or of another process.
 _PASSED_ON = {
@@ -26,12 +27,6 @@ _PASSED_ON = {
 # The only function that reads texts, of other programs.
 _FOREIGN = ("ppdist/common/errors.py", "_has_sign")
 _COMPARE = ("startswith", "endswith", "search", "match", "fullmatch", "find", "index", "count")
-
-
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("ppdist", "tools"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_every_user_error_has_snake_case_code() -> None:
@@ -79,9 +74,9 @@ def decisions(tree: ast.AST) -> Iterator[tuple[int, ast.AST]]:
 def test_no_program_decides_by_a_sentence() -> None:
     found = {
         f"{path}:{line}"
-        for path, tree in sources()
-        for line, function in decisions(tree)
-        if (path, function.name) != _FOREIGN
+        for path in sources().values()
+        for line, function in decisions(tree_of(path))
+        if (str(path.relative_to(ROOT)), function.name) != _FOREIGN
     }
     assert not found
 
@@ -189,4 +184,4 @@ def test_a_rank_leaves_why_it_ended(
 
 def test_the_page_of_codes_is_up_to_date() -> None:
     page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert page == markdown(ROOT), "run `python tools/config.py errors`"
+    assert page == error_table(ROOT), "run `python tools/config.py errors`"

@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": "verify equivalence, parity, metrics and exports",
 }
 CLONE = Path(__file__).resolve().parents[2]
+_PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
 
 
 def run(command: str) -> NoReturn:
@@ -46,8 +47,17 @@ def main() -> NoReturn:
     if words[0] not in COMMANDS:
         process.say(f"ppdist: error: {words[0]!r}: expected one of {', '.join(COMMANDS)}")
         sys.exit(2)
-    sys.argv = [f"ppdist {words[0]}", *words[1:]]
+    sys.argv = [_PROGRAM.format(words[0]), *words[1:]]
     run(words[0])
+
+
+def command_line() -> list[str]:
+    """The words that start this command again, for what a run records."""
+    program, *options = sys.argv
+    by_name = {_PROGRAM.format(command): command for command in COMMANDS}
+    if program in by_name:
+        return ["python", "-m", "ppdist", by_name[program], *options]
+    return sys.argv
 
 
 def script_of(command: str) -> list[str]:
@@ -56,23 +66,35 @@ def script_of(command: str) -> list[str]:
     Runs record them and messages show them, so a clone's door is named as a user would type it.
     """
     door = CLONE / "tools" / f"{command}.py"
-    if (CLONE / "setup.py").is_file() and door.is_file():
+    if is_clone() and door.is_file():
         return [str(door)]
     return [str(Path(__file__).resolve().parents[1] / "__main__.py"), command]
 
 
-def use_clone(folder: str) -> None:
-    """Makes a folder of the source repository importable that no installed package has.
+def is_clone() -> bool:
+    """Whether this package stands in its source repository, and not where pip put it."""
+    return (CLONE / "setup.py").is_file()
+
+
+def require_clone(folder: str) -> Path:
+    """A folder of the source repository, which no installed package has.
 
     Args: folder: such as "tests/reference".
     Raises: ConfigError: ppdist was not started from a clone of its repository.
     """
-    if not (CLONE / folder / "__init__.py").is_file():
+    found = CLONE / folder
+    if not (is_clone() and found.is_dir()):
         raise errors.ConfigError(
             f"this command needs the folder {folder} of the source repository",
             code="needs_clone",
-            where=str(CLONE / folder),
+            where=str(found),
             fix="clone the repository and run the command there",
         )
+    return found
+
+
+def use_clone(folder: str) -> None:
+    """Makes a folder of the source repository importable; see `require_clone`."""
+    require_clone(folder)
     if str(CLONE) not in sys.path:
         sys.path.insert(0, str(CLONE))

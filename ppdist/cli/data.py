@@ -107,16 +107,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     arguments = parse()
-    commands = {
-        "check": check,
-        "stats": stats,
-        "show": show,
-        "convert": convert,
-        "split": split,
-        "anchors": fit,
-        "synthetic": make,
-    }
-    return commands[arguments.command](arguments) or 0
+    return COMMANDS[arguments.command](arguments)
 
 
 def load(arguments: argparse.Namespace) -> "ExperimentConfig":
@@ -215,7 +206,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(arguments.json, report.as_json(), indent=1)
     if arguments.fix:
-        fix(arguments, config.data.format, report)
+        write_fixed(arguments, config.data.format, report)
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
@@ -226,7 +217,7 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fix(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:
+def write_fixed(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:
     """Writes the clean copy and says what was done."""
     from ppdist.data.datasets.convert import snippet
     from ppdist.data.validate import clean_copy
@@ -239,7 +230,7 @@ def fix(arguments: argparse.Namespace, data_format: Any, report: "Report") -> No
     print(snippet(cleaned.raws, data_format, arguments.fix, images=files), end="")
 
 
-def convert(arguments: argparse.Namespace) -> None:
+def convert(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.annotations import Strictly
     from ppdist.data.datasets.build import read_raw
     from ppdist.data.datasets.convert import convert as write
@@ -258,9 +249,10 @@ def convert(arguments: argparse.Namespace) -> None:
         print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
     print(f"wrote {arguments.out}; to use it:")
     print(snippet(raws, kind, arguments.out, images=files), end="")
+    return 0
 
 
-def stats(arguments: argparse.Namespace) -> None:
+def stats(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.data.datasets.build import check_same_classes, read_split
     from ppdist.data.statistics import class_rows, objects_of, overview, summary
@@ -294,9 +286,10 @@ def stats(arguments: argparse.Namespace) -> None:
         names = sets["train"].class_names
         for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
             print(f"wrote {path}")
+    return 0
 
 
-def show(arguments: argparse.Namespace) -> None:
+def show(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_parent, writing
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model
@@ -347,9 +340,10 @@ def show(arguments: argparse.Namespace) -> None:
         arguments.out.write_bytes(png(grid(pictures)))
     when = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
     print(f"wrote {len(pictures)} samples of {split}, as in {when}, to {arguments.out}")
+    return 0
 
 
-def split(arguments: argparse.Namespace) -> None:
+def split(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.build import read_split
     from ppdist.data.datasets.convert import (
         absent_classes,
@@ -388,9 +382,10 @@ def split(arguments: argparse.Namespace) -> None:
     absent = absent_classes(dataset, part_N, [*shares])
     if absent:
         process.warn(f"no image of {', '.join(absent)}")
+    return 0
 
 
-def fit(arguments: argparse.Namespace) -> None:
+def anchors(arguments: argparse.Namespace) -> int:
     """Shows how well the configured anchors fit the training set, and fitted ones to paste."""
     from ppdist.data.datasets.build import read_split
     from ppdist.data.statistics import fit_anchors, refit, sizes_in_input
@@ -416,16 +411,17 @@ def fit(arguments: argparse.Namespace) -> None:
         wh_N2, before_LA2, threshold=threshold, generations=arguments.generations, seed=seed
     )
     print(f"train: {dataset.source}: {found.boxes} boxes in inputs of {size[0]} x {size[1]} pixels")
-    table = Table("", "present", "fitted")
-    for what, present, fitted in (
-        ("best possible recall", found.recall_before, found.recall_after),
-        ("ratio to the best anchor", found.fitness_before, found.fitness_after),
-    ):
-        table.add_row(what, f"{present:.4f}", f"{fitted:.4f}")
-    for level, rows in enumerate(zip(before_LA2, found.anchors_LA2)):
-        for present, fitted in zip(*rows):
-            table.add_row(f"level {level}: width, height", sides(present), sides(fitted))
-    Console().print(table)
+    rows = [
+        [what, f"{present:.4f}", f"{fitted:.4f}"]
+        for what, present, fitted in (
+            ("best possible recall", found.recall_before, found.recall_after),
+            ("ratio to the best anchor", found.fitness_before, found.fitness_after),
+        )
+    ]
+    for level, both in enumerate(zip(before_LA2, found.anchors_LA2)):
+        for present_2, fitted_2 in zip(*both):
+            rows.append([f"level {level}: width, height", sides(present_2), sides(fitted_2)])
+    table(["", "present", "fitted"], rows)
     print("to use the fitted ones:\nmodel:\n  anchors:")
     for fitted_A2 in found.anchors_LA2:
         print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
@@ -436,13 +432,14 @@ def fit(arguments: argparse.Namespace) -> None:
         print(
             f"training would find: {refit(wh_N2, before_LA2, threshold=threshold, seed=seed).told}"
         )
+    return 0
 
 
 def sides(anchor: Iterable[float]) -> str:
     return ", ".join(f"{side:g}" for side in anchor)
 
 
-def make(arguments: argparse.Namespace) -> None:
+def synthetic(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.synthetic import CLASS_NAMES, make_shapes
 
     make_shapes(
@@ -456,6 +453,7 @@ def make(arguments: argparse.Namespace) -> None:
         f"wrote {arguments.train} + {arguments.val} images of {', '.join(CLASS_NAMES)} to "
         f"{arguments.out}; use it with data.root={arguments.out} data.format=coco"
     )
+    return 0
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -463,3 +461,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         drawn.add_row(*row)
     Console().print(drawn)
+
+
+COMMANDS = {
+    "check": check, "stats": stats, "show": show, "convert": convert, "split": split,
+    "anchors": anchors, "synthetic": synthetic,
+}  # fmt: skip

@@ -61,6 +61,59 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def main() -> int:
+    arguments = parse()
+    if _REPORT in os.environ:
+        return be_rank(arguments, Path(os.environ[_REPORT]))
+    machine = this_machine()
+    options = launch_options(arguments)
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        print(finding, flush=True)
+        findings.append(finding)
+
+    cards: list[str] = []
+    try:
+        cards, _ = cards_of_run(options, os.environ, machine)
+    except errors.LaunchError as error:
+        add(Finding(FAIL, "cards of the run", str(error)))
+    processes = len(cards) or options.processes
+    place = options.ips, options.host, options.start_port
+    for finding in check_host(*place, os.environ, machine, processes, cards):
+        add(finding)
+    for finding in check_equipment(machine, options.ips, options.host, os.environ):
+        add(finding)
+    if arguments.config:
+        writes = writes_output(options, machine)
+        for finding in check_experiment(arguments.config, arguments.override, writes):
+            add(finding)
+    report: dict[str, Any] = {}
+    failed = any(finding.level == FAIL for finding in findings)
+    if not (failed or arguments.quick) and several(options, processes, machine):
+        found, report = check_together(arguments, options)
+        for finding in found:
+            add(finding)
+    if arguments.json:
+        said = [finding.__dict__ for finding in findings]
+        text = json.dumps({**report, "findings": said}, indent=1)
+        Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
+    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
+    print(f"{count[FAIL]} failed, {count[WARN]} warnings")
+    return 2 if count[FAIL] else 0
+
+
+def launch_options(arguments: argparse.Namespace) -> Options:
+    """What fleetrun would make of the same options and the same environment."""
+    words = []
+    for name in _OF_FLEETRUN:
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}={value}"]
+    # What is left over from another launch is a finding of its own.
+    environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
+    return parse_options([*words, *script_of("doctor")], environment)
+
+
 def writes_output(options: Options, machine: Machine) -> bool:
     """Whether this host writes the checkpoints: the only one, or the first."""
     if options.ips is None:
@@ -102,15 +155,10 @@ def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[
         yield attempt("classes", compare)
 
 
-def launch_options(arguments: argparse.Namespace) -> Options:
-    """What fleetrun would make of the same options and the same environment."""
-    words = []
-    for name in _OF_FLEETRUN:
-        value = getattr(arguments, name)
-        words += [] if value is None else [f"--{name}={value}"]
-    # What is left over from another launch is a finding of its own.
-    environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
-    return parse_options([*words, *script_of("doctor")], environment)
+def several(options: Options, processes: int | None, machine: Machine) -> bool:
+    """Whether the run has more than one process."""
+    here = processes or len(machine.cards)
+    return here > 1 or len((options.ips or "").split(",")) > 1
 
 
 def check_together(
@@ -157,51 +205,3 @@ def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":
         report_file.write_text(json.dumps(report), encoding="utf-8")
     return 0
-
-
-def several(options: Options, processes: int | None, machine: Machine) -> bool:
-    """Whether the run has more than one process."""
-    here = processes or len(machine.cards)
-    return here > 1 or len((options.ips or "").split(",")) > 1
-
-
-def main() -> int:
-    arguments = parse()
-    if _REPORT in os.environ:
-        return be_rank(arguments, Path(os.environ[_REPORT]))
-    machine = this_machine()
-    options = launch_options(arguments)
-    findings: list[Finding] = []
-
-    def add(finding: Finding) -> None:
-        print(finding, flush=True)
-        findings.append(finding)
-
-    cards: list[str] = []
-    try:
-        cards, _ = cards_of_run(options, os.environ, machine)
-    except errors.LaunchError as error:
-        add(Finding(FAIL, "cards of the run", str(error)))
-    processes = len(cards) or options.processes
-    place = options.ips, options.host, options.start_port
-    for finding in check_host(*place, os.environ, machine, processes, cards):
-        add(finding)
-    for finding in check_equipment(machine, options.ips, options.host, os.environ):
-        add(finding)
-    if arguments.config:
-        writes = writes_output(options, machine)
-        for finding in check_experiment(arguments.config, arguments.override, writes):
-            add(finding)
-    report: dict[str, Any] = {}
-    failed = any(finding.level == FAIL for finding in findings)
-    if not (failed or arguments.quick) and several(options, processes, machine):
-        found, report = check_together(arguments, options)
-        for finding in found:
-            add(finding)
-    if arguments.json:
-        said = [finding.__dict__ for finding in findings]
-        text = json.dumps({**report, "findings": said}, indent=1)
-        Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
-    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
-    print(f"{count[FAIL]} failed, {count[WARN]} warnings")
-    return 2 if count[FAIL] else 0

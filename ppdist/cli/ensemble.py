@@ -108,7 +108,7 @@ def scales(text: str) -> tuple[float, ...]:
 
 def main() -> int:
     arguments = parse()
-    (fuse if arguments.command == "fuse" else average)(arguments)
+    COMMANDS[arguments.command](arguments)
     return 0
 
 
@@ -276,3 +276,6 @@ def tell(text: str) -> None:
 
     if comm.is_main():
         process.say(f"ppdist: {text}")
+
+
+COMMANDS = {"fuse": fuse, "average": average}

@@ -4,11 +4,11 @@ fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppdist.cli import command_line
 from ppdist.common import process
 from ppdist.common.arguments import add_config, described
 
@@ -63,7 +63,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         output_dir=output_dir,
         evaluate=arguments.eval,
         resume=word if word in (None, AUTO) else Path(word or output_dir),
-        command=sys.argv,
+        command=command_line(),
         resume_changed=arguments.resume_changed,
         callbacks=callbacks,
     )

@@ -52,20 +52,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    if arguments.command == "run":
-        return run(arguments)
-    if arguments.command == "show":
-        return show(arguments)
-    from ppdist.tune.results import ablations, read_rows, write_into
-
-    rows = [row for source in arguments.sources for row in read_rows(source)]
-    text = ablations(rows)
-    if arguments.document:
-        write_into(arguments.document, text)
-        print(f"wrote {len(rows)} trials into {arguments.document}")
-    else:
-        print(text)
-    return 0
+    return COMMANDS[arguments.command](arguments)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,6 +103,19 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
+def require_optuna() -> None:
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise errors.ConfigError(
+            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
+        ) from error
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {process.printable(text)}", flush=True)
+
+
 def dealt_cards(workers: int, processes: int) -> list[list[str]]:
     """Each worker's own cards, or [] where they compute on the CPU."""
     from ppdist.launch.topology import deal_out, machine_cards, paddle_build, visible_labels
@@ -133,14 +133,17 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def require_optuna() -> None:
-    try:
-        import optuna  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise errors.ConfigError(
-            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
-        ) from error
+def table(arguments: argparse.Namespace) -> int:
+    from ppdist.tune.results import ablations, read_rows, write_into
+
+    rows = [row for source in arguments.sources for row in read_rows(source)]
+    text = ablations(rows)
+    if arguments.document:
+        write_into(arguments.document, text)
+        print(f"wrote {len(rows)} trials into {arguments.document}")
+    else:
+        print(text)
+    return 0
 
 
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {process.printable(text)}", flush=True)
+COMMANDS = {"run": run, "show": show, "table": table}

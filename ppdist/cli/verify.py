@@ -39,8 +39,6 @@ from ppdist.cli import CLONE, script_of, use_clone
 from ppdist.common import errors, process
 from ppdist.common.arguments import add_config, at_least, described
 
-CONFIGS = CLONE / "configs"
-
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
@@ -79,8 +77,7 @@ def main() -> int:
 
     if arguments.json:
         make_parent(arguments.json)
-    commands = {"equivalence": equivalence, "parity": parity, "coco": coco, "export": export}
-    return commands[arguments.command](arguments)
+    return COMMANDS[arguments.command](arguments)
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
@@ -194,7 +191,7 @@ def export(arguments: argparse.Namespace) -> int:
         subject = (
             trained(name, runs[name], images, process.warn)
             if name in runs
-            else untrained(name, CONFIGS / MODELS[name], images)
+            else untrained(name, CLONE / "configs" / MODELS[name], images)
         )
         for row in matrix.measure(subject):
             print(matrix.line(row), flush=True)
@@ -206,3 +203,6 @@ def export(arguments: argparse.Namespace) -> int:
     missed = sum(not row.passed for row in rows)
     print(f"{'FAIL' if missed else 'PASS'}: {len(rows) - missed} of {len(rows)} files")
     return 1 if missed else 0
+
+
+COMMANDS = {"equivalence": equivalence, "parity": parity, "coco": coco, "export": export}

@@ -1,10 +1,14 @@
 """What a run says while it works: console, train.log, metrics.jsonl, metric writers.
 
+    RunLog                       all of it; who trains, evaluates or saves calls this
+    ETA                          how long the rest of the run takes
+    read_metrics, MetricRecords  metrics.jsonl again, by kind of record
+    run_summary                  the table at the end
+
 metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes.  Nothing here ever
 stops a training: a full disk or a closed terminal costs lines, with one warning.
 """
 
-import contextlib
 import io
 import json
 import logging
@@ -15,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -29,7 +33,7 @@ from rich.table import Table
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.process import printable
+from ppdist.common.process import printable, say
 from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
@@ -117,7 +121,7 @@ class RunLog:
         for record in kept:
             if record.get("eval_seconds") is not None:
                 self._eta.remember(record["eval_seconds"])
-        self._open_handlers(output_dir)
+        self._open_handlers()
         self._open_writers(visualdl, tensorboard, resume_step)
 
     def __enter__(self) -> "RunLog":
@@ -254,14 +258,14 @@ class RunLog:
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before
 
-    def _open_handlers(self, output_dir: Path) -> None:
+    def _open_handlers(self) -> None:
         _LOGGER.setLevel(logging.INFO)
         _LOGGER.propagate = False
         sys.stdout = self._screen  # also for whoever prints without asking the log
         self._handlers.append(ConsoleHandler(self._console, self._screen))
         _LOGGER.addHandler(self._handlers[0])
         try:
-            self._handlers.append(LogFileHandler(output_dir / "train.log"))
+            self._handlers.append(LogFileHandler(self._output_dir / "train.log"))
         except OSError as error:
             self.warn_once("train.log", error)
             return
@@ -337,311 +341,7 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
-EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
-_KEPT = 2000  # steps whose seconds are remembered; the later half counts
-_FEWEST = 50  # unless the run is younger, so many count
-_LAST = 3  # evaluations, saves, first steps of epochs: they change as the model learns
-_STALL = 10.0  # a step that takes more times the median than this met something that passes
-# Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
-# CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
-# everything everywhere), mostly 0.6 in later ones.
-_EVALUATION_COST = 0.5
-
-
-class ETA:
-    """Wall seconds of one process by part, and how long the rest of the run takes.
-
-        left = steps * step + epochs * what their first step takes longer
-               + evaluations * evaluation + saves * save          (each of what is still to come)
-
-    Every part is measured as the run goes: an average over everything since the start would be
-    wrong until the first evaluation was seen, and again after each.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        steps_per_epoch: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Args: clock: seconds from any point in time."""
-        self._total_steps = total_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._clock = clock
-        self._began = clock()
-        self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
-        self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
-        self._remembered: float | None = None
-        self._seconds: dict[str, float] = {}
-        self._within: list[str] = []  # parts that are running, the innermost last
-        self._switched = self._began
-        self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
-        self._steps: deque[float] = deque(maxlen=_KEPT)
-        self._first_steps: deque[float] = deque(maxlen=_LAST)
-        self._parts = {part: deque[float](maxlen=_LAST) for part in self._every}
-        self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
-
-    def expect(
-        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
-    ) -> None:
-        """What comes between steps.
-
-        Args:
-            evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
-            evaluation_images: in one evaluation.
-            images_per_step: of all ranks.
-        """
-        self._every = {EVALUATION: evaluate_every, SAVING: save_every}
-        self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
-
-    def remember(self, evaluation_seconds: float) -> None:
-        """What an evaluation took before the run was resumed; it counts until one is seen."""
-        self._remembered = evaluation_seconds
-
-    @contextmanager
-    def spending(self, part: str, step: int) -> Iterator[None]:
-        """Around a part that comes between steps; one may stand within another.
-
-        Args: step: optimizer steps done.
-        """
-        before = self._book().get(part, 0.0)
-        self._within.append(part)
-        try:
-            yield
-        finally:
-            seconds = self._book()
-            self._within.pop()
-            self._parts[part].append(seconds[part] - before)
-            self._done_at[part] = step
-
-    def stepped(self, step: int, waited: float) -> None:
-        """A step was made.
-
-        Args:
-            step: optimizer steps done.
-            waited: seconds of it in which there were no images.
-        """
-        self._book()
-        self._seconds[IMAGES] = self._seconds.get(IMAGES, 0.0) + waited
-        outside = self._clock() - self._began - sum(map(self._seconds.get, self._every, (0.0, 0.0)))
-        if self._last is not None and step == self._last[0] + 1:
-            first = (step - 1) % self._steps_per_epoch == 0
-            kind = self._first_steps if first and self._steps_per_epoch > 1 else self._steps
-            kind.append(outside - self._last[1])
-        self._last = step, outside
-
-    def left(self, step: int) -> float | None:
-        """Seconds until the end; None: too few steps were made to say.
-
-        Args: step: optimizer steps done.
-        """
-        if not self._steps:
-            return None
-        each = self._step_seconds()
-        seconds = (self._total_steps - step) * each
-        if self._first_steps:
-            begun = math.ceil(step / self._steps_per_epoch)
-            epochs = math.ceil(self._total_steps / self._steps_per_epoch) - begun
-            seconds += epochs * max(0.0, fmean(self._first_steps) - each)
-        for part, taken in self._parts.items():
-            unseen = self._unseen_evaluation(each) if part == EVALUATION else 0.0
-            seconds += self._times(part, step) * (fmean(taken) if taken else unseen)
-        return seconds
-
-    def seconds(self) -> dict[str, float]:
-        """Wall seconds since the start by part; `training` is what no other part took."""
-        booked = dict(self._book())
-        return {TRAINING: self._clock() - self._began - sum(booked.values()), **booked}
-
-    def _unseen_evaluation(self, step_seconds: float) -> float:
-        if self._remembered is not None:
-            return self._remembered
-        return self._evaluation_steps * step_seconds
-
-    def _step_seconds(self) -> float:
-        recent = list(self._steps)[-max(_FEWEST, len(self._steps) // 2) :]
-        most = _STALL * median(recent)
-        return fmean(min(each, most) for each in recent)
-
-    def _times(self, part: str, step: int) -> int:
-        """How often a part still comes, at this step included if it was not done yet."""
-        every = self._every[part]
-        if not every:
-            return 0
-        since = max(step - 1, self._done_at[part])
-        if since >= self._total_steps:
-            return 0
-        return math.ceil(self._total_steps / every) - since // every
-
-    def _book(self) -> dict[str, float]:
-        """Books the seconds since the last time to the part that was running."""
-        now = self._clock()
-        if self._within:
-            part = self._within[-1]
-            self._seconds[part] = self._seconds.get(part, 0.0) + now - self._switched
-        self._switched = now
-        return self._seconds
-
-
-def duration(seconds: float) -> str:
-    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
-    whole = round(max(0.0, seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d {hours % 24}h"
-    if hours:
-        return f"{hours}h {minutes % 60:02d}m"
-    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-Record = Mapping[str, Any]
-
-
-@dataclass
-class MetricRecords:
-    """metrics.jsonl by kind of record, without what a rollback took back.
-
-    Attributes:
-        steps: means over some training steps.
-        evaluations: of the whole validation set.
-        ranks: seconds of each rank over the same steps as in `steps`.
-        starts: with what the run derived; more than one after restarts.
-        rollbacks: to earlier weights.
-        bad_images: how many images were replaced so far.
-        finished: why the run ended; "": it has not, or was started again since.
-    """
-
-    steps: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    ranks: list[Record] = field(default_factory=list)
-    starts: list[Record] = field(default_factory=list)
-    rollbacks: list[Record] = field(default_factory=list)
-    bad_images: list[Record] = field(default_factory=list)
-    finished: str = ""
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> "MetricRecords":
-        """Sorts them; those without a step, or of no known kind, are left out.
-
-        A rollback takes back what stands before it and lies beyond its step.
-        """
-        found = cls()
-        for record in records:
-            if _is_number(record.get("step")):
-                found._take(record)
-        return found
-
-    def _take(self, record: Record) -> None:
-        if isinstance(record.get("derived"), Mapping):
-            self.starts.append(record)
-            self.finished = ""
-        elif isinstance(record.get("finished"), str):
-            self.finished = record["finished"]
-        elif _is_number(record.get("returned_from_step")):
-            self.rollbacks.append(record)
-            for kind in (self.steps, self.evaluations, self.ranks):
-                kind[:] = [each for each in kind if each["step"] <= record["step"]]
-        elif "eval_seconds" in record:
-            self.evaluations.append(record)
-        elif "rank_step_seconds" in record:
-            self.ranks.append(record)
-        elif "bad_images" in record:
-            self.bad_images.append(record)
-        elif "loss" in record:
-            self.steps.append(record)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # also of too many digits, and too deep
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 1e300 and math.isfinite(value)
-
-
-_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "precision", "recall", "f1", "val_loss")
-
-
-def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """(what, value, where or why) from what a run has left; what is not there has no row.
-
-    Args: seconds: wall time of this process by part.
-    """
-    try:
-        records = read_metrics(output_dir / "metrics.jsonl")
-    except OSError:
-        records = []
-    found = MetricRecords.of(records)
-    evaluations = {each["step"]: each for each in found.evaluations}
-    checkpoints = output_dir / "checkpoints"
-    rows = []
-    for name in ("best", "last"):
-        step = step_of(checkpoints / name)
-        if step is not None:
-            scores = _scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
-            rows.append((name, scores, f"checkpoints/{name}"))
-    if len(evaluations) > 1:
-        first, *_, last = sorted(evaluations)
-        rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
-    losses = [each for each in found.steps if each["loss"] is not None]
-    if losses:
-        first_loss, last_loss = losses[0], losses[-1]
-        change = f"from {first_loss['loss']:.4g} at step {first_loss['step']}"
-        rows.append(("training loss", f"{last_loss['loss']:.4g}", change))
-    rows += _places(output_dir)
-    total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{part} {value / max(total, 1e-9):.0%}" for part, value in parts if value)
-    rows.append(("time", duration(total), shares))
-    return rows
-
-
-def _places(output_dir: Path) -> list[tuple[str, str, str]]:
-    candidates = (
-        ("plots", "plots", "curves, matrices, worst and best images"),
-        ("evaluation", "evaluation.json", "tables and curves of the best"),
-        ("every number", "metrics.jsonl", "one JSON object a line"),
-        ("this text", "train.log", ""),
-    )
-    return [(what, name, how) for what, name, how in candidates if (output_dir / name).exists()]
-
-
-def commands(output_dir: Path) -> list[str]:
-    """What shows the run, ready to be copied."""
-    found = [f"python tools/report.py {output_dir}"]
-    if (output_dir / "vdl").exists():
-        folder = output_dir / "vdl"
-        found.append(f"visualdl --logdir {folder} --language en --disable-telemetry")
-    if (output_dir / "tensorboard").exists():
-        found.append(f"tensorboard --logdir {output_dir / 'tensorboard'}")
-    return found
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, or of one that a link names; None: it is none, or not there."""
-    try:
-        kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
-        return int(step) if kind == "step" else None
-    except (OSError, ValueError):
-        return None
-
-
-def _scores(record: Mapping[str, Any]) -> str:
-    values = [
-        f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
-    ]
-    return "  ".join(values)
+# --- console and train.log ------------------------------------------------------------------------
 
 
 class Screen(io.TextIOBase):
@@ -737,12 +437,10 @@ class LogFileHandler(logging.handlers.WatchedFileHandler):
         if self._said:
             return
         self._said = True
-        problem = sys.exc_info()[1]
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be gone, too
-            print(f"{self.baseFilename} cannot be written: {problem}", file=sys.stderr)
+        say(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # said before; its last lines have no room
+        with suppress(OSError):  # said before; its last lines have no room
             super().close()
 
 
@@ -751,3 +449,319 @@ class _PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+# --- time left ------------------------------------------------------------------------------------
+
+
+EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
+_KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
+_FEWEST_STEPS = 50  # unless the run is younger, so many count
+_LAST_PARTS = 3  # evaluations, saves, first steps of epochs: they change as the model learns
+_STALL = 10.0  # a step that takes more times the median than this met something that passes
+# Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
+# CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
+# everything everywhere), mostly 0.6 in later ones.
+_EVALUATION_COST = 0.5
+
+
+class ETA:
+    """Wall seconds of one process by part, and how long the rest of the run takes.
+
+        left = steps * step + epochs * what their first step takes longer
+               + evaluations * evaluation + saves * save          (each of what is still to come)
+
+    Every part is measured as the run goes: an average over everything since the start would be
+    wrong until the first evaluation was seen, and again after each.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        steps_per_epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: clock: seconds from any point in time."""
+        self._total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._clock = clock
+        self._began = clock()
+        self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
+        self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
+        self._remembered: float | None = None
+        self._seconds: dict[str, float] = {}
+        self._within: list[str] = []  # parts that are running, the innermost last
+        self._switched = self._began
+        self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
+        self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._first_steps: deque[float] = deque(maxlen=_LAST_PARTS)
+        self._parts = {part: deque[float](maxlen=_LAST_PARTS) for part in self._every}
+        self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
+
+    def expect(
+        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
+    ) -> None:
+        """What comes between steps.
+
+        Args:
+            evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
+            evaluation_images: in one evaluation.
+            images_per_step: of all ranks.
+        """
+        self._every = {EVALUATION: evaluate_every, SAVING: save_every}
+        self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
+
+    def remember(self, evaluation_seconds: float) -> None:
+        """What an evaluation took before the run was resumed; it counts until one is seen."""
+        self._remembered = evaluation_seconds
+
+    @contextmanager
+    def spending(self, part: str, step: int) -> Iterator[None]:
+        """Around a part that comes between steps; one may stand within another.
+
+        Args: step: optimizer steps done.
+        """
+        before = self._book().get(part, 0.0)
+        self._within.append(part)
+        try:
+            yield
+        finally:
+            seconds = self._book()
+            self._within.pop()
+            self._parts[part].append(seconds[part] - before)
+            self._done_at[part] = step
+
+    def stepped(self, step: int, waited: float) -> None:
+        """A step was made.
+
+        Args:
+            step: optimizer steps done.
+            waited: seconds of it in which there were no images.
+        """
+        self._book()
+        self._seconds[IMAGES] = self._seconds.get(IMAGES, 0.0) + waited
+        outside = self._clock() - self._began - sum(map(self._seconds.get, self._every, (0.0, 0.0)))
+        if self._last is not None and step == self._last[0] + 1:
+            first = (step - 1) % self._steps_per_epoch == 0
+            kind = self._first_steps if first and self._steps_per_epoch > 1 else self._steps
+            kind.append(outside - self._last[1])
+        self._last = step, outside
+
+    def left(self, step: int) -> float | None:
+        """Seconds until the end; None: too few steps were made to say.
+
+        Args: step: optimizer steps done.
+        """
+        if not self._steps:
+            return None
+        each = self._step_seconds()
+        seconds = (self._total_steps - step) * each
+        if self._first_steps:
+            begun = math.ceil(step / self._steps_per_epoch)
+            epochs = math.ceil(self._total_steps / self._steps_per_epoch) - begun
+            seconds += epochs * max(0.0, fmean(self._first_steps) - each)
+        for part, taken in self._parts.items():
+            unseen = self._unseen_evaluation(each) if part == EVALUATION else 0.0
+            seconds += self._times(part, step) * (fmean(taken) if taken else unseen)
+        return seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds since the start by part; `training` is what no other part took."""
+        booked = dict(self._book())
+        return {TRAINING: self._clock() - self._began - sum(booked.values()), **booked}
+
+    def _unseen_evaluation(self, step_seconds: float) -> float:
+        if self._remembered is not None:
+            return self._remembered
+        return self._evaluation_steps * step_seconds
+
+    def _step_seconds(self) -> float:
+        recent = list(self._steps)[-max(_FEWEST_STEPS, len(self._steps) // 2) :]
+        most = _STALL * median(recent)
+        return fmean(min(each, most) for each in recent)
+
+    def _times(self, part: str, step: int) -> int:
+        """How often a part still comes, at this step included if it was not done yet."""
+        every = self._every[part]
+        if not every:
+            return 0
+        since = max(step - 1, self._done_at[part])
+        if since >= self._total_steps:
+            return 0
+        return math.ceil(self._total_steps / every) - since // every
+
+    def _book(self) -> dict[str, float]:
+        """Books the seconds since the last time to the part that was running."""
+        now = self._clock()
+        if self._within:
+            part = self._within[-1]
+            self._seconds[part] = self._seconds.get(part, 0.0) + now - self._switched
+        self._switched = now
+        return self._seconds
+
+
+def duration(seconds: float) -> str:
+    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
+    whole = round(max(0.0, seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60:02d}m"
+    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+# --- metrics.jsonl, read again --------------------------------------------------------------------
+
+
+Record = Mapping[str, Any]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # also of too many digits, and too deep
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+@dataclass
+class MetricRecords:
+    """metrics.jsonl by kind of record, without what a rollback took back.
+
+    Attributes:
+        steps: means over some training steps.
+        evaluations: of the whole validation set.
+        ranks: seconds of each rank over the same steps as in `steps`.
+        starts: with what the run derived; more than one after restarts.
+        rollbacks: to earlier weights.
+        bad_images: how many images were replaced so far.
+        finished: why the run ended; "": it has not, or was started again since.
+    """
+
+    steps: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    ranks: list[Record] = field(default_factory=list)
+    starts: list[Record] = field(default_factory=list)
+    rollbacks: list[Record] = field(default_factory=list)
+    bad_images: list[Record] = field(default_factory=list)
+    finished: str = ""
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "MetricRecords":
+        """Sorts them; those without a step, or of no known kind, are left out.
+
+        A rollback takes back what stands before it and lies beyond its step.
+        """
+        found = cls()
+        for record in records:
+            if _is_number(record.get("step")):
+                found._take(record)
+        return found
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record.get("derived"), Mapping):
+            self.starts.append(record)
+            self.finished = ""
+        elif isinstance(record.get("finished"), str):
+            self.finished = record["finished"]
+        elif _is_number(record.get("returned_from_step")):
+            self.rollbacks.append(record)
+            for kind in (self.steps, self.evaluations, self.ranks):
+                kind[:] = [each for each in kind if each["step"] <= record["step"]]
+        elif "eval_seconds" in record:
+            self.evaluations.append(record)
+        elif "rank_step_seconds" in record:
+            self.ranks.append(record)
+        elif "bad_images" in record:
+            self.bad_images.append(record)
+        elif "loss" in record:
+            self.steps.append(record)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e300 and math.isfinite(value)
+
+
+# --- the end of a run -----------------------------------------------------------------------------
+
+
+_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "precision", "recall", "f1", "val_loss")
+
+
+def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """(what, value, where or why) from what a run has left; what is not there has no row.
+
+    Args: seconds: wall time of this process by part.
+    """
+    try:
+        records = read_metrics(output_dir / "metrics.jsonl")
+    except OSError:
+        records = []
+    found = MetricRecords.of(records)
+    evaluations = {each["step"]: each for each in found.evaluations}
+    checkpoints = output_dir / "checkpoints"
+    rows = []
+    for name in ("best", "last"):
+        step = step_of(checkpoints / name)
+        if step is not None:
+            scores = _scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
+            rows.append((name, scores, f"checkpoints/{name}"))
+    if len(evaluations) > 1:
+        first, *_, last = sorted(evaluations)
+        rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
+    losses = [each for each in found.steps if each["loss"] is not None]
+    if losses:
+        first_loss, last_loss = losses[0], losses[-1]
+        change = f"from {first_loss['loss']:.4g} at step {first_loss['step']}"
+        rows.append(("training loss", f"{last_loss['loss']:.4g}", change))
+    rows += _places(output_dir)
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{part} {value / max(total, 1e-9):.0%}" for part, value in parts if value)
+    rows.append(("time", duration(total), shares))
+    return rows
+
+
+def _scores(record: Mapping[str, Any]) -> str:
+    values = [
+        f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
+    ]
+    return "  ".join(values)
+
+
+def _places(output_dir: Path) -> list[tuple[str, str, str]]:
+    candidates = (
+        ("plots", "plots", "curves, matrices, worst and best images"),
+        ("evaluation", "evaluation.json", "tables and curves of the best"),
+        ("every number", "metrics.jsonl", "one JSON object a line"),
+        ("this text", "train.log", ""),
+    )
+    return [(what, name, how) for what, name, how in candidates if (output_dir / name).exists()]
+
+
+def commands(output_dir: Path) -> list[str]:
+    """What shows the run, ready to be copied."""
+    found = [f"python tools/report.py {output_dir}"]
+    if (output_dir / "vdl").exists():
+        folder = output_dir / "vdl"
+        found.append(f"visualdl --logdir {folder} --language en --disable-telemetry")
+    if (output_dir / "tensorboard").exists():
+        found.append(f"tensorboard --logdir {output_dir / 'tensorboard'}")
+    return found
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step of a checkpoint, or of one that a link names; None: it is none, or not there."""
+    try:
+        kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
+        return int(step) if kind == "step" else None
+    except (OSError, ValueError):
+        return None

@@ -91,8 +91,5 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         ConfigError: everything that is wrong, one line for each problem:
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
-    # The one import that points up: the tree of all sections has to be known by whoever reads it.
-    from ppdist.config.experiment import ExperimentConfig
-
     defaults = {"output_dir": f"output/{Path(path).stem}"}
     return parse_config(path, overrides, ExperimentConfig, defaults)

@@ -7,9 +7,25 @@ from pydantic import Field, ValidationInfo, field_validator
 from ppdist.config.base import Section, Task
 
 YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
-Activation = Literal["silu", "relu", "hardswish", "leaky_relu"]
 _Side = Annotated[float, Field(gt=0)]
 _Anchor = tuple[_Side, _Side]
+
+# Keys that the families share.
+DepthMultiple = Annotated[
+    float | None,
+    Field(gt=0, description="blocks per stage as a multiple of size l; null: from size"),
+]
+WidthMultiple = Annotated[
+    float | None, Field(gt=0, description="channels as a multiple of size l; null: from size")
+]
+Activation = Annotated[
+    Literal["silu", "relu", "hardswish", "leaky_relu"],
+    Field(
+        description="after each convolution with batch norm; silu: the published one; relu, "
+        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
+        "published weights only after some training"
+    ),
+]
 
 
 class PPYOLOEConfig(Section):
@@ -25,12 +41,8 @@ class PPYOLOEConfig(Section):
     size: Literal["t", "s", "m", "l", "x"] = Field(
         default="s", description="depth and width multiples; t is published with auxiliary: true"
     )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
+    depth_multiple: DepthMultiple = None
+    width_multiple: WidthMultiple = None
     levels: Literal["P3-P5", "P2-P5", "P3-P6", "P2-P6"] = Field(
         default="P3-P5",
         description="output levels, strides 2^level: P2 adds stride 4 for small objects, P6 "
@@ -52,12 +64,7 @@ class PPYOLOEConfig(Section):
         "does not change; it alone predicts after training, without suppression: of `nms` only "
         "score_threshold, keep and multi_label count (YOLOv10)",
     )
-    activation: Activation = Field(
-        default="silu",
-        description="after each convolution with batch norm; silu: the published one; relu, "
-        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
-        "published weights only after some training",
-    )
+    activation: Activation = "silu"
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None,
@@ -101,18 +108,9 @@ class YOLOv5Config(Section):
         description="depth and width multiples; with 6: a fourth level of stride 64, for large "
         "images",
     )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
-    activation: Activation = Field(
-        default="silu",
-        description="after each convolution with batch norm; silu: the published one; relu, "
-        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
-        "published weights only after some training",
-    )
+    depth_multiple: DepthMultiple = None
+    width_multiple: WidthMultiple = None
+    activation: Activation = "silu"
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: str | None = Field(
         default=None,
@@ -154,18 +152,9 @@ class YOLOv5ClsConfig(Section):
     size: Literal["n", "s", "m", "l", "x"] = Field(
         default="s", description="depth and width multiples"
     )
-    depth_multiple: float | None = Field(
-        default=None, gt=0, description="blocks per stage as a multiple of size l; null: from size"
-    )
-    width_multiple: float | None = Field(
-        default=None, gt=0, description="channels as a multiple of size l; null: from size"
-    )
-    activation: Activation = Field(
-        default="silu",
-        description="after each convolution with batch norm; silu: the published one; relu, "
-        "leaky_relu (slope 0.1) and hardswish are cheaper on small devices, and start from "
-        "published weights only after some training",
-    )
+    depth_multiple: DepthMultiple = None
+    width_multiple: WidthMultiple = None
+    activation: Activation = "silu"
     num_classes: int = Field(default=1000, ge=1, description="image classes C")
     pretrained: str | None = Field(
         default=None,

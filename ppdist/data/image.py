@@ -1,4 +1,4 @@
-"""Images from disk: header, check of the structure, pixels as RGB.
+"""Images from disk: pixels as RGB, damage, and the header.
 
 A decoder trusts lengths: OpenCV 5.0 asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk
 claims them, paints what is missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to
@@ -20,13 +20,131 @@ from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugi
 
 from ppdist.common.errors import DataError
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB once decoded, and as much again while it is
-_PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_BYTES = 8 * MOST_PIXELS  # four channels of 16 bits, not compressed
+# The first bytes of a file.
+_JPEG, _PNG, _BMP, _WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
+# Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
+_REDUCED = {
+    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
+    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
+    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
+}
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file is taken for an image by its name; hidden ones (`._a.jpg`) are none."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+def read_image(
+    path: str | Path, size: tuple[int, int] | None = None, reduced: int = 1
+) -> np.ndarray:
+    """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
+
+    Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
+    is ignored (but a TIFF's is blended over black); of several frames the first is taken.  Pixels
+    that a cut file lacks are never made up; damage amid a JPEG shows in its picture alone, and
+    `ppdist.data.validate` finds it.
+
+    Args:
+        size: the (height, width) it must have; an image that has it without being turned stays.
+        reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
+            which is three times as fast and averages the pixels left out.
+    Raises: DataError: absent, unreadable, damaged, cut short, of more than MOST_PIXELS, or of
+        another size (within `reduced` pixels).
+    """
+    content = _content(path)
+    found = damage(content)
+    if found is not None:
+        raise DataError(found.text, code=found.code, where=str(path))
+    if reduced > 1 and content.startswith(_JPEG) and not _turns_unnoticed(size, reduced):
+        image_HW3 = _decode(path, content, _REDUCED[reduced])
+        if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
+            return image_HW3
+    image_HW3 = _decode(path, content)
+    if size is not None and image_HW3.shape[:2] != size:
+        image_HW3 = _decode(path, content, cv2.IMREAD_IGNORE_ORIENTATION)
+    height, width = image_HW3.shape[:2]
+    if size is not None and (height, width) != size:
+        raise DataError(
+            f"the image is {width}x{height} but its annotation says {size[1]}x{size[0]}",
+            code="size_mismatch",
+            where=str(path),
+        )
+    if reduced > 1:
+        height, width = _reduced_size((height, width), reduced)
+        image_HW3 = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_AREA)
+    return image_HW3
+
+
+def reduction(scale: float) -> int:
+    """1, 2, 4 or 8: how far an image may be reduced that is to be shown at `scale` of its size."""
+    return next((factor for factor in (8, 4, 2) if factor * scale <= 1), 1)
+
+
+def _reduced_size(size: tuple[int, int], factor: int) -> tuple[int, int]:
+    return -(-size[0] // factor), -(-size[1] // factor)
+
+
+def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
+    """Whether an image of this size, once reduced, has the same size on its side as upright."""
+    if size is None or size[0] == size[1]:
+        return False
+    return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
+
+
+def _content(path: str | Path) -> bytes:
+    """All bytes of a file that is one: a pipe would be waited for, a device is endless."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError("not a file", code="image_unreadable", where=str(path))
+            if status.st_size > _MOST_BYTES:
+                raise DataError(
+                    f"{status.st_size} bytes: too large for an image",
+                    code="image_unreadable",
+                    where=str(path),
+                )
+            return file.read()
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        raise DataError(
+            error.strerror or str(error),
+            code="image_missing" if absent else "image_unreadable",
+            where=str(path),
+        ) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _decode(path: str | Path, content: bytes, flags: int = 0) -> np.ndarray:
+    """Straight to RGB: a JPEG takes a sixth longer by way of BGR."""
+    try:
+        image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB | flags)
+    except cv2.error as error:
+        raise DataError(
+            f"OpenCV cannot decode it: {error.err}", code="image_unreadable", where=str(path)
+        ) from error
+    if image_HW3 is None:
+        raise DataError("not an image, or damaged", code="image_unreadable", where=str(path))
+    return image_HW3
+
+
+# --- what is wrong with a file -------------------------------------------------------------------
+
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
-_JPEG_PIXELS = (
-    2048  # pixels that one byte of a JPEG can hold at most (a bit a block: 512), and spare
-)
+_JPEG_PIXELS = 2048  # that one byte of a JPEG can hold at most (a bit a block: 512), and spare
+# A JPEG marker that has a length, found as libjpeg finds it: of 0xFF with 0, with 0xFF and with the
+# markers that stand alone (0x01, 0xD0 to 0xD8), and of other bytes in between, it takes no notice.
+_SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
+_SCAN = 0xDA  # the JPEG marker before the pixels
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
 # The first bytes of a TIFF -> byte order, and whether places in it have 64 bits.
 _TIFF = {
     b"II*\0": ("<", False),
@@ -37,11 +155,6 @@ _TIFF = {
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
 _TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
 _MOST_TIFF_ENTRIES = 1000
-# A JPEG marker that has a length, found as libjpeg finds it: of 0xFF with 0, with 0xFF and with the
-# markers that stand alone (0x01, 0xD0 to 0xD8), and of other bytes in between, it takes no notice.
-_SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
-_SCAN = 0xDA  # the JPEG marker before the pixels
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
 
 
 class Damage(NamedTuple):
@@ -64,13 +177,13 @@ def damage(content: bytes, length: int | None = None) -> Damage | None:
     length = len(content) if length is None else length
     if not content:
         return Damage("image_empty", "the file is empty")
-    if content.startswith(b"\xff\xd8"):
+    if content.startswith(_JPEG):
         return _jpeg_damage(content)
     if content.startswith(_PNG):
         return _png_damage(content)
-    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+    if content.startswith(_WEBP) and content[8:12] == b"WEBP":
         return _webp_damage(content, length)
-    if content.startswith(b"BM"):
+    if content.startswith(_BMP):
         return _bmp_damage(content, length)
     if content[:4] in _TIFF:
         return _too_large("TIFF", *_tiff_size(content))
@@ -113,8 +226,8 @@ def _jpeg_damage(content: bytes) -> Damage | None:
             height, width = struct.unpack_from(">HH", content, position + 3)
             if width * height > _JPEG_PIXELS * len(content):
                 return _absurd("JPEG", width, height, len(content))
-            if width * height > MOST_PIXELS:
-                return _too_large("JPEG", width, height)
+            if too_large := _too_large("JPEG", width, height):
+                return too_large
         position += max(2, int.from_bytes(content[position : position + 2], "big"))
     return _cut_short("JPEG") if content.find(b"\xff\xd9", position) < 0 else None
 
@@ -130,8 +243,8 @@ def _png_damage(content: bytes) -> Damage | None:
     row = width * bits * _PNG_CHANNELS[colour] // 8
     if row * height > _DEFLATE * len(content):
         return _absurd("PNG", width, height, len(content))
-    if width * height > MOST_PIXELS:
-        return _too_large("PNG", width, height)
+    if too_large := _too_large("PNG", width, height):
+        return too_large
     position = 8
     while position + 12 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, position)
@@ -146,9 +259,11 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
     if len(content) < 34:
         return _cut_short("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
-    if header >= 40 and abs(width * height) > MOST_PIXELS:
-        return _too_large("BMP", width, abs(height))
-    if header < 40 or compression not in (0, 3):
+    if header < 40:
+        return None
+    if too_large := _too_large("BMP", width, abs(height)):
+        return too_large
+    if compression not in (0, 3):
         return None
     if width <= 0 or height == 0 or bits not in (1, 4, 8, 16, 24, 32):
         return Damage("image_unreadable", "the BMP's header makes no sense")
@@ -160,8 +275,8 @@ def _webp_damage(content: bytes, length: int) -> Damage | None:
     """A single picture has at most 16383 pixels a side; the canvas of several may be larger."""
     if content[12:16] == b"VP8X" and len(content) >= 30:
         width, height = (int.from_bytes(content[at : at + 3], "little") + 1 for at in (24, 27))
-        if width * height > MOST_PIXELS:
-            return _too_large("WebP", width, height)
+        if too_large := _too_large("WebP", width, height):
+            return too_large
     declared = int.from_bytes(content[4:8], "little") + 8
     return _cut_short("WebP") if declared > length else None
 
@@ -180,26 +295,18 @@ def _tiff_size(content: bytes) -> tuple[int, int]:
             if tag in sides and kind in _TIFF_WHOLE:
                 at = start + entry * number + value
                 (sides[tag],) = struct.unpack_from(order + _TIFF_WHOLE[kind], content, at)
-    except struct.error:  # cut short
+    except (struct.error, OverflowError):  # cut short, or a place beyond all memory
         return 0, 0
     return sides[_TIFF_WIDTH], sides[_TIFF_HEIGHT]
 
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-_MOST_BYTES = 8 * MOST_PIXELS  # four channels of 16 bits, not compressed
-# Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
-_REDUCED = {
-    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
-    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
-    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
-}
-
+# --- what a header says --------------------------------------------------------------------------
 
 # Opened directly: Image.open refuses images of more than 180 million pixels.
-_HEADERS: tuple[tuple[bytes, Any], ...] = (
-    (b"\xff\xd8", JpegImagePlugin.JpegImageFile),
-    (b"RIFF", WebPImagePlugin.WebPImageFile),
-    (b"BM", BmpImagePlugin.BmpImageFile),
+_READERS: tuple[tuple[bytes, Any], ...] = (
+    (_JPEG, JpegImagePlugin.JpegImageFile),
+    (_WEBP, WebPImagePlugin.WebPImageFile),
+    (_BMP, BmpImagePlugin.BmpImageFile),
     (b"II", TiffImagePlugin.TiffImageFile),
     (b"MM", TiffImagePlugin.TiffImageFile),
 )
@@ -223,6 +330,12 @@ class ImageHeader(NamedTuple):
         return self.stored if self.orientation < 5 else (self.height, self.width)
 
 
+def image_size(path: str | Path) -> tuple[int, int] | None:
+    """(width, height) upright; None: absent, or no image we can read."""
+    header = read_header(path)
+    return None if header is None else header.upright
+
+
 def read_header(path: str | Path) -> ImageHeader | None:
     """What the header says, as OpenCV understands it; None: absent, or no image we can read.
 
@@ -235,12 +348,6 @@ def read_header(path: str | Path) -> ImageHeader | None:
     except Exception:  # Pillow's readers raise nearly anything for damaged files
         return None
     return found if found.width > 0 and found.height > 0 else None
-
-
-def image_size(path: str | Path) -> tuple[int, int] | None:
-    """(width, height) upright; None: absent, or no image we can read."""
-    frame = read_header(path)
-    return None if frame is None else frame.upright
 
 
 def _header_of_png(file: BinaryIO) -> ImageHeader:
@@ -264,7 +371,7 @@ def _header_by_pillow(file: BinaryIO) -> ImageHeader:
     file.seek(0)
     start = file.read(4)
     file.seek(0)
-    reader = next((reader for sign, reader in _HEADERS if start.startswith(sign)), Image.open)
+    reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
     with reader(file) as image:
         if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` may be turned already
             tags: Mapping[int, Any] = image.tag_v2
@@ -285,110 +392,3 @@ def _orientation(content: bytes) -> int:
 
 def _valid(orientation: Any) -> int:
     return orientation if orientation in range(1, 9) else 1
-
-
-def is_image_name(name: str) -> bool:
-    """Whether a file is taken for an image by its name; hidden ones (`._a.jpg`) are none."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
-
-
-def reduction(scale: float) -> int:
-    """1, 2, 4 or 8: how far an image may be reduced that is to be shown at `scale` of its size."""
-    return next((factor for factor in (8, 4, 2) if factor * scale <= 1), 1)
-
-
-def read_image(
-    path: str | Path, size: tuple[int, int] | None = None, reduced: int = 1
-) -> np.ndarray:
-    """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
-
-    Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
-    is ignored (but a TIFF's is blended over black); of several frames the first is taken.  Pixels
-    that a cut file lacks are never made up; damage amid a JPEG shows in its picture alone, and
-    `ppdist.data.validate` finds it.
-
-    Args:
-        size: the (height, width) it must have; an image that has it without being turned stays.
-        reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
-            which is three times as fast and averages the pixels left out.
-    Raises: DataError: absent, unreadable, damaged, cut short, of more than containers.MOST_PIXELS,
-        or of another size (within `reduced` pixels).
-    """
-    content = _content(path)
-    found = damage(content)
-    if found is not None:
-        raise DataError(found.text, code=found.code, where=str(path))
-    if reduced > 1 and _is_jpeg(content) and not _turns_unnoticed(size, reduced):
-        image_HW3 = _decode(path, content, _REDUCED[reduced])
-        if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
-            return image_HW3
-    image_HW3 = _decode(path, content)
-    if size is not None and image_HW3.shape[:2] != size:
-        image_HW3 = _decode(path, content, cv2.IMREAD_IGNORE_ORIENTATION)
-    if size is not None and image_HW3.shape[:2] != size:
-        height, width = image_HW3.shape[:2]
-        raise DataError(
-            f"the image is {width}x{height} but its annotation says {size[1]}x{size[0]}",
-            code="size_mismatch",
-            where=str(path),
-        )
-    if reduced > 1:
-        height, width = _reduced_size(image_HW3.shape[:2], reduced)
-        image_HW3 = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_AREA)
-    return image_HW3
-
-
-def _content(path: str | Path) -> bytes:
-    """All bytes of a file that is one: a pipe would be waited for, a device is endless."""
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError("not a file", code="image_unreadable", where=str(path))
-            if status.st_size > _MOST_BYTES:
-                raise DataError(
-                    f"{status.st_size} bytes: too large for an image",
-                    code="image_unreadable",
-                    where=str(path),
-                )
-            return file.read()
-    except FileNotFoundError as error:
-        raise DataError(
-            error.strerror or str(error), code="image_missing", where=str(path)
-        ) from error
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error), code="image_unreadable", where=str(path)
-        ) from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _reduced_size(size: tuple[int, ...], factor: int) -> tuple[int, int]:
-    return -(-size[0] // factor), -(-size[1] // factor)
-
-
-def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
-    """Whether an image of this size, once reduced, has the same size on its side as upright."""
-    if size is None or size[0] == size[1]:
-        return False
-    return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
-
-
-def _is_jpeg(content: bytes) -> bool:
-    return content[:2] == b"\xff\xd8"
-
-
-def _decode(path: str | Path, content: bytes, flags: int = 0) -> np.ndarray:
-    """Straight to RGB: a JPEG takes a sixth longer by way of BGR."""
-    try:
-        image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB | flags)
-    except cv2.error as error:
-        raise DataError(
-            f"OpenCV cannot decode it: {error.err}", code="image_unreadable", where=str(path)
-        ) from error
-    if image_HW3 is None:
-        raise DataError("not an image, or damaged", code="image_unreadable", where=str(path))
-    return image_HW3

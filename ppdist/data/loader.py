@@ -29,12 +29,12 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -63,14 +63,253 @@ from ppdist.data.types import (
 from ppdist.distributed import comm, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
-T = TypeVar("T")
 
 _MOST_WORKERS = 16  # more than 2,000 images a second: no card of today learns from as many
 _CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores learn from, and more
-SLOTS = 2  # of a worker: one is filled while the rank takes out the other
-LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
+
+# The keys of a batch, what came of them, and its arrays where the model runs, as Batch names them.
+_Delivered = tuple[list[SampleKey], Made, dict[str, paddle.Tensor]]
+
+
+class _Plan(Protocol):
+    """A sampler: the keys of each micro-batch, as often as it is asked."""
+
+    def __iter__(self) -> Iterator[list[SampleKey]]: ...
+    def __len__(self) -> int: ...
+
+
+class _Loader:
+    """The batches of a plan, as often as it is iterated.
+
+    Workers start with the first iteration and live as long as the loader: close it, or let go of
+    it.  A new iteration ends the one before it.
+
+    Attributes:
+        plan: of the next iteration; another one may be put in its place.
+        workers: how many processes prepare batches.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        plan: _Plan,
+        *,
+        workers: int,
+        largest_batch: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Args: as of WorkerPool."""
+        self.plan = plan
+        self.workers = workers
+        self._samples = samples
+        self._largest_batch = largest_batch
+        self._timeout = timeout_seconds
+        self._pool: WorkerPool | None = None
+        self._warned: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
+        `error`, or too many in a row cannot; RuntimeError: preparing one failed in another way.
+        """
+        try:
+            for keys, made, tensors in self._made():
+                self._report(made)
+                yield Batch(
+                    **tensors,
+                    real=keys[0].index >= 0,
+                    real_somewhere=keys[0].index != EMPTY,
+                    bad_images=made.bad_images,
+                )
+        except Exception:
+            self.close()  # an exception holds on to this frame, and with it the workers
+            raise
+
+    def close(self) -> None:
+        """Ends the workers; a further iteration starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Process ids of the workers that live."""
+        return self._pool.process_ids if self._pool else []
+
+    def _made(self) -> Iterator[_Delivered]:
+        if self.workers:
+            if self._pool is None:
+                self._pool = WorkerPool(
+                    self._samples, self.workers, self._largest_batch, self._timeout
+                )
+            yield from self._pool.run(self.plan)
+        else:
+            cv2.setNumThreads(0)  # as in workers: the cores belong to training
+            for keys in self.plan:
+                made = self._samples.batch(keys)
+                yield keys, made, _tensors(made)
+
+    def _report(self, made: Made) -> None:
+        if made.user_error:
+            raise made.user_error
+        if made.our_error:
+            raise RuntimeError(made.our_error)
+        for problem in made.problems:
+            if problem not in self._warned:
+                self._warned.add(problem)
+                _LOGGER.warning(problem)
+
+
+def _tensors(made: Made) -> dict[str, paddle.Tensor]:
+    """Copies a batch to where the model runs; its memory may be used again."""
+    arrays = {} if made.arrays is None else made.arrays._asdict()
+    return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+
+
+class TrainLoader(_Loader):
+    """This rank's training micro-batches, from the sampler's first step to its last.
+
+    Crowd boxes are left out: they are no single object to learn.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        config: DataConfig,
+        sampler: TrainSampler,
+        *,
+        seed: int,
+        epochs: int | None = None,
+        ranks_on_host: int = 1,
+    ) -> None:
+        """With data.cache every rank builds one at the same time.
+
+        Args:
+            sampler: of this rank; its `dataset_size` is that of `dataset`.
+            seed: of augmentation, together with (epoch, index).
+            epochs: of the whole run; epochs of data.augment count back from them.
+            ranks_on_host: ranks that share this machine, this one included.
+        """
+        kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
+        largest = (
+            max(height for height, _ in sampler.sizes),
+            max(width for _, width in sampler.sizes),
+        )
+        reductions_N = reductions(dataset, config.augment, largest, config.resize)
+        samples = kind(
+            dataset,
+            config.bad_images,
+            config.augment,
+            seed,
+            resize=config.resize,
+            epochs=epochs,
+            reductions_N=reductions_N,
+            cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
+        )
+        pixels = max(height * width for height, width in sampler.sizes)
+        super().__init__(
+            samples,
+            sampler,
+            workers=worker_count(config.workers, ranks_on_host),
+            largest_batch=sampler.batch_size_per_card * 3 * pixels,
+            timeout_seconds=config.worker_timeout_seconds,
+        )
+
+
+class EvalLoader(_Loader):
+    """This rank's share of a split, each image once over all ranks; iterate it again and again.
+
+    The whole image, stretched or letterboxed (data.resize), with all boxes, crowds too; for a
+    classifier the centre of it.
+    """
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        config: DataConfig,
+        *,
+        image_size: tuple[int, int],
+        batch_size: int,
+        rank: int,
+        world: int,
+        ranks_on_host: int = 1,
+        shape_multiple: int | None = None,
+    ) -> None:
+        """
+        Args:
+            image_size: (height, width) of the input in pixels.
+            batch_size: images per batch; the last may be smaller.
+            ranks_on_host: ranks that share this machine, this one included.
+            shape_multiple: letterbox each image in the smallest input within `image_size` whose
+                sides are multiples of so many pixels; None: all in `image_size`.
+        """
+        shapes_N2 = None
+        if shape_multiple is not None:
+            sizes_N2 = Records.of(dataset.records).sizes_N2
+            shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
+        kind = ClassifyEvalSamples if config.task == "classify" else EvalSamples
+        samples = kind(dataset, config.bad_images, resize=config.resize)
+        self._learnable = samples.learnable
+        super().__init__(
+            samples,
+            EvalSampler(len(dataset.records), batch_size, rank, world, image_size, shapes_N2),
+            workers=worker_count(config.workers, ranks_on_host),
+            largest_batch=batch_size * 3 * image_size[0] * image_size[1],
+            timeout_seconds=config.worker_timeout_seconds,
+        )
+
+    def learnable(
+        self, keys: Sequence[SampleKey]
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+        """boxes_BM4, labels_BM and mask_BM, as in Batch, of what training would learn of these
+        inputs; no image is read."""
+        boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
+        return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)
+
+
+@cache  # one line, not one for each loader
+def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
+    """Processes that prepare images for one rank; a line says how many, and why.
+
+    Automatic: with a GPU all cores but the one of each rank, at most 16; without one the
+    cores are needed for training itself, and a fourth of them, at most 4, keep it busy.
+
+    Args:
+        wanted: `data.workers`; a number is taken as it is.
+        ranks_on_host: ranks that share this machine, this one included.
+    """
+    cores = available_cores()
+    share = cores / max(1, ranks_on_host)
+    of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
+    if wanted == "auto":
+        count, why = _automatic_workers(share, comm.on_gpu())
+        _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
+        return count
+    if wanted > max(1, share):
+        _LOGGER.warning(
+            "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
+            wanted, of, _automatic_workers(share, comm.on_gpu())[0],
+        )  # fmt: skip
+    return wanted
+
+
+def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
+    """(workers, why) of a rank that has so many cores."""
+    if gpu:
+        count = min(_MOST_WORKERS, max(1, int(share) - 1))
+        return count, "one for the rank itself"
+    count = min(4, max(1, int(share / _CORES_PER_WORKER_ON_CPU)))
+    return count, "most of them needed for training, which has no GPU"
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+_SLOTS = 2  # of a worker: one is filled while the rank takes out the other
+_LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
 _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("<I")  # before each message
 # Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
 _PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 # Of one batch: deaths at one record until it is blocked, and in a row until the run fails.
@@ -95,14 +334,38 @@ class Result(NamedTuple):
     made: Made
 
 
+class _Inbox:
+    """Messages out of a stream of bytes that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def messages(self, content: bytes) -> list[Any]:
+        """Those that are complete with this piece."""
+        self._content += content
+        found = []
+        while len(self._content) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._content)[0]
+            if len(self._content) < end:
+                break
+            found.append(pickle.loads(memoryview(self._content)[_LENGTH.size : end]))
+            del self._content[:end]
+        return found
+
+
+def _packed(message: Any) -> bytes:
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
 @dataclass(eq=False)
 class Worker:
     """A process as its rank sees it.
 
     reading, beat: written by the process: the record it reads, when it last began to read one, or
     began or finished a batch (time.monotonic).  process: its id; 0 before it starts and once it is
-    gone, when the id may be that of another process.  tasks: given and not yet done, with their
-    slots, in the given order.
+    gone, when the id may be that of another process.  free: slots.  tasks: given and not yet done,
+    with their slots, in the given order.  changed: when it last sent, or got its only task.
     """
 
     link: socket.socket
@@ -110,10 +373,10 @@ class Worker:
     reading: np.ndarray
     beat: np.ndarray
     process: int = 0
-    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
     tasks: dict[int, tuple[Task, int]] = field(default_factory=dict)
     changed: float = 0.0
-    inbox: "_Inbox" = field(default_factory=lambda: _Inbox())
+    inbox: _Inbox = field(default_factory=_Inbox)
 
     def give(self, task: Task) -> None:
         slot = self.free.pop()
@@ -162,66 +425,6 @@ class Worker:
         return EXITED
 
 
-class _Inbox:
-    """Messages out of a stream of bytes that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._content = bytearray()
-
-    def messages(self, content: bytes) -> list[Any]:
-        """Those that are complete with this piece."""
-        self._content += content
-        found = []
-        while len(self._content) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._content)[0]
-            if len(self._content) < end:
-                break
-            found.append(pickle.loads(memoryview(self._content)[_LENGTH.size : end]))
-            del self._content[:end]
-        return found
-
-
-def _packed(message: Any) -> bytes:
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(content)) + content
-
-
-def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
-    """Makes batches for as long as the rank lives; runs in the process of the worker."""
-    os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
-    for name in _PLAIN_SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    gc.freeze()  # what is inherited stays shared, and none of it is finalized here
-    cv2.setNumThreads(0)  # one thread a worker
-    samples.reading, samples.beat = worker.reading, worker.beat
-    link.settimeout(LOOK_SECONDS)
-    inbox = _Inbox()
-    while content := _received(link, rank):
-        for number, slot, keys in inbox.messages(content):
-            worker.beat[0] = time.monotonic()
-            made = samples.batch(keys, worker.slots[slot])
-            arrays, made = made.arrays, made._replace(arrays=None)
-            shape = arrays.images_B3HW.shape if arrays else ()
-            worker.beat[0] = time.monotonic()
-            _send(link, _packed(Result(number, shape, arrays[1:] if arrays else (), made)), rank)
-
-
-def _received(link: socket.socket, rank: int) -> bytes:
-    """What the rank has sent; b"" when it is gone."""
-    while os.getppid() == rank:
-        with suppress(TimeoutError):
-            return link.recv(1 << 16)
-    return b""
-
-
-def _send(link: socket.socket, content: bytes, rank: int) -> None:
-    """Waits for as long as it takes: a rank may be busy with other things for minutes."""
-    left = memoryview(content)
-    while left and os.getppid() == rank:
-        with suppress(TimeoutError):
-            left = left[link.send(left) :]
-
-
 class WorkerPool:
     """Workers that make batches of one Samples, for one run of a plan after the other."""
 
@@ -230,12 +433,13 @@ class WorkerPool:
     ) -> None:
         """
         Args:
+            workers: how many processes.
             largest_batch: bytes of the images of the largest batch of any plan.
             timeout_seconds: a worker busy with one image for longer counts as hung.
         Raises: DataError: they cannot be started.
         """
         self._samples = samples
-        self._bytes = max(1, largest_batch)
+        self._bytes = largest_batch
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
@@ -243,7 +447,7 @@ class WorkerPool:
         # Shared: all workers see at once what none of them may open any more.
         samples.blocklist_N = _shared(len(samples), np.uint8)
         self._workers: list[Worker] = []
-        self._end = weakref.finalize(self, _end, self._workers, os.getpid())  # also at exit
+        self._end = weakref.finalize(self, _end_workers, self._workers, os.getpid())  # also at exit
         try:
             for _ in range(workers):
                 self._workers.append(self._start_worker())
@@ -265,13 +469,9 @@ class WorkerPool:
     def process_ids(self) -> list[int]:
         return [worker.process for worker in self._workers if worker.process]
 
-    def run(
-        self, plan: Iterable[list[SampleKey]], take: Callable[[Made], T]
-    ) -> Generator[tuple[list[SampleKey], T], None, None]:
+    def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
         """The batches of a plan in its order; a run before it that has not ended cannot go on.
 
-        Args:
-            take: copies out what it needs of a batch, whose memory is then used again.
         Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
         """
         for _, worker, slot in self._done.values():
@@ -287,11 +487,11 @@ class WorkerPool:
                 more = more and self._hand_out(remaining)
                 continue
             made, worker, slot = self._done.pop(number)
-            taken = take(made)
+            tensors = _tensors(made)
             worker.free.append(slot)
             task = wanted.pop(number)
             more = more and self._hand_out(remaining)
-            yield task.keys, taken
+            yield task.keys, made, tensors
             if self._wanted is not wanted:
                 raise RuntimeError("this iteration is over: its loader was closed or iterated anew")
 
@@ -313,7 +513,7 @@ class WorkerPool:
         """Takes in what workers have sent, and replaces those that have died or hang."""
         heartbeat.alive()  # who hangs here is a worker, and replaced below
         by_link = {worker.link.fileno(): worker for worker in self._workers}
-        for link in wait([*by_link], min(LOOK_SECONDS, self._timeout)):
+        for link in wait([*by_link], min(_LOOK_SECONDS, self._timeout)):
             assert isinstance(link, int)
             worker = by_link[link]
             alive, results = worker.hear()
@@ -342,7 +542,7 @@ class WorkerPool:
         how = (
             f"was busy with one image for more than {self._timeout:g} s"
             if hung
-            else f"ended with {_name(code)}"
+            else f"ended with {_ending(code)}"
         )
         index = int(worker.reading[0])
         where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
@@ -385,7 +585,7 @@ class WorkerPool:
     def _start_worker(self) -> Worker:
         """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
         ours, theirs = socket.socketpair()
-        slots = [_shared(self._bytes, np.uint8) for _ in range(SLOTS)]
+        slots = [_shared(self._bytes, np.uint8) for _ in range(_SLOTS)]
         worker = Worker(ours, slots, _shared(1, np.int64), _shared(1, np.float64))
         worker.reading[0] = NOTHING
         ours.settimeout(self._timeout)
@@ -415,13 +615,13 @@ def _shared(count: int, dtype: type[np.generic]) -> np.ndarray:
     return np.frombuffer(memory, dtype, count)
 
 
-def _name(code: int) -> str:
+def _ending(code: int) -> str:
     if code == signal.SIGKILL:
         return "SIGKILL (the usual reason is memory: lower data.workers)"
     return "an exit" if code == EXITED else signal.Signals(code).name
 
 
-def _end(workers: list[Worker], rank: int) -> None:
+def _end_workers(workers: list[Worker], rank: int) -> None:
     if os.getpid() == rank:  # and not a copy of it
         for worker in workers:
             worker.kill()
@@ -430,219 +630,37 @@ def _end(workers: list[Worker], rank: int) -> None:
         workers.clear()
 
 
-class _Plan(Protocol):
-    """A sampler: the keys of each micro-batch, as often as it is asked."""
-
-    def __iter__(self) -> Iterator[list[SampleKey]]: ...
-    def __len__(self) -> int: ...
-
-
-class _Loader:
-    """The batches of a plan, as often as it is iterated.
-
-    Workers start with the first iteration and live as long as the loader: close it, or let go of
-    it.  A new iteration ends the one before it.
-
-    Attributes:
-        plan: of the next iteration; another one may be put in its place.
-        workers: how many processes prepare batches.
-    """
-
-    def __init__(
-        self, samples: Samples, plan: _Plan, config: DataConfig, workers: int, largest_batch: int
-    ) -> None:
-        """Args: largest_batch: bytes of the images of the largest batch of the plan."""
-        self._samples = samples
-        self.plan = plan
-        self._largest_batch = largest_batch
-        self._timeout = config.worker_timeout_seconds
-        self._warned: set[str] = set()
-        self._pool: WorkerPool | None = None
-        self.workers = workers
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __iter__(self) -> Generator[Batch, None, None]:
-        """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
-        `error`, or too many in a row cannot; RuntimeError: preparing one failed in another way.
-        """
-        try:
-            for keys, (tensors, made) in self._made():
-                self._report(made)
-                yield Batch(
-                    **dict(zip(Arrays._fields, tensors)),
-                    real=keys[0].index >= 0,
-                    real_somewhere=keys[0].index != EMPTY,
-                    bad_images=made.bad_images,
-                )
-        except Exception:
-            self.close()  # an exception holds on to this frame, and with it the workers
-            raise
-
-    def close(self) -> None:
-        """Ends the workers; a further iteration starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    @property
-    def worker_ids(self) -> list[int]:
-        """Process ids of the workers that live."""
-        return self._pool.process_ids if self._pool else []
-
-    def _made(self) -> Iterator[tuple[list[SampleKey], tuple[list[paddle.Tensor], Made]]]:
-        if not self.workers:
-            cv2.setNumThreads(0)  # as in workers: the cores belong to training
-            return ((keys, _taken(self._samples.batch(keys))) for keys in self.plan)
-        if self._pool is None:
-            self._pool = WorkerPool(self._samples, self.workers, self._largest_batch, self._timeout)
-        return self._pool.run(self.plan, _taken)
-
-    def _report(self, made: Made) -> None:
-        if made.user_error:
-            raise made.user_error
-        if made.our_error:
-            raise RuntimeError(made.our_error)
-        for problem in made.problems:
-            if problem not in self._warned:
-                self._warned.add(problem)
-                _LOGGER.warning(problem)
+def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
+    """Makes batches for as long as the rank lives; runs in the process of the worker."""
+    os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
+    for name in _PLAIN_SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    gc.freeze()  # what is inherited stays shared, and none of it is finalized here
+    cv2.setNumThreads(0)  # one thread a worker
+    samples.reading, samples.beat = worker.reading, worker.beat
+    link.settimeout(_LOOK_SECONDS)
+    inbox = _Inbox()
+    while content := _received(link, rank):
+        for number, slot, keys in inbox.messages(content):
+            worker.beat[0] = time.monotonic()
+            made = samples.batch(keys, worker.slots[slot])
+            arrays, made = made.arrays, made._replace(arrays=None)
+            shape = arrays.images_B3HW.shape if arrays else ()
+            worker.beat[0] = time.monotonic()
+            _send(link, _packed(Result(number, shape, arrays[1:] if arrays else (), made)), rank)
 
 
-def _taken(made: Made) -> tuple[list[paddle.Tensor], Made]:
-    """Copies a batch to where the model runs."""
-    return [paddle.to_tensor(array) for array in made.arrays or ()], made
+def _received(link: socket.socket, rank: int) -> bytes:
+    """What the rank has sent; b"" when it is gone."""
+    while os.getppid() == rank:
+        with suppress(TimeoutError):
+            return link.recv(1 << 16)
+    return b""
 
 
-class TrainLoader(_Loader):
-    """This rank's training micro-batches, from the sampler's first step to its last.
-
-    Crowd boxes are left out: they are no single object to learn.
-    """
-
-    def __init__(
-        self,
-        dataset: DetectionSet,
-        config: DataConfig,
-        sampler: TrainSampler,
-        *,
-        seed: int,
-        epochs: int | None = None,
-        ranks_on_host: int = 1,
-    ) -> None:
-        """With data.cache every rank builds one at the same time.
-
-        Args:
-            sampler: of this rank; its `dataset_size` is that of `dataset`.
-            seed: of augmentation, together with (epoch, index).
-            epochs: of the whole run; epochs of data.augment count back from them.
-            ranks_on_host: ranks that share this machine, this one included.
-        """
-        largest = max(size[0] for size in sampler.sizes), max(size[1] for size in sampler.sizes)
-        kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
-        reductions_N = reductions(dataset, config.augment, largest, config.resize)
-        samples = kind(
-            dataset,
-            config.bad_images,
-            config.augment,
-            seed,
-            resize=config.resize,
-            epochs=epochs,
-            largest=largest,
-            cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
-        )
-        pixels = max(height * width for height, width in sampler.sizes)
-        super().__init__(
-            samples,
-            sampler,
-            config,
-            worker_count(config.workers, ranks_on_host),
-            sampler.batch_size_per_card * 3 * pixels,
-        )
-
-
-class EvalLoader(_Loader):
-    """This rank's share of a split, each image once over all ranks; iterate it again and again.
-
-    The whole image, stretched or letterboxed (data.resize), with all boxes, crowds too; for a
-    classifier the centre of it.
-    """
-
-    def __init__(
-        self,
-        dataset: DetectionSet,
-        config: DataConfig,
-        *,
-        image_size: tuple[int, int],
-        batch_size: int,
-        rank: int,
-        world: int,
-        ranks_on_host: int = 1,
-        shape_multiple: int | None = None,
-    ) -> None:
-        """
-        Args:
-            image_size: (height, width) of the input in pixels.
-            batch_size: images per batch; the last may be smaller.
-            ranks_on_host: ranks that share this machine, this one included.
-            shape_multiple: letterbox each image in the smallest input within `image_size` whose
-                sides are multiples of so many pixels; None: all in `image_size`.
-        """
-        shapes_N2 = None
-        if shape_multiple is not None:
-            sizes_N2 = Records.of(dataset.records).sizes_N2
-            shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
-        kind = ClassifyEvalSamples if config.task == "classify" else EvalSamples
-        samples = kind(dataset, config.bad_images, resize=config.resize)
-        self._learnable = samples.learnable
-        super().__init__(
-            samples,
-            EvalSampler(len(dataset.records), batch_size, rank, world, image_size, shapes_N2),
-            config,
-            worker_count(config.workers, ranks_on_host),
-            batch_size * 3 * image_size[0] * image_size[1],
-        )
-
-    def learnable(
-        self, keys: Sequence[SampleKey]
-    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """boxes_BM4, labels_BM and mask_BM, as in Batch, of what training would learn of these
-        inputs; no image is read."""
-        boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
-        return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)
-
-
-@cache  # one line, not one for each loader
-def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Processes that prepare images for one rank; a line says how many, and why.
-
-    Automatic: with a GPU all cores but the one of each rank, at most 16; without one the
-    cores are needed for training itself, and a fourth of them, at most 4, keep it busy.
-
-    Args:
-        wanted: `data.workers`; a number is taken as it is.
-        ranks_on_host: ranks that share this machine, this one included.
-    """
-    cores = available_cores()
-    share = cores / max(1, ranks_on_host)
-    of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
-    if wanted == "auto":
-        count, why = _automatic_workers(share, comm.on_gpu())
-        _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
-        return count
-    if wanted > max(1, share):
-        _LOGGER.warning(
-            "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
-            wanted, of, _automatic_workers(share, comm.on_gpu())[0],
-        )  # fmt: skip
-    return wanted
-
-
-def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
-    """(workers, why) of a rank that has so many cores."""
-    if gpu:
-        count = min(_MOST_WORKERS, max(1, int(share) - 1))
-        return count, "one for the rank itself"
-    count = min(4, max(1, int(share / _CORES_PER_WORKER_ON_CPU)))
-    return count, "most of them needed for training, which has no GPU"
+def _send(link: socket.socket, content: bytes, rank: int) -> None:
+    """Waits for as long as it takes: a rank may be busy with other things for minutes."""
+    left = memoryview(content)
+    while left and os.getppid() == rank:
+        with suppress(TimeoutError):
+            left = left[link.send(left) :]

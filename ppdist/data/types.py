@@ -292,7 +292,7 @@ class SampleKey:
     copy: int = 0
 
     @property
-    def stream(self) -> tuple[int, ...]:
+    def rng_key(self) -> tuple[int, ...]:
         """What a sample's random numbers depend on, besides the seed."""
         return (self.epoch, self.index, self.copy) if self.copy else (self.epoch, self.index)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ROWS, COUNT = "rows", "count"
 
 
-class _Graph:
+class _Builder:
     """An ONNX graph to which nodes are added one after the other."""
 
     def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
@@ -94,7 +94,7 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     from onnx import TensorProto, helper
 
     model = onnx.load(str(raw))
-    graph = _Graph(model.graph)
+    graph = _Builder(model.graph)
     scores, boxes = (output.name for output in list(model.graph.output)[:2])
     if not nms.multi_label:
         scores = _best_class_only(graph, scores)
@@ -113,7 +113,7 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     onnx.save(model, str(file))
 
 
-def _append_best(graph: _Graph, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
+def _append_best(graph: _Builder, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
     """The outputs: of each image the best `keep` pairs of prediction and class."""
     from onnx import TensorProto, helper
 
@@ -140,7 +140,7 @@ def _append_best(graph: _Graph, scores_BNC: str, boxes_BN4: str, nms: NMSConfig)
 
 
 def _append_suppression(
-    graph: _Graph, scores: str, boxes: str, nms: NMSConfig, iou_threshold: float
+    graph: _Builder, scores: str, boxes: str, nms: NMSConfig, iou_threshold: float
 ) -> None:
     """The outputs, of what ONNX's own suppression leaves."""
     scores_BCN = _best_candidates(graph, scores, nms)
@@ -163,7 +163,7 @@ def _append_suppression(
     _keep_best(graph, rows_M6, image_M, score_M, scores, nms.keep)
 
 
-def _best_class_only(graph: _Graph, scores_BNC: str) -> str:
+def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
     """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
     best_BN1 = graph.add("ArgMax", scores_BNC, axis=2, keepdims=1)
     size = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
@@ -172,7 +172,7 @@ def _best_class_only(graph: _Graph, scores_BNC: str) -> str:
     return graph.add("Where", is_best_BNC, scores_BNC, graph.constant(0, np.float32))
 
 
-def _best_candidates(graph: _Graph, scores_BNC: str, nms: NMSConfig) -> str:
+def _best_candidates(graph: _Builder, scores_BNC: str, nms: NMSConfig) -> str:
     """scores_BCN with zero for all but the best `candidates` of each class and image.
 
     Seldom do so many pass the threshold; only then they are sorted, which takes longer than all
@@ -195,7 +195,7 @@ def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
     import onnx
     from onnx import numpy_helper
 
-    graph = _Graph(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
+    graph = _Builder(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
     shape = graph.add("Shape", scores_BCN)
     size = graph.add("Gather", shape, graph.constant([2]))
     most = graph.add("Min", size, graph.constant([candidates]))
@@ -208,12 +208,12 @@ def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
 def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
     import onnx
 
-    graph = _Graph(onnx.GraphProto(name="nms_all"), "nms_all")
+    graph = _Builder(onnx.GraphProto(name="nms_all"), "nms_all")
     return graph.returning(graph.add("Identity", scores_BCN))
 
 
 def _keep_best(
-    graph: _Graph, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
+    graph: _Builder, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
 ) -> None:
     """The outputs: of each image the best `keep` rows, by falling score; of equals the first."""
     from onnx import TensorProto, helper

@@ -1,14 +1,13 @@
 """Predictors: eager and exported models on images and videos.
 
-    graph = PaddleGraph(program, weights, RuntimeOptions(threads=2))
-    graph = OnnxGraph(file, RuntimeOptions(backend="onnx", threads=2))
-    outputs = graph(images_B3HW)
-
-    predict = EagerClassifier(model)  or  ExportedClassifier(directory)
+    outputs = graph(images_B3HW)                          PaddleGraph, OnnxGraph: a file as it is
+    rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
+    probabilities_BC = predict(images_B3HW)               EagerClassifier, ExportedClassifier
+    rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
     labels_K, scores_K = best_classes_of(predict, image_HW3, size)
 
     report = Objects(out, spec, predict, threshold, warn)  or  Classes(out, spec, predict, warn)
-    report.look_at(file, name, picture) of each file, then report.write()
+    report.look_at(file, name, picture) of each of find_sources(source), then report.write()
 
 docs/dev/performance.md says what each option of the runtimes brought.
 """
@@ -40,6 +39,9 @@ from ppdist.models.weights import load_weights
 from ppdist.viz.draw import draw_boxes, draw_classes
 
 DEFAULT = RuntimeOptions()
+
+
+# --- graphs: one saved model in its runtime -------------------------------------------------------
 
 
 class Graph(Protocol):
@@ -141,29 +143,7 @@ def _providers(options: RuntimeOptions) -> list[tuple[str, dict[str, Any]]]:
     return providers
 
 
-def load_all_weights(model: ImageModel, path: Path) -> None:
-    """As `load_weights`, for a model that is used as it is and not trained any further.
-
-    Raises: WeightsError: also where a layer would keep its random initial values, or start as a
-        copy of another.
-    """
-    report = load_weights(model, path)
-    if report.copied:
-        raise WeightsError(
-            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
-            "suppression",
-            code="weights_of_other_config",
-            where=str(path),
-            fix="give the config these weights were trained with",
-        )
-    fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
-    if fresh:
-        raise WeightsError(
-            f"holds no values for {len(fresh)} tensors ({fresh[0]}, ...): {report.reason}",
-            code="weights_of_other_config",
-            where=str(path),
-            fix="give the config these weights were trained with",
-        )
+# --- predictors: images of the input's size in, boxes or probabilities out ------------------------
 
 
 class Predictor(Protocol):
@@ -205,6 +185,33 @@ class ExportedPredictor:
         assert self.spec.nms is not None
         with paddle.no_grad():
             return suppress(paddle.to_tensor(first), paddle.to_tensor(second), self.spec.nms)
+
+
+# images_B3HW, float32 RGB 0..255 -> probabilities_BC, float32
+Classifier = Callable[[np.ndarray], np.ndarray]
+
+
+class EagerClassifier:
+    """The dygraph model as it stands; it is put into eval mode."""
+
+    def __init__(self, model: ImageModel) -> None:
+        self.model = model
+        model.eval()
+
+    @paddle.no_grad()
+    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
+        return self.model.predict(paddle.to_tensor(images_B3HW)).numpy()
+
+
+class ExportedClassifier:
+    """An exported classifier; arguments and errors: ExportedPredictor."""
+
+    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
+        self.spec, _, self.graph = open_exported(directory, "classify", options)
+
+    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
+        (probabilities_BC,) = self.graph(graph_input(images_B3HW, self.spec))
+        return probabilities_BC
 
 
 def open_exported(
@@ -271,9 +278,32 @@ def split_rows(rows_R6: np.ndarray, count_B: np.ndarray) -> list[np.ndarray]:
     return np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
 
 
-def prepare(image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch") -> np.ndarray:
-    """Resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
-    return resize_for_evaluation(image_HW3, size, resize).transpose(2, 0, 1).astype(np.float32)
+def load_all_weights(model: ImageModel, path: Path) -> None:
+    """As `load_weights`, for a model that is used as it is and not trained any further.
+
+    Raises: WeightsError: also where a layer would keep its random initial values, or start as a
+        copy of another.
+    """
+    report = load_weights(model, path)
+    if report.copied:
+        raise WeightsError(
+            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
+            "suppression",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
+        )
+    fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
+    if fresh:
+        raise WeightsError(
+            f"holds no values for {len(fresh)} tensors ({fresh[0]}, ...): {report.reason}",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
+        )
+
+
+# --- one image of any size ------------------------------------------------------------------------
 
 
 def detect(
@@ -300,36 +330,9 @@ def detect(
     return rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]
 
 
-# images_B3HW, float32 RGB 0..255 -> probabilities_BC, float32
-Classifier = Callable[[np.ndarray], np.ndarray]
-
-
-class EagerClassifier:
-    """The dygraph model as it stands; it is put into eval mode."""
-
-    def __init__(self, model: ImageModel) -> None:
-        self.model = model
-        model.eval()
-
-    @paddle.no_grad()
-    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        return self.model.predict(paddle.to_tensor(images_B3HW)).numpy()
-
-
-class ExportedClassifier:
-    """An exported classifier; arguments and errors: ExportedPredictor."""
-
-    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
-        self.spec, _, self.graph = open_exported(directory, "classify", options)
-
-    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        (probabilities_BC,) = self.graph(graph_input(images_B3HW, self.spec))
-        return probabilities_BC
-
-
-def prepare_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Crops and resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
-    return resize_centre(image_HW3, size).transpose(2, 0, 1).astype(np.float32)
+def prepare(image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch") -> np.ndarray:
+    """Resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
+    return resize_for_evaluation(image_HW3, size, resize).transpose(2, 0, 1).astype(np.float32)
 
 
 def best_classes_of(
@@ -347,16 +350,38 @@ def best_classes_of(
     return ranking.labels_NK[0], ranking.scores_NK[0]
 
 
+def prepare_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Crops and resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
+    return resize_centre(image_HW3, size).transpose(2, 0, 1).astype(np.float32)
+
+
+# --- files: images and videos in, pictures and one JSON file out ----------------------------------
+
+
+def require_own_folder(out: Path, source: Path) -> None:
+    """Raises: ConfigError: pictures written to `out` would replace those of `source`, or those
+    already in it would pass for results and not be looked at."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    above = folder.parents if source.is_dir() else ()
+    if out.resolve() in (folder, *above):
+        raise ConfigError(
+            "the pictures of --source are there, or below, and could be overwritten",
+            code="out_holds_source",
+            where=f"--out {out}",
+            fix="choose another folder",
+        )
+    inside = source.is_dir() and source.resolve() in out.resolve().parents
+    ours = any((out / kind.file_name).is_file() for kind in (Objects, Classes))
+    if inside and not ours and out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            "lies in --source and holds files that are no results of this tool",
+            code="out_not_ours",
+            where=f"--out {out}",
+            fix="choose another folder, or empty it",
+        )
+
+
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One picture to look at."""
-
-    name: str  # path relative to the source; the frames of a video share its name
-    index: int | None  # frame number in a video from 0, None for an image
-    image_HW3: np.ndarray  # uint8 RGB
 
 
 def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
@@ -397,6 +422,10 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
     return found
 
 
+def _listed(suffixes: tuple[str, ...]) -> str:
+    return " ".join(sorted(suffixes))
+
+
 def picture_names(names: Sequence[str]) -> list[str]:
     """What the pictures of some sources are called, no two alike: videos become .mp4."""
     taken = set(names)
@@ -416,17 +445,13 @@ def _is_video(name: str | Path) -> bool:
     return Path(name).suffix.lower() in VIDEO_SUFFIXES
 
 
-def _video_path(file: Path) -> str:
-    """A path as OpenCV takes one of a video.  Raises: DataError: not UTF-8, which crashes it."""
-    try:
-        return str(file).encode().decode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "OpenCV wants UTF-8 in a video's path",
-            code="path_not_utf8",
-            where=str(file),
-            fix="rename it",
-        ) from error
+@dataclass(frozen=True)
+class Frame:
+    """One picture to look at."""
+
+    name: str  # path relative to the source; the frames of a video share its name
+    index: int | None  # frame number in a video from 0, None for an image
+    image_HW3: np.ndarray  # uint8 RGB
 
 
 def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[Frame]:
@@ -458,66 +483,17 @@ def frames_of(file: Path, name: str, report: Callable[[str], None]) -> Iterator[
         report(f"{file}: no frame of this video can be read")
 
 
-class PictureWriter:
-    """Writes what was drawn for one source file: one image, or all frames as one .mp4.
-
-    Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
-
-    Args: target: see `picture_names`.
-    """
-
-    def __init__(self, source: Path, target: Path) -> None:
-        self._source = source
-        self._is_video = _is_video(source)
-        self._target = target
-        self._video: cv2.VideoWriter | None = None
-
-    def __enter__(self) -> "PictureWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._video is not None:
-            self._video.release()
-
-    def write(self, image_HW3: np.ndarray) -> None:
-        """Args: uint8 RGB; all frames of a video have one size."""
-        image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
-        make_parent(self._target)
-        if self._is_video:
-            if self._video is None:
-                self._video = self._open_video(image_HW3)
-            self._video.write(image_bgr)
-            return
-        # cv2.imwrite crashes on a name that is not UTF-8.
-        done, content = cv2.imencode(self._target.suffix, image_bgr)
-        if not done:
-            raise DataError(
-                "this format cannot hold the image", code="picture_format", where=str(self._target)
-            )
-        with writing(self._target):
-            self._target.write_bytes(content.tobytes())
-
-    def _open_video(self, first_HW3: np.ndarray) -> cv2.VideoWriter:
-        height, width = first_HW3.shape[:2]
-        capture = cv2.VideoCapture(str(self._source))
-        rate = capture.get(cv2.CAP_PROP_FPS) or 25.0
-        capture.release()
-        codec = cv2.VideoWriter.fourcc(*"mp4v")
-        video = cv2.VideoWriter(_video_path(self._target), codec, rate, (width, height))
-        if not video.isOpened():
-            raise DataError(
-                "this OpenCV cannot write videos", code="video_unwritable", where=str(self._target)
-            )
-        return video
-
-
-def _listed(suffixes: tuple[str, ...]) -> str:
-    return " ".join(sorted(suffixes))
+def _video_path(file: Path) -> str:
+    """A path as OpenCV takes one of a video.  Raises: DataError: not UTF-8, which crashes it."""
+    try:
+        return str(file).encode().decode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "OpenCV wants UTF-8 in a video's path",
+            code="path_not_utf8",
+            where=str(file),
+            fix="rename it",
+        ) from error
 
 
 class Report:
@@ -661,24 +637,59 @@ class Classes(Report):
         return f"of {len(images)} frames {counted}"
 
 
-def require_own_folder(out: Path, source: Path) -> None:
-    """Raises: ConfigError: pictures written to `out` would replace those of `source`, or those
-    already in it would pass for results and not be looked at."""
-    folder = (source if source.is_dir() else source.parent).resolve()
-    above = folder.parents if source.is_dir() else ()
-    if out.resolve() in (folder, *above):
-        raise ConfigError(
-            "the pictures of --source are there, or below, and could be overwritten",
-            code="out_holds_source",
-            where=f"--out {out}",
-            fix="choose another folder",
-        )
-    inside = source.is_dir() and source.resolve() in out.resolve().parents
-    ours = any((out / kind.file_name).is_file() for kind in (Objects, Classes))
-    if inside and not ours and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            "lies in --source and holds files that are no results of this tool",
-            code="out_not_ours",
-            where=f"--out {out}",
-            fix="choose another folder, or empty it",
-        )
+class PictureWriter:
+    """Writes what was drawn for one source file: one image, or all frames as one .mp4.
+
+    Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
+
+    Args: target: see `picture_names`.
+    """
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = source
+        self._is_video = _is_video(source)
+        self._target = target
+        self._video: cv2.VideoWriter | None = None
+
+    def __enter__(self) -> "PictureWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._video is not None:
+            self._video.release()
+
+    def write(self, image_HW3: np.ndarray) -> None:
+        """Args: uint8 RGB; all frames of a video have one size."""
+        image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+        make_parent(self._target)
+        if self._is_video:
+            if self._video is None:
+                self._video = self._open_video(image_HW3)
+            self._video.write(image_bgr)
+            return
+        # cv2.imwrite crashes on a name that is not UTF-8.
+        done, content = cv2.imencode(self._target.suffix, image_bgr)
+        if not done:
+            raise DataError(
+                "this format cannot hold the image", code="picture_format", where=str(self._target)
+            )
+        with writing(self._target):
+            self._target.write_bytes(content.tobytes())
+
+    def _open_video(self, first_HW3: np.ndarray) -> cv2.VideoWriter:
+        height, width = first_HW3.shape[:2]
+        capture = cv2.VideoCapture(str(self._source))
+        rate = capture.get(cv2.CAP_PROP_FPS) or 25.0
+        capture.release()
+        codec = cv2.VideoWriter.fourcc(*"mp4v")
+        video = cv2.VideoWriter(_video_path(self._target), codec, rate, (width, height))
+        if not video.isOpened():
+            raise DataError(
+                "this OpenCV cannot write videos", code="video_unwritable", where=str(self._target)
+            )
+        return video

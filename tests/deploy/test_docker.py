@@ -134,9 +134,7 @@ def test_nothing_is_installed_unpinned() -> None:
         assert len(pins(lock)) == len(rows) - 1 > 0, lock
 
 
-def test_locks_satisfy_setup_py_and_servers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_locks_satisfy_setup_py_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [lock.stem for lock in LOCKS] == ["paddle-cpu", "serve", "train"]
     train = pins(FOLDER / "train.lock") | pins(FOLDER / "paddle-cpu.lock")
     pytest.importorskip("setuptools")  # Python 3.12 comes without

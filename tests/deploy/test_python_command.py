@@ -14,24 +14,19 @@ import pytest
 from PIL import Image
 
 from ppdist.data.image import read_image
-from ppdist.export.export import export_classifier, export_detector
 from tests.deploy.python_folder import FOLDER, PredictorError, command, pictures, run_file
 from tests.media import assert_usable_by_pycocotools, picture, write_video
-from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
+from tests.unit.export.tiny import exported_classifier, exported_detector
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("detector") / "model"
-    export_detector(tiny_model(), out, tiny_spec(), formats=("paddle",))
-    return out
+    return exported_detector(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("classifier") / "model"
-    export_classifier(tiny_classifier(), out, classifier_spec(), formats=("paddle",))
-    return out
+    return exported_classifier(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

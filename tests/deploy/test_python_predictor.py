@@ -1,10 +1,11 @@
 """deploy/python alone finds in images and videos what ppdist finds."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.image import read_image
-from ppdist.export.export import deployment_copy, export_classifier, export_detector
+from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
     EagerClassifier,
     EagerPredictor,
@@ -39,19 +40,20 @@ from tests.deploy.python_folder import (
 )
 from tests.media import picture
 from tests.unit.export.tiny import (
+    FORMATS,
     NMS,
     SIZE,
     classifier_spec,
+    exported_classifier,
+    exported_detector,
     tiny_classifier,
     tiny_model,
     tiny_spec,
 )
 
 SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
-HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
-FORMATS: Any = ("paddle", "onnx") if HAS_ONNX else ("paddle",)
 needs_onnx = pytest.mark.skipif(
-    not HAS_ONNX, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
+    "onnx" not in FORMATS, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
 )
 BACKENDS = ["paddle", pytest.param("onnx", marks=needs_onnx)]
 Exported = Callable[..., Path]
@@ -63,17 +65,14 @@ def model() -> PPYOLOE:
 
 
 @pytest.fixture(scope="module")
-def exported(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """The folder of an export of `model` in all formats that can be had; each is made once."""
-    folder = tmp_path_factory.mktemp("exported")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return partial(exported_detector, tmp_path_factory)
 
-    def make(inside: bool = True) -> Path:
-        out = folder / ("with" if inside else "without")
-        if not out.exists():
-            export_detector(model, out, tiny_spec(), formats=FORMATS, nms_in_graph=inside)
-        return out
 
-    return make
+@pytest.fixture(scope="module")
+def ready(exported: Exported) -> Any:
+    """A Predictor for tests in which no graph runs."""
+    return Predictor(exported(), "paddle")
 
 
 def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig = NMS) -> None:
@@ -149,11 +148,12 @@ def test_images_without_objects_give_no_rows(exported: Exported) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stretch", "letterbox", "centre_crop"])
-def test_input_pixels_equal_those_of_evaluation(exported: Exported, mode: Any) -> None:
-    predict = Predictor(exported(), "paddle")
+def test_input_pixels_equal_those_of_evaluation(
+    ready: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crop = classifier_spec().resize
     section = crop if mode == "centre_crop" else resize_section(mode)
-    predict.spec["resize"] = section.model_dump(mode="json")
+    monkeypatch.setitem(ready.spec, "resize", section.model_dump(mode="json"))
     for height, width in (*SHAPES, (97, 64), (641, 427)):
         image_HW3 = picture(height, width)
         expected_3HW = (
@@ -161,24 +161,23 @@ def test_input_pixels_equal_those_of_evaluation(exported: Exported, mode: Any) -
             if mode == "centre_crop"
             else prepare(image_HW3, SIZE, mode)
         )
-        (found_3HW,) = predict.prepare([image_HW3])
+        (found_3HW,) = ready.prepare([image_HW3])
         np.testing.assert_array_equal(found_3HW, expected_3HW)
 
 
-def test_pixels_are_normalised_where_the_graph_wants_it(exported: Exported) -> None:
-    predict = Predictor(exported(), "paddle")
-    plain_B3HW = predict.prepare([picture(30, 40)])
+def test_pixels_are_normalised_where_the_graph_wants_it(
+    ready: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_B3HW = ready.prepare([picture(30, 40)])
     mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
-    predict.spec["input"]["normalised"] = {"mean": mean, "std": std}
+    monkeypatch.setitem(ready.spec["input"], "normalised", {"mean": mean, "std": std})
     expected = (plain_B3HW / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
-    np.testing.assert_allclose(predict.prepare([picture(30, 40)]), expected, atol=1e-6)
+    np.testing.assert_allclose(ready.prepare([picture(30, 40)]), expected, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("classifier") / "model"
-    export_classifier(tiny_classifier(), out, classifier_spec(), formats=FORMATS)
-    return out
+    return exported_classifier(tmp_path_factory)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -296,10 +295,9 @@ def test_a_package_that_is_not_installed_is_named(
         ("a.jpg", r"str \[\]"),
     ],
 )
-def test_what_is_no_image_is_named(exported: Exported, image: Any, shown: str) -> None:
-    predict = Predictor(exported(), "paddle")
+def test_what_is_no_image_is_named(ready: Any, image: Any, shown: str) -> None:
     with pytest.raises(PredictorError, match=f"image 1: {shown}; expected uint8"):
-        predict([picture(8, 8), image])
+        ready([picture(8, 8), image])
 
 
 def imported(file: Path) -> set[str]:

@@ -189,15 +189,13 @@ def test_taken_port_is_one_line_and_exit_2(port):
 
 
 @pytest.mark.slow
-def test_served_export_gives_boxes_of_predictor(tmp_path):
-    from ppdist.export.export import export_detector
-    from tests.unit.export.tiny import tiny_model, tiny_spec
+def test_served_export_gives_boxes_of_predictor(tmp_path_factory):
+    from tests.unit.export.tiny import exported_detector
 
     sys.path.insert(0, str(SERVING.parent / "python"))
     from predictor import Predictor
 
-    folder, number = tmp_path / "export", free_port()
-    export_detector(tiny_model(), folder, tiny_spec(), formats=("paddle",))
+    folder, number = exported_detector(tmp_path_factory), free_port()
     rng = np.random.default_rng(0)
     image_HW3 = rng.integers(0, 256, (9, 14, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     rows_R6 = Predictor(folder, "paddle")([image_HW3])[0]

@@ -242,9 +242,7 @@ def test_a_job_is_queued_so_often_and_no_more(submit: Submit) -> None:
 
 
 @pytest.mark.slow
-def test_signal_before_fleetrun_requeues_job(
-    submit: Submit,
-) -> None:
+def test_signal_before_fleetrun_requeues_job(submit: Submit) -> None:
     batch = submit("-c", "x", variables={"DEAF": "1"})
     for node in NODES.split():
         batch.given(node)

@@ -3,6 +3,7 @@
     python -m tests.faults.report ran.xml [again.xml ...] [kills.json] [soak.json]
 
 The .xml are what pytest leaves with --junitxml; of a test in several of them the last counts.
+Where a case of a test is in none of them, as a slow one after `-m "not slow"`, nothing is written.
 `--tests` instead prints the tests to run, each of them with all its cases.
 """
 
@@ -14,13 +15,17 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.faults.fault import KINDS
 from tests.faults.rows import ROWS, Row
 from tests.faults.soak import machine
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "faults.md"
 _LONGEST_FIGURE = 80  # letters; what is longer is a text
 _HEAD = """# Faults
 
@@ -81,6 +86,24 @@ def cases_of(file: Path) -> dict[str, Case]:
                 case.figures.append(told)
         found[f"{file}.py::{element.get('name')}"] = case
     return found
+
+
+def collected() -> list[str]:
+    """Node ids of every case of `tests`."""
+    found: list[str] = []
+    finish = SimpleNamespace(
+        pytest_collection_finish=lambda session: found.extend(i.nodeid for i in session.items)
+    )
+    quiet = ["--collect-only", "-p", "no:terminal", "-o", "addopts=", "--rootdir", str(ROOT)]
+    code = pytest.main([*quiet, *(str(ROOT / test) for test in tests())], plugins=[finish])
+    assert code == pytest.ExitCode.OK, "the tests of tests/faults/rows.py cannot be imported"
+    return found
+
+
+def missing(cases: Mapping[str, Case], every: Iterable[str]) -> list[str]:
+    """Those of `every` case that a row rests on and that did not run."""
+    wanted = {test for row in ROWS for test in row.tests}
+    return [name for name in every if {name, name.partition("[")[0]} & wanted and name not in cases]
 
 
 def cases_for(row: Row, cases: Mapping[str, Case]) -> list[Case]:
@@ -146,16 +169,26 @@ def _short(reason: str) -> str:
     return re.sub(r"\s+", " ", reason).strip()[:160]
 
 
+def tests() -> list[str]:
+    """Node ids of the tests to run, each with all its cases."""
+    return list(dict.fromkeys(test.partition("[")[0] for row in ROWS for test in row.tests))
+
+
 def main() -> int:
     if sys.argv[1:] == ["--tests"]:
-        tests = (test.partition("[")[0] for row in ROWS for test in row.tests)
-        print("\n".join(dict.fromkeys(tests)))
+        print("\n".join(tests()))
         return 0
     files = [Path(each) for each in sys.argv[1:]]
     cases: dict[str, Case] = {}
     for file in files:
         if file.suffix == ".xml":
             cases |= cases_of(file)
+    if absent := missing(cases, collected()):
+        names = "\n  ".join(absent)
+        print(
+            f"{PAGE} stays as it is: {len(absent)} tests did not run:\n  {names}", file=sys.stderr
+        )
+        return 1
     reports = [json.loads(f.read_text()) for f in files if f.suffix == ".json" and f.is_file()]
     PAGE.write_text(page(cases, reports), encoding="utf-8")
     return 0

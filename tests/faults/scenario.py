@@ -257,11 +257,12 @@ class FaultScenario:
         return job
 
 
-def first_difference(first: Path, second: Path) -> str:
-    """Where the last checkpoints of two output_dirs differ in a bit; "" if nowhere."""
+def first_difference(first: Path, second: Path, step: int | None = None) -> str:
+    """Where the checkpoints of two output_dirs, the last or those of a step, differ in a bit."""
+    name = "last" if step is None else f"step-{step:08d}"
     for group in _GROUPS:
         a, b = (
-            load_file(folder / "checkpoints" / "last" / f"{group}.safetensors")
+            load_file(folder / "checkpoints" / name / f"{group}.safetensors")
             for folder in (first, second)
         )
         for key in sorted(a.keys() | b.keys()):

@@ -19,6 +19,22 @@ def recovered(job: Job, record: Callable[[str, object], None]) -> None:
     assert 0 <= each["steps_lost"] < 4  # it saves every fourth step
 
 
+def test_three_faults_leave_a_stopped_run_equal(scenario: FaultScenario, record_property) -> None:
+    """Where it was stopped, a run has the weights of one that went on after faults."""
+    short = ["data.workers=1", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=12"]
+    with scenario.job("stopped", "slow=0.3@rank1:step6", overrides=short) as stopped:
+        stopped.reaches(6)
+        stopped.process.terminate()
+        assert stopped.wait() == 75, stopped.text
+        assert stopped.processes() == {} and len(stopped.steps) < 12
+    fault = "loader-kill@rank0:step2,disk-full=1@rank0:step3,kill@rank1:step6"
+    struck = scenario.survive("struck", fault, 1, overrides=short)
+    assert first_difference(stopped.output_dir, struck.output_dir, step=stopped.steps[-1]) == ""
+    assert struck.processes() == {}
+    recovered(struck, record_property)
+
+
+@pytest.mark.slow
 def test_stop_and_three_faults_leave_weights_equal(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import report
 from tests.faults.fault import KINDS
 from tests.faults.report import Case, cases_of, line_of, page
 from tests.faults.rows import ROWS, Row
@@ -59,12 +60,32 @@ def test_outcomes_and_figures_are_read_from_pytest(tmp_path: Path) -> None:
     assert found["tests/a.py::test_later"] == Case("xfailed", "not yet")
 
 
+def test_page_is_not_written_of_a_run_without_slow_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `pytest -m "not slow"` leaves it: a case of a test, and no other."""
+    (tmp_path / "ran.xml").write_text(
+        '<testsuites><testsuite><testcase classname="tests.a" name="test_it[1]"/></testsuite>'
+        "</testsuites>"
+    )
+    every = ["tests/a.py::test_it[1]", "tests/a.py::test_it[slow]", "tests/a.py::test_its"]
+    monkeypatch.setattr(report, "collected", lambda: every)
+    monkeypatch.setattr(report, "ROWS", (ROW,))
+    monkeypatch.setattr(report, "PAGE", tmp_path / "faults.md")
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "ran.xml")])
+    assert report.main() == 1
+    assert "1 tests did not run:\n  tests/a.py::test_it[slow]\n" in capsys.readouterr().err
+    assert not report.PAGE.exists()
+    every.pop(1)
+    assert report.main() == 0 and "1 of 1 rows" in report.PAGE.read_text()
+
+
 def test_page_lists_kinds_rows_and_measurements() -> None:
-    report = {
+    soak = {
         "title": "SIGKILL at 2 random points", "command": "tools/faults.py kills", "machine": "m",
         "recovery_seconds_median": 9.5, "failures": ["x: exit code 1"],
     }  # fmt: skip
-    text = page({}, [report])
+    text = page({}, [soak])
     assert all(f"| `{kind}" in text for kind in KINDS)
     assert all(f"| {row.number} | {row.fault}" in text for row in ROWS)
     assert "0 of 38 rows" in text and "| recovery seconds median | 9.5 |" in text

@@ -18,6 +18,7 @@ from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     place,
     random_interpolation,
+    random_mirror,
     random_turn,
     render,
     turned_pixels,
@@ -33,7 +34,7 @@ _TRIES = 10
 class ClassifyTrainSamples(TrainSamples):
     def make(self, key: SampleKey) -> Sample:
         index, image_HW3 = self._next_good(key.index)
-        rng = keyed_generator(self._seed, _AUGMENT, *key.stream)
+        rng = keyed_generator(self._seed, _AUGMENT, *key.rng_key)
         augment = self._augment_in(key.epoch)
         image_HW3 = turned_pixels(image_HW3, random_turn(augment.rotate90, rng))
         height, width = image_HW3.shape[:2]
@@ -41,13 +42,11 @@ class ClassifyTrainSamples(TrainSamples):
         window = centred_part(width, height, size)
         if rng.random() < augment.crop:
             window = random_part(width, height, augment.crop_least, rng)
-        mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
+        mirror_x, mirror_y = random_mirror(augment, rng)
         placement = place(window, width, height, size)
         placement = placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
         colours_34 = random_colours(augment.distort, rng)
-        interpolation = cv2.INTER_LINEAR
-        if augment.random_interpolation:
-            interpolation = random_interpolation(rng)
+        interpolation = random_interpolation(augment.random_interpolation, rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
         input_HW3, _ = augment_pixels(input_HW3, augment, rng)
         return _sample(input_HW3, self._dataset.records[index].labels_M, index)
@@ -55,12 +54,10 @@ class ClassifyTrainSamples(TrainSamples):
 
 class ClassifyEvalSamples(EvalSamples):
     def make(self, key: SampleKey) -> Sample:
-        size = key.height, key.width
-        image_HW3 = self._read(key.index, "evaluation sees a blank image in its place")
-        input_HW3 = (
-            np.zeros((*size, 3), np.uint8) if image_HW3 is None else resize_centre(image_HW3, size)
-        )
-        return _sample(input_HW3, self._dataset.records[key.index].labels_M, key.index)
+        return _sample(self._input(key), self._dataset.records[key.index].labels_M, key.index)
+
+    def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        return resize_centre(image_HW3, size)
 
     def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
         everything_14 = np.array([[0, 0, key.width, key.height]], np.float32)

@@ -1,7 +1,7 @@
 """Geometry of a sample: resize, expand, crop, mirror, affine; boxes follow.
 
     random window (expand, crop) -> ResizeParams -> one resize of one part -> colours -> mirror
-    original pixels --(where the image lies)--> canvas --(AffineParams)--> input
+    original pixels --(where the image lies)--> canvas --(random_view)--> input
 
 Where an image lies in the input is settled on its boxes before any pixel is touched, and matrices
 are multiplied first, so an image is resampled once, straight into its part of the input.  Matrices
@@ -10,8 +10,8 @@ comes from the generator handed in, keyed by (seed, epoch, index): a sample look
 rank or worker makes it.
 
 Sources: the augmentation of SSD (Liu et al. 2016, arXiv:1512.02325, section 2.2 and its code) in
-the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.  Letterbox and
-the change in HSV are those of YOLOv5.
+the order PP-YOLOE uses it (arXiv:2203.16250): distort, expand, crop, flip, resize.  Letterbox is
+that of YOLOv5.
 """
 
 import math
@@ -29,6 +29,82 @@ from ppdist.data.types import ImageRecord, Sample
 
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
 GREY = (114, 114, 114)  # what lies beside a letterboxed one, and between the images of a mosaic
+
+
+# --- quarter turns -------------------------------------------------------------------------------
+
+_TURNS = {1: cv2.ROTATE_90_CLOCKWISE, 2: cv2.ROTATE_180, 3: cv2.ROTATE_90_COUNTERCLOCKWISE}
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """An image and its objects, without crowds, in its pixels.
+
+    index: in DetectionSet.records.  image_HW3: uint8 RGB, each pixel `reduced` ones of the original
+    a side; width, height, boxes_M4 (xyxy, float32) and outlines_M (x y, as ImageRecord.polygons_M)
+    are those of the original.
+    """
+
+    index: int
+    image_HW3: np.ndarray
+    reduced: int
+    width: int
+    height: int
+    boxes_M4: np.ndarray
+    labels_M: np.ndarray
+    outlines_M: tuple[tuple[np.ndarray, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls, index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
+    ) -> "Original":
+        """Args: image_HW3: of `record`, reduced, not yet turned; turn: see `random_turn`."""
+        width, height = turned_sides(record, turn)
+        alone_M = ~record.crowd_M
+        boxes_M4, outlines_M = record.boxes_M4[alone_M], record.polygons_M
+        if outlines_M:
+            outlines_M = tuple(outlines_M[number] for number in np.flatnonzero(alone_M))
+        if turn:
+            turn_33 = _turn_matrix(turn, record)
+            image_HW3 = turned_pixels(image_HW3, turn)
+            ends_M22 = map_points(boxes_M4.reshape(-1, 2, 2).astype(np.float64), turn_33)
+            boxes_M4 = np.concatenate([ends_M22.min(1), ends_M22.max(1)], 1).astype(np.float32)
+            outlines_M = tuple(
+                tuple(map_points(outline_K2, turn_33) for outline_K2 in outlines)
+                for outlines in outlines_M
+            )
+        labels_M = record.labels_M[alone_M]
+        return cls(index, image_HW3, reduced, width, height, boxes_M4, labels_M, outlines_M)
+
+
+def _turn_matrix(turn: int, record: ImageRecord) -> np.ndarray:
+    """Pixels of the image -> pixels of the turned one, edges counted."""
+    width, height = record.width, record.height
+    rows = {
+        1: [[0, -1, height], [1, 0, 0]],
+        2: [[-1, 0, width], [0, -1, height]],
+        3: [[0, 1, 0], [-1, 0, width]],
+    }[turn]
+    return np.array([*rows, [0, 0, 1]], np.float64)
+
+
+def random_turn(chance: float, rng: np.random.Generator) -> int:
+    """Quarter turns clockwise, 0 to 3; nothing is drawn where there is no chance."""
+    return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
+
+
+def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
+    """(width, height) after so many quarter turns."""
+    return (record.height, record.width) if turn % 2 else (record.width, record.height)
+
+
+def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
+    """The image after so many quarter turns clockwise."""
+    return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
+
+
+# --- resize, expand, crop, mirror ----------------------------------------------------------------
+
 _INTERPOLATIONS = (
     cv2.INTER_NEAREST,
     cv2.INTER_LINEAR,
@@ -62,6 +138,13 @@ class ResizeParams(NamedTuple):
         left, top, right, bottom = self.target
         return (bottom - top) / (y2 - y1), (right - left) / (x2 - x1)
 
+    @property
+    def matrix_33(self) -> np.ndarray:
+        """Pixels of the original -> pixels of the input, mirrored as said."""
+        scale = -1 if self.mirror_x else 1, -1 if self.mirror_y else 1
+        start = self.width * self.mirror_x, self.height * self.mirror_y
+        return moved(scale=scale, to=start) @ between(self.source, self.target)
+
 
 def whole(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
     """The whole image stretched to the input `size` (height, width), as PP-YOLOE evaluates."""
@@ -86,6 +169,18 @@ def letterbox(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
 def fitted(width: int, height: int, size: tuple[int, int], resize: Resize) -> ResizeParams:
     """The whole image in the input `size` (height, width), as evaluation sees it."""
     return (letterbox if resize == "letterbox" else whole)(width, height, size)
+
+
+def resize_for_evaluation(
+    image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch"
+) -> np.ndarray:
+    """What evaluation and inference see: the whole image in the input `size` (height, width).
+
+    Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
+    """
+    height, width = image_HW3.shape[:2]
+    interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
+    return render(image_HW3, fitted(width, height, size, resize), interpolation)
 
 
 def random_placement(
@@ -115,8 +210,13 @@ def random_placement(
     else:
         around = grown(window, size)
         placement = place(around, width, height, size, reduced)._replace(fill=GREY)
-    mirror_x, mirror_y = rng.random() < config.flip, rng.random() < config.flip_vertical
+    mirror_x, mirror_y = random_mirror(config, rng)
     return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+
+
+def random_mirror(config: AugmentConfig, rng: np.random.Generator) -> tuple[bool, bool]:
+    """Whether (left to right, top to bottom)."""
+    return rng.random() < config.flip, rng.random() < config.flip_vertical
 
 
 def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -231,39 +331,28 @@ def render(
             part, top, below, left, beside, cv2.BORDER_CONSTANT, value=placement.fill
         )
     if placement.mirror_x or placement.mirror_y:
-        both = placement.mirror_x and placement.mirror_y
-        part = cv2.flip(part, -1 if both else int(placement.mirror_x))
+        part = cv2.flip(part, _flip_code(placement.mirror_x, placement.mirror_y))
     return part
 
 
-def random_interpolation(rng: np.random.Generator) -> int:
-    return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))]
+def _flip_code(mirror_x: bool, mirror_y: bool) -> int:
+    """OpenCV's: 1 left to right, 0 top to bottom, -1 both."""
+    return -1 if mirror_x and mirror_y else int(mirror_x)
 
 
-def resize_for_evaluation(
-    image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch"
-) -> np.ndarray:
-    """What evaluation and inference see: the whole image in the input `size` (height, width).
-
-    Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
-    """
-    height, width = image_HW3.shape[:2]
-    interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
-    return render(image_HW3, fitted(width, height, size, resize), interpolation)
+def random_interpolation(on: bool, rng: np.random.Generator) -> int:
+    """One of OpenCV's; linear, and nothing is drawn, where it is off."""
+    return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))] if on else cv2.INTER_LINEAR
 
 
-_LEAST_SIDE = 2.0  # input pixels; less is no object to learn, nor what one of these bounds says
-_LEAST_SEEN = 0.1  # of a box's area
+# --- views: turn, zoom, slant, shift, tilt -------------------------------------------------------
+
+# Of what a view shows of a box; what is smaller, or longer, is no object to learn.
+_LEAST_SIDE = 2.0  # input pixels
+_LEAST_SEEN = 0.1  # of the box's area
 _MOST_ASPECT = 100.0
 _MOST_ROUNDED = 2.0  # zoom of `paste` up to which half a pixel of the image is one of the input
 _SUBPIXELS = 4  # bits
-
-
-class AffineParams(NamedTuple):
-    """What of a canvas the input shows: its pixels -> the input's; gain: how much larger."""
-
-    matrix_33: np.ndarray
-    gain: float
 
 
 def random_view(
@@ -272,11 +361,12 @@ def random_view(
     config: AffineConfig,
     mirrored: tuple[bool, bool],
     rng: np.random.Generator,
-) -> AffineParams:
+) -> np.ndarray:
     """The middle of a `canvas` (height, width), moved at random, in the middle of the input `size`.
 
     Args:
         mirrored: the input at last, (left to right, top to bottom).
+    Returns: the matrix_33 that takes pixels of the canvas to pixels of the input.
     """
     angle = np.deg2rad(rng.uniform(-config.rotate, config.rotate))
     gain = rng.uniform(1 - config.scale, 1 + config.scale)
@@ -299,22 +389,7 @@ def random_view(
         tilt_33 = np.eye(3)  # of points of the canvas about its middle, in halves of the input
         tilt_33[2, :2] = rng.uniform(-config.perspective, config.perspective, 2) / target
         matrix_33 = matrix_33 @ moved(to=middle) @ tilt_33 @ moved(to=-middle)
-    return AffineParams(matrix_33, float(gain))
-
-
-def moved(
-    *, scale: Sequence[float] | np.ndarray = (1, 1), to: Sequence[float] | np.ndarray = (0, 0)
-) -> np.ndarray:
-    """The matrix that scales by (x, y), then moves the origin to (x, y)."""
-    return np.array([[scale[0], 0, to[0]], [0, scale[1], to[1]], [0, 0, 1]], np.float64)
-
-
-def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
-    """The matrix that takes one upright box (x1, y1, x2, y2) to another."""
-    low, high = np.array(source[:2], np.float64), np.array(source[2:], np.float64)
-    start = np.array(target[:2], np.float64)
-    scale = (np.array(target[2:]) - start) / (high - low)
-    return moved(scale=scale, to=start - scale * low)
+    return matrix_33
 
 
 def paste(
@@ -368,7 +443,7 @@ def _resize(
     mirror_x, mirror_y = (scale < 0).tolist()
     if mirror_x or mirror_y:
         part_HW3 = cv2.resize(image_HW3[y1:y2, x1:x2], size, interpolation=cv2.INTER_LINEAR)
-        cv2.flip(part_HW3, -1 if mirror_x and mirror_y else int(mirror_x), dst=out_HW3)
+        cv2.flip(part_HW3, _flip_code(mirror_x, mirror_y), dst=out_HW3)
     else:
         cv2.resize(image_HW3[y1:y2, x1:x2], size, dst=out_HW3, interpolation=cv2.INTER_LINEAR)
     target_x = (right, left) if mirror_x else (left, right)
@@ -378,25 +453,15 @@ def _resize(
 
 def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
     """Fills all of `out_HW3`; what lies beside the image goes on as its edge."""
-    size = out_HW3.shape[1], out_HW3.shape[0]
-    if _is_affine(matrix_33):
-        cv2.warpAffine(
-            image_HW3,
-            matrix_33[:2],
-            size,
-            dst=out_HW3,
-            flags=cv2.INTER_LINEAR,
-            borderMode=cv2.BORDER_REPLICATE,
-        )
-    else:
-        cv2.warpPerspective(
-            image_HW3,
-            matrix_33,
-            size,
-            dst=out_HW3,
-            flags=cv2.INTER_LINEAR,
-            borderMode=cv2.BORDER_REPLICATE,
-        )
+    affine = _is_affine(matrix_33)
+    (cv2.warpAffine if affine else cv2.warpPerspective)(
+        image_HW3,
+        matrix_33[:2] if affine else matrix_33,
+        (out_HW3.shape[1], out_HW3.shape[0]),
+        dst=out_HW3,
+        flags=cv2.INTER_LINEAR,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
 
 
 def covered(
@@ -419,20 +484,6 @@ def covered(
         for value, limit in zip((*low.tolist(), *high.tolist()), limits)
     )
     return left, top, right, bottom
-
-
-def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
-    """Where the corners of a box (x1, y1, x2, y2) are mapped, float64 [4, 2], x y, in turn."""
-    x1, y1, x2, y2 = source
-    return map_points(np.array([[x1, y1], [x2, y1], [x2, y2], [x1, y2]], np.float64), matrix_33)
-
-
-def _keeps_upright(matrix_33: np.ndarray) -> bool:
-    return matrix_33[0, 1] == 0 and matrix_33[1, 0] == 0 and _is_affine(matrix_33)
-
-
-def _is_affine(matrix_33: np.ndarray) -> bool:
-    return matrix_33[2, 0] == 0 and matrix_33[2, 1] == 0
 
 
 def map_by_matrix(
@@ -499,6 +550,30 @@ def _area(points: list[list[float]]) -> float:
     return abs(sum(x0 * y1 - x1 * y0 for (x1, y1), (x0, y0) in turned)) / 2
 
 
+# --- matrices ------------------------------------------------------------------------------------
+
+
+def moved(
+    *, scale: Sequence[float] | np.ndarray = (1, 1), to: Sequence[float] | np.ndarray = (0, 0)
+) -> np.ndarray:
+    """The matrix that scales by (x, y), then moves the origin to (x, y)."""
+    return np.array([[scale[0], 0, to[0]], [0, scale[1], to[1]], [0, 0, 1]], np.float64)
+
+
+def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
+    """The matrix that takes one upright box (x1, y1, x2, y2) to another."""
+    low, high = np.array(source[:2], np.float64), np.array(source[2:], np.float64)
+    start = np.array(target[:2], np.float64)
+    scale = (np.array(target[2:]) - start) / (high - low)
+    return moved(scale=scale, to=start - scale * low)
+
+
+def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
+    """Where the corners of a box (x1, y1, x2, y2) are mapped, float64 [4, 2], x y, in turn."""
+    x1, y1, x2, y2 = source
+    return map_points(np.array([[x1, y1], [x2, y1], [x2, y2], [x1, y2]], np.float64), matrix_33)
+
+
 def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
     """Points (x, y), any shape that ends in 2, as a matrix maps them; none lies behind the view."""
     mapped_2 = points_2 @ matrix_33[:2, :2].T + matrix_33[:2, 2]
@@ -507,86 +582,15 @@ def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
     return mapped_2 / (points_2 @ matrix_33[2, :2] + matrix_33[2, 2])[..., None]
 
 
-_TURNS = {1: cv2.ROTATE_90_CLOCKWISE, 2: cv2.ROTATE_180, 3: cv2.ROTATE_90_COUNTERCLOCKWISE}
+def _keeps_upright(matrix_33: np.ndarray) -> bool:
+    return matrix_33[0, 1] == 0 and matrix_33[1, 0] == 0 and _is_affine(matrix_33)
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
-    """An image and its objects, without crowds, in its pixels.
-
-    index: in DetectionSet.records.  image_HW3: uint8 RGB, each pixel `reduced` ones of the original
-    a side; width, height, boxes_M4 (xyxy, float32) and outlines_M (x y, as ImageRecord.polygons_M)
-    are those of the original.
-    """
-
-    index: int
-    image_HW3: np.ndarray
-    reduced: int
-    width: int
-    height: int
-    boxes_M4: np.ndarray
-    labels_M: np.ndarray
-    outlines_M: tuple[tuple[np.ndarray, ...], ...] = ()
+def _is_affine(matrix_33: np.ndarray) -> bool:
+    return matrix_33[2, 0] == 0 and matrix_33[2, 1] == 0
 
 
-def random_turn(chance: float, rng: np.random.Generator) -> int:
-    """Quarter turns clockwise, 0 to 3; nothing is drawn where there is no chance."""
-    return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
-
-
-def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
-    """(width, height) after so many quarter turns."""
-    return (record.height, record.width) if turn % 2 else (record.width, record.height)
-
-
-def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
-    """The image after so many quarter turns clockwise."""
-    return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
-
-
-def original_of(
-    index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
-) -> Original:
-    """Args: image_HW3: of `record`, reduced, not yet turned."""
-    width, height = turned_sides(record, turn)
-    alone_M = ~record.crowd_M
-    boxes_M4, outlines_M = record.boxes_M4[alone_M], record.polygons_M
-    if outlines_M:
-        outlines_M = tuple(outlines_M[number] for number in np.flatnonzero(alone_M))
-    if turn:
-        image_HW3, matrix_33 = turned_pixels(image_HW3, turn), _matrix_of(turn, record)
-        boxes_M4 = _turned_boxes(boxes_M4, matrix_33)
-        outlines_M = tuple(
-            tuple(map_points(outline_K2, matrix_33) for outline_K2 in outlines)
-            for outlines in outlines_M
-        )
-    return Original(
-        index,
-        image_HW3,
-        reduced,
-        width,
-        height,
-        boxes_M4,
-        record.labels_M[alone_M],
-        outlines_M,
-    )
-
-
-def _matrix_of(turn: int, record: ImageRecord) -> np.ndarray:
-    """Pixels of the image -> pixels of the turned one, edges counted."""
-    width, height = record.width, record.height
-    rows = {
-        1: [[0, -1, height], [1, 0, 0]],
-        2: [[-1, 0, width], [0, -1, height]],
-        3: [[0, 1, 0], [-1, 0, width]],
-    }[turn]
-    return np.array([*rows, [0, 0, 1]], np.float64)
-
-
-def _turned_boxes(boxes_M4: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
-    corners_M22 = map_points(boxes_M4.reshape(-1, 2, 2).astype(np.float64), matrix_33)
-    turned_M4 = np.concatenate([corners_M22.min(1), corners_M22.max(1)], 1)
-    return turned_M4.astype(np.float32)
+# --- canvas --------------------------------------------------------------------------------------
 
 
 class MosaicCanvas:

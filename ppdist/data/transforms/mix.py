@@ -36,36 +36,34 @@ class Donor(NamedTuple):
     outlines_M: Sequence[Sequence[np.ndarray]]
     seen_42: np.ndarray
 
-
-def donor_of(
-    sample: Sample,
-    outlines_M: Sequence[Sequence[np.ndarray]],
-    kept: np.ndarray,
-    source: Sequence[float],
-    matrix_33: np.ndarray,
-) -> Donor:
-    """Args:
-    outlines_M: of all objects of the original, in its pixels; empty: none has any.
-    kept: the positions of those that are objects of the sample.
-    source: the part (x1, y1, x2, y2) of the original that is seen, before matrix_33.
-    """
-    outlines = [
-        [map_points(outline_K2, matrix_33) for outline_K2 in outlines_M[number]]
-        for number in (kept.tolist() if outlines_M else ())
-    ]
-    return Donor(sample, outlines, corners(source, matrix_33))
+    @classmethod
+    def of(
+        cls,
+        sample: Sample,
+        outlines_M: Sequence[Sequence[np.ndarray]],
+        kept: np.ndarray,
+        source: Sequence[float],
+        matrix_33: np.ndarray,
+    ) -> "Donor":
+        """
+        Args:
+            outlines_M: of all objects of the original, in its pixels; empty: none has any.
+            kept: the positions of those that are objects of the sample.
+            source: the part (x1, y1, x2, y2) of the original that is seen, before matrix_33.
+            matrix_33: pixels of the original -> pixels of the input.
+        """
+        outlines = [
+            [map_points(outline_K2, matrix_33) for outline_K2 in outlines_M[number]]
+            for number in (kept.tolist() if outlines_M else ())
+        ]
+        return cls(sample, outlines, corners(source, matrix_33))
 
 
 def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Both blended, with the objects of both."""
-    mixed_HW3 = blend(one.image_HW3, other.image_HW3, rng)
-    return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
-
-
-def blend(one_HW3: np.ndarray, other_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A weighted mean of two inputs; the first has a Beta(32, 32) share."""
+    """Both blended, the first with a Beta(32, 32) share, with the objects of both."""
     share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
-    return cv2.addWeighted(one_HW3, share, other_HW3, 1 - share, 0)
+    mixed_HW3 = cv2.addWeighted(one.image_HW3, share, other.image_HW3, 1 - share, 0)
+    return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
 
 
 def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
@@ -135,7 +133,23 @@ def _fill(mask_HW: np.ndarray, outline_K2: np.ndarray) -> None:
     cv2.fillPoly(mask_HW, [middles_K2], 1, shift=_SUBPIXELS)
 
 
+# --- mosaic --------------------------------------------------------------------------------------
+
 _NINTH = 2 / 3  # of the input's sides: three of them fill the canvas
+
+
+class Slot(NamedTuple):
+    """A place in a mosaic: (x, y) in canvas pixels, and the share of the image before it."""
+
+    x: float
+    y: float
+    before_x: float
+    before_y: float
+
+    def tile(self, height: int, width: int) -> tuple[float, float, float, float]:
+        """Where an image of these sides lies (x1, y1, x2, y2), in canvas pixels."""
+        left, top = self.x - self.before_x * width, self.y - self.before_y * height
+        return left, top, left + width, top + height
 
 
 class Layout(NamedTuple):
@@ -147,25 +161,19 @@ class Layout(NamedTuple):
 
     canvas: tuple[int, int]
     cell: tuple[int, int]
-    slots: list["Slot"]
-
-
-class Slot(NamedTuple):
-    """A place in a mosaic: (x, y) in canvas pixels, and the share of the image before it."""
-
-    x: float
-    y: float
-    before_x: float
-    before_y: float
+    slots: list[Slot]
 
 
 def random_layout(
     images: int, whole: bool, size: tuple[int, int], rng: np.random.Generator
 ) -> Layout:
-    """Of 4 or 9 images for the input `size`; whole: in a grid, for which nothing is drawn."""
+    """Of 4 or 9 images for the input `size` (height, width).
+
+    Args: whole: in a grid, for which nothing is drawn.
+    """
     if whole:
         return in_a_grid(images, size)
-    return Layout(canvas_of(size), cell_of(images, size), random_slots(images, size, rng))
+    return around_a_point(size, rng) if images == 4 else in_three_rows(size, rng)
 
 
 def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
@@ -179,43 +187,29 @@ def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
     return Layout(size, (size[0] // across, size[1] // across), slots)
 
 
-def canvas_of(size: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) of the canvas of a mosaic for the input `size`."""
-    return 2 * size[0], 2 * size[1]
-
-
-def cell_of(images: int, size: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) that each of 4 or 9 images is fitted to, for the input `size`."""
-    return size if images == 4 else (round(size[0] * _NINTH), round(size[1] * _NINTH))
-
-
-def random_slots(images: int, size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
-    """Where the 4 or 9 images of a mosaic lie, row by row; they never overlap."""
-    return around_a_point(size, rng) if images == 4 else in_three_rows(size, rng)
-
-
-def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
-    """Four images that touch a point within the inner half of the canvas."""
+def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> Layout:
+    """Four images as large as the input that touch a point within the inner half of the canvas."""
     y, x = rng.uniform(0.5, 1.5, 2) * size
-    return [Slot(x, y, *before) for before in ((1, 1), (0, 1), (1, 0), (0, 0))]
+    slots = [Slot(x, y, *before) for before in ((1, 1), (0, 1), (1, 0), (0, 0))]
+    return Layout(_twice(size), size, slots)
 
 
-def in_three_rows(size: tuple[int, int], rng: np.random.Generator) -> list[Slot]:
+def in_three_rows(size: tuple[int, int], rng: np.random.Generator) -> Layout:
     """Nine cells, each image as near to the middle one as its cell allows.
 
     The middle of them lies up to half a cell beside that of the canvas, so that a view of half the
     canvas sees nothing but cells.
     """
-    cell = np.array(cell_of(9, size), np.float64)
-    middle = np.array(size, np.float64) + rng.uniform(-0.5, 0.5, 2) * cell
+    cell = round(size[0] * _NINTH), round(size[1] * _NINTH)
+    sides = np.array(cell, np.float64)
+    middle = np.array(size, np.float64) + rng.uniform(-0.5, 0.5, 2) * sides
     rows, columns = (
         [(low - side / 2, 1.0), (low, 0.5), (low + side / 2, 0.0)]
-        for low, side in zip(middle.tolist(), cell.tolist())
+        for low, side in zip(middle.tolist(), sides.tolist())
     )
-    return [Slot(x, y, before_x, before_y) for y, before_y in rows for x, before_x in columns]
+    slots = [Slot(x, y, before_x, before_y) for y, before_y in rows for x, before_x in columns]
+    return Layout(_twice(size), cell, slots)
 
 
-def tile(slot: Slot, height: int, width: int) -> tuple[float, float, float, float]:
-    """Where an image of the given sides lies (x1, y1, x2, y2), in canvas pixels."""
-    left, top = slot.x - slot.before_x * width, slot.y - slot.before_y * height
-    return left, top, left + width, top + height
+def _twice(size: tuple[int, int]) -> tuple[int, int]:
+    return 2 * size[0], 2 * size[1]

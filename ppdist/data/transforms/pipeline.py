@@ -27,13 +27,11 @@ from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
     Original,
-    ResizeParams,
     between,
     fitted,
     map_boxes,
-    moved,
-    original_of,
     random_interpolation,
+    random_mirror,
     random_placement,
     random_turn,
     random_view,
@@ -47,10 +45,8 @@ from ppdist.data.transforms.mix import (
     behind,
     copy_paste,
     cutmix,
-    donor_of,
     mixup,
     random_layout,
-    tile,
 )
 from ppdist.data.types import (
     EXITED,
@@ -65,6 +61,8 @@ from ppdist.data.types import (
     keyed_generator,
 )
 
+_AUGMENT = 2  # stream of random numbers, beside the sampler's
+_MOST_REPLACEMENTS = 100
 _BOX_ROUNDING = 8  # boxes per image are padded to a multiple, so that shapes repeat
 
 
@@ -96,8 +94,9 @@ class Samples:
         self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
         self._dataset = dataset
         self._bad_images = bad_images
-        count = len(dataset.records)
-        self._reductions_N = np.ones(count, np.uint8) if reductions_N is None else reductions_N
+        self._reductions_N = (
+            np.ones(len(dataset.records), np.uint8) if reductions_N is None else reductions_N
+        )
         self._cache = cache
         self._problems: list[str] = []  # of this batch
         self._bad: dict[int, str] = {}
@@ -170,39 +169,6 @@ class Samples:
         return image_HW3
 
 
-class EvalSamples(Samples):
-    """The whole image in the input, and all its boxes, crowds too."""
-
-    def __init__(
-        self, dataset: DetectionSet, bad_images: str, *, resize: Resize = "stretch"
-    ) -> None:
-        super().__init__(dataset, bad_images)
-        self._resize: Resize = resize
-
-    def make(self, key: SampleKey) -> Sample:
-        record = self._dataset.records[key.index]
-        size = key.height, key.width
-        image_HW3 = self._read(key.index, "evaluation sees a blank image in its place")
-        input_HW3 = (
-            np.zeros((*size, 3), np.uint8)
-            if image_HW3 is None
-            else resize_for_evaluation(image_HW3, size, self._resize)
-        )
-        placement = fitted(record.width, record.height, size, self._resize)
-        boxes_M4, _ = map_boxes(record.boxes_M4, placement)
-        left, top, _, _ = placement.target
-        return Sample(input_HW3, boxes_M4, record.labels_M, key.index, placement.scale, (top, left))
-
-    def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
-        """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
-        crowds and what is too small; the image is not read."""
-        record = self._dataset.records[key.index]
-        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
-        boxes_M4, keep_M = map_boxes(record.boxes_M4, placement)
-        learnt_M = keep_M & ~record.crowd_M
-        return boxes_M4[learnt_M], record.labels_M[learnt_M]
-
-
 def _blocked(ended: int) -> tuple[str, str]:
     """Code and text of why a record is never opened again; "", "" if it may be."""
     if not ended:
@@ -215,84 +181,11 @@ def _blocked(ended: int) -> tuple[str, str]:
 
 
 def _padding(key: SampleKey) -> Sample:
-    image_HW3 = np.zeros((key.height, key.width, 3), np.uint8)
-    return Sample(image_HW3, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), -1)
+    return Sample(_blank(key), np.zeros((0, 4), np.float32), np.zeros(0, np.int64), -1)
 
 
-def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
-    """Stacks samples; boxes are padded with zeros to a common multiple of 8, at least 8.
-
-    Args:
-        samples: all of one shape.
-        out: uint8 [at least B*3*H*W], where the images go; None: into memory of their own.
-    """
-    shape = samples[0].image_HW3.shape
-    assert all(sample.image_HW3.shape == shape for sample in samples), "one shape a batch"
-    count, size = len(samples), math.prod(shape)
-    pixels = np.empty(count * size, np.uint8) if out is None else out[: count * size]
-    images_B3HW = pixels.reshape(count, 3, *shape[:2])
-    for position, sample in enumerate(samples):
-        cv2.split(sample.image_HW3, [*images_B3HW[position]])  # 10 times as fast as a transpose
-    return Arrays(
-        images_B3HW,
-        *padded([(sample.boxes_M4, sample.labels_M) for sample in samples]),
-        np.array([sample.index for sample in samples], np.int64),
-        np.array([sample.scale for sample in samples], np.float32),
-        np.array([sample.offset for sample in samples], np.float32),
-    )
-
-
-def padded(
-    objects_B: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """boxes_BM4, labels_BM and mask_BM of (boxes_M4, labels_M) of each image; see `collate`."""
-    most = max(1, *(len(labels_M) for _, labels_M in objects_B))
-    room = -(-most // _BOX_ROUNDING) * _BOX_ROUNDING
-    boxes_BM4 = np.zeros((len(objects_B), room, 4), np.float32)
-    labels_BM = np.zeros((len(objects_B), room), np.int64)
-    mask_BM = np.zeros((len(objects_B), room), np.float32)
-    for position, (boxes_M4, labels_M) in enumerate(objects_B):
-        boxes_BM4[position, : len(labels_M)] = boxes_M4
-        labels_BM[position, : len(labels_M)] = labels_M
-        mask_BM[position, : len(labels_M)] = 1.0
-    return boxes_BM4, labels_BM, mask_BM
-
-
-_AUGMENT = 2  # stream of random numbers, beside the sampler's
-_MOST_REPLACEMENTS = 100
-_CONSEQUENCE = "training takes the next good image in its place"
-
-
-def reductions(
-    dataset: DetectionSet, augment: AugmentConfig, largest: tuple[int, int], resize: Resize
-) -> np.ndarray:
-    """How far each image is reduced when it is read, uint8 [N] of 1, 2, 4, 8.
-
-    Whatever a sample draws, so that a cache can hold these very pixels: no view of an image but one
-    that affine enlarges has more pixels than are left of it.  1 where the size is not known.
-
-    Args:
-        largest: (height, width) of the largest input of the run.
-    """
-    sizes_N2 = Records.of(dataset.records).sizes_N2
-    views = [sizes_N2, sizes_N2[:, ::-1]] if augment.rotate90 else [sizes_N2]
-    shown = [np.array(largest) / np.maximum(view_N2, 1) for view_N2 in views]
-    least = np.min if resize == "letterbox" else np.max
-    scale_N = np.max([least(scale_N2, axis=1) for scale_N2 in shown], axis=0) * augment.most_zoom
-    factors = [reduction(scale) for scale in np.where(sizes_N2.all(1), scale_N, 1.0).tolist()]
-    return np.array(factors, np.uint8)
-
-
-def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
-    """Raises: DataError: objects are to be pasted, and the set, read with masks, has no outline."""
-    if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
-        raise DataError(
-            f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
-            f"is none",
-            code="outlines_missing",
-            where=dataset.source,
-            fix="set it to 0",
-        )
+def _blank(key: SampleKey) -> np.ndarray:
+    return np.zeros((key.height, key.width, 3), np.uint8)
 
 
 class TrainSamples(Samples):
@@ -308,24 +201,18 @@ class TrainSamples(Samples):
         augment: AugmentConfig,
         seed: int,
         *,
-        largest: tuple[int, int],
         resize: Resize = "stretch",
         epochs: int | None = None,
+        reductions_N: np.ndarray | None = None,
         cache: ImageCache | None = None,
     ) -> None:
         """
         Args:
-            largest: (height, width) of the largest input of the run.
             epochs: of the whole run; needed where augmentation goes by its end or its length.
-            cache: of the images as `reductions` says.
-        Raises: ValueError: it is needed and was not given.
+            reductions_N: what `reductions` gave.
+        Raises: ValueError: epochs are needed and were not given.
         """
-        super().__init__(
-            dataset,
-            bad_images,
-            reductions_N=reductions(dataset, augment, largest, resize),
-            cache=cache,
-        )
+        super().__init__(dataset, bad_images, reductions_N=reductions_N, cache=cache)
         if augment.needs_length and epochs is None:
             raise ValueError(
                 "close_mosaic_epochs, plain_epochs: the length of the run is needed, and for "
@@ -338,7 +225,7 @@ class TrainSamples(Samples):
         self._resize: Resize = resize
 
     def make(self, key: SampleKey) -> Sample:
-        rng = keyed_generator(self._seed, _AUGMENT, *key.stream)
+        rng = keyed_generator(self._seed, _AUGMENT, *key.rng_key)
         augment = self._augment_in(key.epoch)
         size = key.height, key.width
         sample = self._compose(key.index, size, augment, rng)
@@ -380,18 +267,6 @@ class TrainSamples(Samples):
         original = self._open(index, random_turn(augment.rotate90, rng))
         return (self._moved if augment.affine.moves else self._placed)(original, size, augment, rng)
 
-    def _placement(
-        self,
-        original: Original,
-        size: tuple[int, int],
-        augment: AugmentConfig,
-        rng: np.random.Generator,
-        reduced: int = 1,
-    ) -> ResizeParams:
-        """See random_placement."""
-        boxes_M4, width, height = original.boxes_M4, original.width, original.height
-        return random_placement(boxes_M4, width, height, size, augment, rng, self._resize, reduced)
-
     def _placed(
         self,
         original: Original,
@@ -400,21 +275,27 @@ class TrainSamples(Samples):
         rng: np.random.Generator,
     ) -> Donor:
         """One image, its sides along those of the input: a crop and a resize."""
-        placement = self._placement(original, size, augment, rng, original.reduced)
+        placement = random_placement(
+            original.boxes_M4,
+            original.width,
+            original.height,
+            size,
+            augment,
+            rng,
+            self._resize,
+            original.reduced,
+        )
         colours_34 = random_colours(augment.distort, rng)
-        interpolation = cv2.INTER_LINEAR
-        if augment.random_interpolation:
-            interpolation = random_interpolation(rng)
-        mapped_M4, keep_M = map_boxes(original.boxes_M4, placement)
+        interpolation = random_interpolation(augment.random_interpolation, rng)
+        boxes_M4, keep_M = map_boxes(original.boxes_M4, placement)
         sample = Sample(
             render(original.image_HW3, placement, interpolation, colours_34, original.reduced),
-            mapped_M4[keep_M],
+            boxes_M4[keep_M],
             original.labels_M[keep_M],
             original.index,
         )
         kept = np.flatnonzero(keep_M)
-        matrix_33 = _matrix_of(placement)
-        return donor_of(sample, original.outlines_M, kept, placement.source, matrix_33)
+        return Donor.of(sample, original.outlines_M, kept, placement.source, placement.matrix_33)
 
     def _moved(
         self,
@@ -424,22 +305,24 @@ class TrainSamples(Samples):
         rng: np.random.Generator,
     ) -> Donor:
         """One image, placed as in `_placed` and seen through a random view."""
-        placement = self._placement(original, size, augment, rng)
+        placement = random_placement(
+            original.boxes_M4, original.width, original.height, size, augment, rng, self._resize
+        )
         mirrored = placement.mirror_x, placement.mirror_y
         placement = placement._replace(mirror_x=False, mirror_y=False)
-        view = random_view(size, size, augment.affine, mirrored, rng)
+        view_33 = random_view(size, size, augment.affine, mirrored, rng)
         canvas = MosaicCanvas(size)
         boxes_M4, placed_M = map_boxes(original.boxes_M4, placement)
         placed_33 = between(placement.source, placement.target)
         matrix_33 = canvas.draw(
-            original.image_HW3, placement.source, view.matrix_33 @ placed_33, original.reduced
+            original.image_HW3, placement.source, view_33 @ placed_33, original.reduced
         )
         from_canvas_33 = matrix_33 @ between(placement.target, placement.source)
         labels_M = original.labels_M[placed_M]
         seen_M = canvas.note(boxes_M4[placed_M], labels_M, from_canvas_33)
         sample = canvas.sample(original.index, random_colours(augment.distort, rng))
         keep_M = np.flatnonzero(placed_M)[seen_M]
-        return donor_of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
+        return Donor.of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
 
     def _mosaic(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
@@ -449,19 +332,19 @@ class TrainSamples(Samples):
         others = rng.integers(len(self._dataset.records), size=images - 1)
         order = rng.permutation(images)
         layout = random_layout(images, augment.mosaic_whole, size, rng)
-        mirror_x, mirror_y = rng.random() < augment.flip, rng.random() < augment.flip_vertical
-        view = random_view(layout.canvas, size, augment.affine, (mirror_x, mirror_y), rng)
+        mirrored = random_mirror(augment, rng)
+        view_33 = random_view(layout.canvas, size, augment.affine, mirrored, rng)
         canvas, used, cell = MosaicCanvas(size), [], layout.cell
         for place, wanted in zip(order, [index, *others.tolist()]):
             slot = layout.slots[place]
             turn = random_turn(augment.rotate90, rng)
             width, height = turned_sides(self._dataset.records[wanted], turn)
-            matrix_33 = view.matrix_33 @ self._tile(slot, width, height, cell)
+            matrix_33 = view_33 @ self._tile(slot, width, height, cell)
             if not canvas.shows(width, height, matrix_33):
                 used.append(wanted)  # and spare the time of decoding it
                 continue
             one = self._open(wanted, turn)
-            matrix_33 = view.matrix_33 @ self._tile(slot, one.width, one.height, cell)
+            matrix_33 = view_33 @ self._tile(slot, one.width, one.height, cell)
             everything = (0, 0, one.width, one.height)
             matrix_33 = canvas.draw(one.image_HW3, everything, matrix_33, one.reduced)
             canvas.note(one.boxes_M4, one.labels_M, matrix_33)
@@ -472,13 +355,13 @@ class TrainSamples(Samples):
         """The matrix that takes an image to its place in a mosaic's canvas."""
         placement = fitted(width, height, cell, self._resize)
         left, top, right, bottom = placement.target
-        return between(placement.source, tile(slot, bottom - top, right - left))
+        return between(placement.source, slot.tile(bottom - top, right - left))
 
     def _open(self, index: int, turn: int) -> Original:
         """The image at `index`, or the next good one, after so many quarter turns."""
         found, image_HW3 = self._next_good(index)
         reduced = int(self._reductions_N[found])
-        return original_of(found, image_HW3, reduced, self._dataset.records[found], turn)
+        return Original.of(found, image_HW3, reduced, self._dataset.records[found], turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
         """The image at `index`, reduced, or the next that can be read: a function of `index` alone.
@@ -489,7 +372,7 @@ class TrainSamples(Samples):
         tries = min(count, _MOST_REPLACEMENTS)
         for step in range(tries):
             candidate = (index + step) % count
-            image_HW3 = self._read(candidate, _CONSEQUENCE)
+            image_HW3 = self._read(candidate, "training takes the next good image in its place")
             if image_HW3 is not None:
                 return candidate, image_HW3
         raise DataError(
@@ -500,8 +383,113 @@ class TrainSamples(Samples):
         )
 
 
-def _matrix_of(placement: ResizeParams) -> np.ndarray:
-    """Pixels of the original -> pixels of the input, mirrored as the placement says."""
-    scale = -1 if placement.mirror_x else 1, -1 if placement.mirror_y else 1
-    start = placement.width * placement.mirror_x, placement.height * placement.mirror_y
-    return moved(scale=scale, to=start) @ between(placement.source, placement.target)
+def reductions(
+    dataset: DetectionSet, augment: AugmentConfig, largest: tuple[int, int], resize: Resize
+) -> np.ndarray:
+    """How far each image is reduced when it is read, uint8 [N] of 1, 2, 4, 8.
+
+    Whatever a sample draws, so that a cache can hold these very pixels: no view of an image but one
+    that affine enlarges has more pixels than are left of it.  1 where the size is not known.
+
+    Args:
+        largest: (height, width) of the largest input of the run.
+    """
+    sizes_N2 = Records.of(dataset.records).sizes_N2
+    views = [sizes_N2, sizes_N2[:, ::-1]] if augment.rotate90 else [sizes_N2]
+    shown = [np.array(largest) / np.maximum(view_N2, 1) for view_N2 in views]
+    least = np.min if resize == "letterbox" else np.max
+    scale_N = np.max([least(scale_N2, axis=1) for scale_N2 in shown], axis=0) * augment.most_zoom
+    factors = [reduction(scale) for scale in np.where(sizes_N2.all(1), scale_N, 1.0).tolist()]
+    return np.array(factors, np.uint8)
+
+
+def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
+    """Raises: DataError: objects are to be pasted, and the set, read with masks, has no outline."""
+    if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
+        raise DataError(
+            f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
+            f"is none",
+            code="outlines_missing",
+            where=dataset.source,
+            fix="set it to 0",
+        )
+
+
+class EvalSamples(Samples):
+    """The whole image in the input, and all its boxes, crowds too."""
+
+    def __init__(
+        self, dataset: DetectionSet, bad_images: str, *, resize: Resize = "stretch"
+    ) -> None:
+        super().__init__(dataset, bad_images)
+        self._resize: Resize = resize
+
+    def make(self, key: SampleKey) -> Sample:
+        record = self._dataset.records[key.index]
+        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
+        boxes_M4, _ = map_boxes(record.boxes_M4, placement)
+        left, top, _, _ = placement.target
+        return Sample(
+            self._input(key),
+            boxes_M4,
+            record.labels_M,
+            key.index,
+            placement.scale,
+            (top, left),
+        )
+
+    def _input(self, key: SampleKey) -> np.ndarray:
+        """What is seen of an image, uint8 RGB [H, W, 3]; blank where it cannot be read."""
+        image_HW3 = self._read(key.index, "evaluation sees a blank image in its place")
+        return _blank(key) if image_HW3 is None else self._seen(image_HW3, (key.height, key.width))
+
+    def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        return resize_for_evaluation(image_HW3, size, self._resize)
+
+    def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
+        """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
+        crowds and what is too small; the image is not read."""
+        record = self._dataset.records[key.index]
+        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
+        boxes_M4, keep_M = map_boxes(record.boxes_M4, placement)
+        learnt_M = keep_M & ~record.crowd_M
+        return boxes_M4[learnt_M], record.labels_M[learnt_M]
+
+
+def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
+    """Stacks samples; boxes are padded with zeros to a common multiple of 8, at least 8.
+
+    Args:
+        samples: all of one shape.
+        out: uint8 [at least B*3*H*W], where the images go; None: into memory of their own.
+    """
+    shape = samples[0].image_HW3.shape
+    assert all(sample.image_HW3.shape == shape for sample in samples), "one shape a batch"
+    count, size = len(samples), math.prod(shape)
+    pixels = np.empty(count * size, np.uint8) if out is None else out[: count * size]
+    images_B3HW = pixels.reshape(count, 3, *shape[:2])
+    for position, sample in enumerate(samples):
+        cv2.split(sample.image_HW3, [*images_B3HW[position]])  # 10 times as fast as a transpose
+    return Arrays(
+        images_B3HW,
+        *padded([(sample.boxes_M4, sample.labels_M) for sample in samples]),
+        np.array([sample.index for sample in samples], np.int64),
+        np.array([sample.scale for sample in samples], np.float32),
+        np.array([sample.offset for sample in samples], np.float32),
+    )
+
+
+def padded(
+    objects_B: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """boxes_BM4, labels_BM and mask_BM of (boxes_M4, labels_M) of each image; see `collate`."""
+    most = max(1, *(len(labels_M) for _, labels_M in objects_B))
+    room = -(-most // _BOX_ROUNDING) * _BOX_ROUNDING
+    boxes_BM4 = np.zeros((len(objects_B), room, 4), np.float32)
+    labels_BM = np.zeros((len(objects_B), room), np.int64)
+    mask_BM = np.zeros((len(objects_B), room), np.float32)
+    for position, (boxes_M4, labels_M) in enumerate(objects_B):
+        boxes_BM4[position, : len(labels_M)] = boxes_M4
+        labels_BM[position, : len(labels_M)] = labels_M
+        mask_BM[position, : len(labels_M)] = 1.0
+    return boxes_BM4, labels_BM, mask_BM

@@ -1,3 +1,5 @@
+"""The log of a run: what reaches console, train.log and metrics.jsonl, whatever fails."""
+
 import contextlib
 import io
 import json
@@ -91,9 +93,7 @@ def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
 
 
-def test_new_run_archives_results_resumed_run_keeps(
-    tmp_path,
-):
+def test_new_run_archives_results_resumed_run_keeps(tmp_path):
     def left_by(run):
         (tmp_path / "plots").mkdir(exist_ok=True)
         (tmp_path / "plots" / "errors.png").write_text(run)

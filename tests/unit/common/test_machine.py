@@ -57,7 +57,7 @@ def test_free_memory_is_what_the_container_may_still_use(tmp_path):
     assert 0 < available_memory() < 2**50
 
 
-def test_a_path_that_is_not_there_yet_is_where_its_folder_is(tmp_path: Path) -> None:
+def test_absent_path_is_where_its_folder_is(tmp_path: Path) -> None:
     assert existing_folder(tmp_path / "not" / "yet") == tmp_path
     assert existing_folder(tmp_path) == tmp_path
     assert free_disk(tmp_path / "not" / "yet") > 0

@@ -10,9 +10,7 @@ from ppdist.tune.trial import Cell, baseline, grid
 from tests.unit.tune.studies import GRID, SEARCH, study_of, write_study
 
 
-def test_grid_finishes_first_seed_before_second(
-    tmp_path: Path,
-) -> None:
+def test_grid_finishes_first_seed_before_second(tmp_path: Path) -> None:
     study = study_of(tmp_path, GRID + "space: {train.clip_norm: {choices: [null, 5.0]}}")
     labels = [cell.label for cell in grid(study)]
     assert labels[:4] == [

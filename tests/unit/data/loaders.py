@@ -1,5 +1,6 @@
-"""Loaders of a tiny set, and whether their batches are equal."""
+"""Loaders of a tiny set, whether their batches are equal, and whether their workers are gone."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +58,18 @@ def warnings_in(caplog) -> list[str]:
     """What was said, but for the number of workers, which is another on each machine."""
     lines = [record.getMessage() for record in caplog.records]
     return [line for line in lines if not line.startswith("data.workers: ")]
+
+
+def lives(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_gone(processes: list[int], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(lives, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [process for process in processes if lives(process)]

@@ -1,25 +1,23 @@
-"""Files of strangers: small on disk and endless in memory, or with names that lead elsewhere."""
+"""Images of strangers: small on disk and endless in memory, or no files at all."""
 
 import os
 import resource
 import struct
 import subprocess
 import sys
-import time
 import zlib
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-import yaml
+from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data.datasets.annotations import class_names
-from ppdist.data.datasets.convert import convert
-from ppdist.data.datasets.voc import read_voc
+from ppdist.data import cache as image_cache
 from ppdist.data.image import MOST_PIXELS, damage, read_image
-from ppdist.data.types import Issue, RawImage, RawObject, RawSet
 
 SIDE = 30_000  # more than MOST_PIXELS as a square, fewer than OpenCV's own limit
 
@@ -30,6 +28,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     )  # fmt: skip
 
 
+@cache
 def white_png(side: int) -> bytes:
     """True to its size: one bit a pixel, all the same."""
     packer = zlib.compressobj(9)
@@ -95,22 +94,22 @@ def test_hidden_frame_is_found_before_decoder(trick: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "content"),
+    ("suffix", "made"),
     [
-        (".png", white_png(SIDE)),
-        (".jpg", jpeg(SIDE)),
-        (".bmp", bmp(SIDE)),
-        (".webp", webp(SIDE)),
-        (".tif", tiff(SIDE, SIDE)),
-        (".tiff", tiff(SIDE, SIDE, ">")),
-        (".big.tif", tiff(SIDE, SIDE, "<", large=True)),
-        (".huge.tif", tiff(2**32 - 1, 2**32 - 1, ">", large=True)),
+        (".png", partial(white_png, SIDE)),
+        (".jpg", partial(jpeg, SIDE)),
+        (".bmp", partial(bmp, SIDE)),
+        (".webp", partial(webp, SIDE)),
+        (".tif", partial(tiff, SIDE, SIDE)),
+        (".tiff", partial(tiff, SIDE, SIDE, ">")),
+        (".big.tif", partial(tiff, SIDE, SIDE, "<", large=True)),
+        (".huge.tif", partial(tiff, 2**32 - 1, 2**32 - 1, ">", large=True)),
     ],
 )
 def test_too_many_pixels_are_refused_before_decoding(
-    suffix: str, content: bytes, tmp_path: Path
+    suffix: str, made: Callable[[], bytes], tmp_path: Path
 ) -> None:
-    file = tmp_path / f"bomb{suffix}"
+    file, content = tmp_path / f"bomb{suffix}", made()
     file.write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
@@ -129,14 +128,16 @@ def test_tiff_size_is_read_and_fitting_one_decoded(order, large) -> None:
     assert side * side == MOST_PIXELS
     assert damage(tiff(side, side, order, large)) is None
     assert damage(tiff(side + 1, side, order, large)) is not None
+    beyond = struct.pack(order + ("Q" if large else "I"), 2**63 if large else 2**31)
+    at = 8 if large else 4
+    whole = tiff(SIDE, SIDE, order, large)
+    assert damage(whole[:at] + beyond + whole[at + len(beyond) :]) is None
     for length in range(4, 200, 7):
         assert damage(tiff(SIDE, SIDE, order, large)[:length]) is None or length > 40
     assert damage(b"II*\0" + bytes(40)) is None
 
 
 def test_a_tiff_that_pillow_writes_is_read(tmp_path: Path) -> None:
-    from PIL import Image
-
     pixels_HW3 = np.full((40, 50, 3), 7, np.uint8)
     for name, options in (("a.tif", {}), ("b.tif", {"big_tiff": True})):
         Image.fromarray(pixels_HW3).save(tmp_path / name, **options)
@@ -160,84 +161,12 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         assert caught.value.code == "image_unreadable"
 
 
-def laughs(levels: int, each: int = 10) -> str:
-    lines = ["a0: &a0 [" + "x, " * each + "]"]
-    for level in range(1, levels):
-        lines.append(f"a{level}: &a{level} [" + f"*a{level - 1}, " * each + "]")
-    return "\n".join(lines) + "\n"
-
-
-def test_expanding_yaml_names_no_classes(tmp_path: Path) -> None:
-    began = time.monotonic()
-    file = tmp_path / "data.yaml"
-    for text in (
-        laughs(12) + "names: [*a11]\n",
-        laughs(12) + "names: {0: *a11}\n",
-        "names: " + "[" * 5000 + "]" * 5000,
-        "a: &a {k: v}\nb: &b {<<: [*a, *a]}\nnames: [*b]\n",
-        "names: [[a, b], {c: d}]\n",
-    ):
-        file.write_text(text)
-        assert class_names(tmp_path, ()) == ()
-    assert time.monotonic() - began < 30
-    file.write_text(yaml.safe_dump({"names": {0: "cat", 1: 7, 2: True}}))
-    assert class_names(tmp_path, ()) == ("cat", "7", "True")
-
-
-VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation>"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<!DOCTYPE a [<!ENTITY b "' + "b" * 30 + '">]>' + VOC.format("<x>&b;</x>"),
-        '<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]>' + VOC.format("<x>&b;</x>"),
-        '<!DOCTYPE a [<!ENTITY % b SYSTEM "http://127.0.0.1:9/x"> %b;]>' + VOC.format(""),
-        VOC.format("<x>" * 100_000 + "</x>" * 100_000),
-        VOC.format('<x type="json">' + "[" * 100_000 + "</x>"),
-        VOC.format('<x type="json">' + "9" * 100_000 + "</x>"),
-        VOC.format("").replace("9", "9" * 100_000),
-    ],
-)
-def test_xml_entities_or_nesting_is_one_short_issue(text: str, tmp_path: Path) -> None:
-    (tmp_path / "Annotations").mkdir()
-    (tmp_path / "Annotations" / "a.xml").write_text(text)
-    (tmp_path / "list.txt").write_text("a\n")
-    found: list[Issue] = []
-    read_voc(tmp_path, tmp_path, tmp_path / "list.txt", ("x",), found.append)
-    (finding,) = found
-    assert finding.code in ("annotation_unreadable", "size_invalid")
-    assert len(finding.text) < 500 and "/etc" not in finding.text
-
-
-@pytest.mark.parametrize(
-    "name", [".. /" * 4 + "a.jpg", "\u2003../" * 4 + "a.jpg", " . /a.jpg", " .. "]
-)
-@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
-def test_no_name_leads_a_conversion_out_of_its_folder(form, name: str, tmp_path: Path) -> None:
-    """Blanks around dots are part of a name, and go when the name is made fit for all formats."""
-    images, out = tmp_path / "in" / "images", tmp_path / "deep" / "er" / "out"
-    images.mkdir(parents=True)
-    paths = [images / name, images / "b.jpg"]
-    things = [RawObject((0.0, 0.0, 4.0, 4.0), 0, "here")]
-    raw = RawSet(
-        [RawImage(p, k, 9, 9, things, "here") for k, p in enumerate(paths)], ("c",), (1,), "s"
-    )
-    before = set(tmp_path.rglob("*"))
-    convert(raw, form, out, images="copy", split="train")
-    made = set(tmp_path.rglob("*")) - before
-    assert made and all(out == path or out in path.parents or path in out.parents for path in made)
-    assert not any(".." in path.relative_to(out).parts for path in made if out in path.parents)
-
-
 def test_image_cache_does_not_follow_foreign_link(tmp_path: Path) -> None:
-    from ppdist.data import cache
-
     (tmp_path / "target").write_bytes(b"precious")
     (tmp_path / "images.cache").symlink_to(tmp_path / "target")
-    layout = cache.Layout.of(np.array([[4, 4]]), np.array([1]))
+    layout = image_cache.Layout.of(np.array([[4, 4]]), np.array([1]))
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        cache._on_disk(layout, tmp_path / "images.cache")
+        image_cache._on_disk(layout, tmp_path / "images.cache")
     assert (tmp_path / "target").read_bytes() == b"precious"
 
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from ppdist.data.types import SampleKey
 from tests.unit.data.loaders import arrays, assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, coco_content, write_coco, write_images, write_json
 
-ROOT = Path(__file__).resolve().parents[3]
 COUNT = 11
 
 
@@ -263,34 +260,3 @@ def test_no_worker_outlives_its_loader(folder):
     next(batches)
     del batches
     assert_no_workers_left()
-
-
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from tests.unit.data.loaders import loader
-one = loader(Path(sys.argv[1]), workers=2, end=10**6)
-batches = iter(one)
-next(batches)
-print(*one.worker_ids, flush=True)
-if sys.argv[2] == "raise":
-    raise ValueError("the step failed")
-"""
-
-
-@pytest.mark.parametrize("how", [pytest.param("return", marks=pytest.mark.slow), "raise"])
-def test_a_process_that_ends_in_mid_run_leaves_no_worker(folder, how):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), how],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == (1 if how == "raise" else 0), done.stderr
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

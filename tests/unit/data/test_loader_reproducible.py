@@ -2,7 +2,8 @@
 
 One stream, made in the rank itself on one rank from the first step on without a cache, is compared
 byte for byte with those of several workers, of four ranks, of a resumed run and of each cache, for
-each augmentation on its own and for all of them at once.
+each augmentation on its own and for all of them at once.  Workers cost a fork each, so each
+augmentation on its own meets them in the slow run only.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from ppdist.data.sampler import TrainSampler, copies
 from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.pipeline import reductions
 from ppdist.data.types import Batch
+from tests.unit.data.loaders import arrays, wait_until_gone
 from tests.unit.data.sets import NAMES, coco_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -98,6 +100,7 @@ EVERYTHING = {
     "all, combined in a window": TOGETHER | dict(combine_epochs=(1, 2)),
     "all, combined in a share": TOGETHER | dict(combine_epochs=(0.0, 0.5), mosaic_whole=True),
     "all, plain at the end": TOGETHER | dict(plain_epochs=1),
+    "all, letterboxed": TOGETHER | dict(resize="letterbox"),
 }
 CASES = EACH | EVERYTHING
 
@@ -135,8 +138,10 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def config_of(folder: Path, augment: dict, **changes) -> DataConfig:
-    return coco_config(folder, augment=AugmentConfig(**PLAIN | augment), **{"workers": 0} | changes)
+def config_of(folder: Path, case: dict, **changes) -> DataConfig:
+    augment = PLAIN | case
+    changes = {"workers": 0, "resize": augment.pop("resize", "stretch")} | changes
+    return coco_config(folder, augment=AugmentConfig(**augment), **changes)
 
 
 Sample = tuple[int, str, bytes, bytes]
@@ -144,12 +149,7 @@ Sample = tuple[int, str, bytes, bytes]
 
 def samples_of(batch: Batch) -> list[Sample]:
     """Position, digest of the pixels, boxes and labels of each image of a micro-batch."""
-    images, boxes, labels, mask, index = (
-        tensor.numpy()
-        for tensor in (
-            batch.images_B3HW, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, batch.image_index_B
-        )
-    )  # fmt: skip
+    images, boxes, labels, mask, index, *_ = arrays(batch)
     return [
         (
             int(index[one]),
@@ -209,31 +209,45 @@ def reference(folder: Path, name: str) -> list[list[Sample]]:
     return _REFERENCES[name]
 
 
-def each_and_thorough(each: list, thorough: list) -> list[tuple]:
-    """(name, how): each augmentation in the ways of `each`, all together in the others too."""
+FEW = ("all", "all, combined in a window", "all, letterboxed")
+MIDDLE = 4  # of an epoch: each has three steps
+
+
+def together(*ways) -> list:
+    """(name, way) of all augmentations at once, and by default of few of their variants."""
     return [
-        *((name, how) for name in CASES for how in each),
-        *((name, how) for name in EVERYTHING for how in thorough),
+        pytest.param(name, way, marks=() if name in FEW else pytest.mark.slow)
+        for name in EVERYTHING
+        for way in ways
     ]
 
 
-@pytest.mark.parametrize(("name", "workers"), each_and_thorough([4], [1]))
+@pytest.mark.parametrize("name", EACH)
+def test_ranks_resume_and_cache_change_no_byte(folder, name):
+    """At once here; one by one, below, for all augmentations together."""
+    ours = stream(config_of(folder, EACH[name], cache="ram"), world=4, first=MIDDLE)
+    assert ours == reference(folder, name)[MIDDLE:]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [*together(4, 1), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in EACH)],
+)
 def test_workers_change_no_byte(folder, name, workers):
     assert stream(config_of(folder, CASES[name], workers=workers)) == reference(folder, name)
 
 
-@pytest.mark.parametrize(("name", "shared"), each_and_thorough([(4, 1)], [(2, 2)]))
+@pytest.mark.parametrize(("name", "shared"), together((4, 1), (2, 2)))
 def test_ranks_and_accumulation_change_no_byte(folder, name, shared):
     world, accumulate = shared
     ours = stream(config_of(folder, CASES[name]), world=world, accumulate=accumulate)
     assert ours == reference(folder, name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERYTHING)
 def test_run_resumed_mid_epoch_gets_same_bytes(folder, name):
-    middle = 4  # of three steps an epoch
-    resumed = stream(config_of(folder, CASES[name]), first=middle)
-    assert resumed == reference(folder, name)[middle:]
+    resumed = stream(config_of(folder, CASES[name]), first=MIDDLE)
+    assert resumed == reference(folder, name)[MIDDLE:]
 
 
 @pytest.fixture
@@ -250,7 +264,7 @@ def decoded(monkeypatch) -> Counter[str]:
     return times
 
 
-@pytest.mark.parametrize(("name", "cache"), each_and_thorough(["ram"], ["disk"]))
+@pytest.mark.parametrize(("name", "cache"), together("ram", "disk"))
 def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
     expected = reference(folder, name)
     config = config_of(folder, CASES[name], cache=cache, cache_dir=str(tmp_path))
@@ -267,9 +281,10 @@ def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
 def test_repeated_images_keep_stream_reproducible(folder, sampling, tmp_path):
     often = SamplingConfig(name=sampling, balance_threshold=0.9)
     alone = stream(config_of(folder, TOGETHER, sampling=often))
-    changes = {"workers": 2, "cache": "disk", "cache_dir": str(tmp_path), "sampling": often}
+    changes = {"cache": "disk", "cache_dir": str(tmp_path), "sampling": often}
     config = config_of(folder, TOGETHER, **changes)
     assert stream(config, world=4) == alone
+    config = config_of(folder, TOGETHER, workers=2, **changes)
     assert stream(config, world=2, accumulate=2, first=5) == alone[5:]
 
 
@@ -343,8 +358,15 @@ def test_reproducible_cases_include_reduced_images(folder):
 FRESH = """
 import sys
 from pathlib import Path
+from tests.unit.data.loaders import loader
 from tests.unit.data.test_loader_reproducible import TOGETHER, config_of, digest, stream
 print(digest(stream(config_of(Path(sys.argv[1]), TOGETHER, workers=2))))
+one = loader(Path(sys.argv[1]), workers=2, end=10**6)
+batches = iter(one)
+next(batches)
+print(*one.worker_ids, flush=True)
+if sys.argv[2] == "raise":
+    raise ValueError("the step failed")
 """
 
 
@@ -352,16 +374,27 @@ def digest(steps: list[list[Sample]]) -> str:
     return hashlib.sha256(repr(steps).encode()).hexdigest()
 
 
-def test_other_process_and_hash_seed_give_same_bytes(folder):
-    environment = os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"}
+@pytest.fixture(scope="module", params=["raise", pytest.param("return", marks=pytest.mark.slow)])
+def fresh(request, folder) -> tuple[str, list[int]]:
+    """Of another process that has ended amid a run: what it saw before, and its workers then."""
     ended = subprocess.run(
-        [sys.executable, "-c", FRESH, str(folder)],
+        [sys.executable, "-c", FRESH, str(folder), request.param],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split()[-1] == digest(reference(folder, "all"))
+    assert ended.returncode == (1 if request.param == "raise" else 0), ended.stderr
+    said, workers = ended.stdout.splitlines()[-2:]
+    return said, [int(process) for process in workers.split()]
+
+
+def test_other_process_and_hash_seed_give_same_bytes(folder, fresh):
+    assert fresh[0] == digest(reference(folder, "all"))
+
+
+def test_a_process_that_ends_in_mid_run_leaves_no_worker(fresh):
+    assert len(fresh[1]) == 2
+    wait_until_gone(fresh[1])

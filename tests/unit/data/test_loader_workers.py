@@ -22,7 +22,7 @@ from ppdist.data.sampler import TrainSampler
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
-from tests.unit.data.loaders import arrays, assert_equal, warnings_in
+from tests.unit.data.loaders import arrays, assert_equal, lives, wait_until_gone, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,21 +51,6 @@ def loader(root: Path, workers=2, end=24, timeout=20.0, unreadable=None, **chang
         sizes=[(64, 96), (96, 64)],
     )
     return TrainLoader(dataset, config, sampler, seed=5)
-
-
-def lives(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until_gone(processes: list[int], seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(lives, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [process for process in processes if lives(process)]
 
 
 def slow_down(monkeypatch, seconds: float) -> None:
@@ -153,9 +138,9 @@ def test_long_absent_rank_finds_healthy_workers(folder, monkeypatch, caplog):
 
 
 def test_timeout_is_per_image_not_per_batch(folder, monkeypatch, caplog):
-    act_on(monkeypatch, ".jpg", lambda: time.sleep(0.2))
+    act_on(monkeypatch, ".jpg", lambda: time.sleep(0.3))
     with caplog.at_level(logging.WARNING, "ppdist"):
-        assert len(list(loader(folder, end=2, timeout=0.6))) == 2  # batches of four images
+        assert len(list(loader(folder, end=2, timeout=1.0))) == 2  # batches of four images
     assert not warnings_in(caplog)
 
 
@@ -351,7 +336,7 @@ def test_signal_to_rank_group_does_not_reach_workers(folder):
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from ppdist.data import loader as worker
+from ppdist.common import process
 from ppdist.data.transforms.pipeline import TrainSamples
 from tests.unit.data.test_loader_workers import loader
 
@@ -369,7 +354,7 @@ def loop(self, key):
 if how == "loops":
     TrainSamples.make = loop
 if how == "sees it alone":
-    worker._PR_SET_PDEATHSIG = -1  # unknown to the kernel
+    process._PR_SET_PDEATHSIG = -1  # unknown to the kernel
 one = loader(folder, end=10**6, workers=1)
 batches = iter(one)
 next(batches)

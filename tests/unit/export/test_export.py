@@ -22,7 +22,16 @@ from ppdist.losses.nms import multiclass_nms
 from ppdist.models.layers import GlooSyncBatchNorm2D
 from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
-from tests.unit.export.tiny import NMS, SIZE, assert_same_boxes, pictures, tiny_model, tiny_spec
+from tests.unit.export.tiny import (
+    FORMATS,
+    NMS,
+    SIZE,
+    assert_same_boxes,
+    exported_detector,
+    pictures,
+    tiny_model,
+    tiny_spec,
+)
 
 Picture = Callable[..., np.ndarray]
 
@@ -33,17 +42,13 @@ def model() -> PPYOLOE:
 
 
 @pytest.fixture(scope="module")
-def with_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("with") / "model"
-    export_detector(model, directory, tiny_spec())
-    return directory
+def with_nms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported_detector(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def without_nms(model: PPYOLOE, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("without") / "model"
-    export_detector(model, directory, tiny_spec(), nms_in_graph=False)
-    return directory
+def without_nms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported_detector(tmp_path_factory, nms_in_graph=False)
 
 
 @pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
@@ -89,14 +94,32 @@ def test_infer_yml_suffices_for_eager_boxes(model: PPYOLOE, with_nms: Path) -> N
     assert_same_boxes([rows_R6], [detect(eager, image_HW3, SIZE)])
 
 
-def test_exporting_leaves_the_model_as_it_was(
-    model: PPYOLOE, with_nms: Path, without_nms: Path
-) -> None:
-    after, untouched = model.state_dict(), tiny_model()
-    assert list(after) == list(untouched.state_dict())
-    for key, value in untouched.state_dict().items():
+@pytest.mark.parametrize(
+    "name",
+    ["leaky_relu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hardswish", "relu"))],
+)
+def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> None:
+    """Suppression is left out of the graph, as no activation matters to it."""
+    model = tiny_model(activation=name)
+    report = export_detector(model, tmp_path / "model", tiny_spec(), FORMATS, nms_in_graph=False)
+    assert set(report.agreement) == set(FORMATS)
+    assert_untouched(model, tiny_model(activation=name))
+    images = pictures(4, 96, 64)
+    exported = ExportedPredictor(tmp_path / "model", RuntimeOptions(backend=FORMATS[-1]))(images)
+    eager = EagerPredictor(deployment_copy(model), NMS)(images)
+    published = EagerPredictor(deployment_copy(tiny_model()), NMS)(images)
+    assert sum(map(len, eager)) > 0
+    assert [unexplained_rows(a, b, NMS) for a, b in zip(exported, eager)] == [0] * 4
+    assert any(len(a) != len(b) or not np.allclose(a, b) for a, b in zip(eager, published))
+
+
+def assert_untouched(model: PPYOLOE, fresh: PPYOLOE) -> None:
+    """Exporting leaves weights, layers and mode as they were."""
+    after = model.state_dict()
+    assert list(after) == list(fresh.state_dict())
+    for key, value in fresh.state_dict().items():
         assert np.array_equal(after[key].numpy(), value.numpy()), key
-    expected = [(type(layer), layer.training) for layer in untouched.sublayers()]
+    expected = [(type(layer), layer.training) for layer in fresh.sublayers()]
     assert [(type(layer), layer.training) for layer in model.sublayers()] == expected
 
 

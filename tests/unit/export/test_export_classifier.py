@@ -21,9 +21,14 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.yolov5 import YOLOv5Classifier
-from tests.unit.export.tiny import classifier_spec, pictures, tiny_classifier, tiny_spec
-
-SIZE = (64, 96)
+from tests.unit.export.tiny import (
+    SIZE,
+    classifier_spec,
+    exported_classifier,
+    pictures,
+    tiny_classifier,
+    tiny_spec,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +37,8 @@ def model() -> YOLOv5Classifier:
 
 
 @pytest.fixture(scope="module")
-def exported(model: YOLOv5Classifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("export") / "model"
-    export_classifier(model, directory, classifier_spec())
-    return directory
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported_classifier(tmp_path_factory)
 
 
 @pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])

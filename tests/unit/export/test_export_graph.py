@@ -111,9 +111,7 @@ def test_folded_norm_equals_single_convolution() -> None:
 
 
 @pytest.mark.slow
-def test_normalised_pixel_export_keeps_eager_boxes(
-    tmp_path: Path,
-) -> None:
+def test_normalised_pixel_export_keeps_eager_boxes(tmp_path: Path) -> None:
     model = tiny_model(variant="crn")
     spec = tiny_spec(normalised=normalisation_of(model))
     export_detector(model, tmp_path / "model", spec)

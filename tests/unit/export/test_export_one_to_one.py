@@ -1,6 +1,6 @@
 """An exported one-to-one model: the boxes of eager, and no suppression anywhere."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from ppdist.export.export import deployment_copy, export_detector
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, prepare
 from ppdist.export.spec import read_spec
 from ppdist.models.ppyoloe import PPYOLOE
-from tests.unit.export.tiny import assert_same_boxes, pictures, tiny_model, tiny_spec
+from tests.unit.export.tiny import FORMATS, assert_same_boxes, pictures, tiny_model, tiny_spec
 
-HAS_ONNX = all(importlib.util.find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
 BACKENDS = [
     "paddle",
-    pytest.param("onnx", marks=pytest.mark.skipif(not HAS_ONNX, reason="pip install ppdist[onnx]")),
+    pytest.param(
+        "onnx", marks=pytest.mark.skipif("onnx" not in FORMATS, reason="pip install ppdist[onnx]")
+    ),
 ]
 NO_NMS = NMSConfig(score_threshold=0.1, iou_threshold=None, keep=40)
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "python"
@@ -52,8 +53,7 @@ IN_GRAPH = [
 def exported(model: PPYOLOE, request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
     spec = tiny_spec().model_copy(update={"nms": NO_NMS})
-    formats = ("paddle", "onnx") if HAS_ONNX else ("paddle",)
-    export_detector(model, folder, spec, formats, nms_in_graph=request.param)
+    export_detector(model, folder, spec, FORMATS, nms_in_graph=request.param)
     return folder
 
 

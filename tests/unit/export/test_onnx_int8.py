@@ -65,7 +65,10 @@ def test_all_convolutions_but_the_last_run_on_integers(exported: Path) -> None:
 
 def test_int8_model_is_described_beside_float_model(exported: Path) -> None:
     spec = read_spec(exported)
-    assert spec.onnx is not None and spec.onnx_int8 is not None
+    assert {file.name for file in exported.iterdir()} == {
+        "model.onnx", "model_int8.onnx", "infer.yml",
+    }  # fmt: skip
+    assert spec.paddle is None and spec.onnx is not None and spec.onnx_int8 is not None
     assert spec.onnx_int8.files == ("model_int8.onnx",)
     assert spec.onnx_int8.outputs == spec.onnx.outputs
     assert spec.onnx_int8.max_score_error > spec.onnx.max_score_error

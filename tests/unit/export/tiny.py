@@ -1,20 +1,24 @@
-"""A tiny detector and a tiny classifier, for tests of exports."""
+"""A tiny detector and a tiny classifier, for tests of exports, and exports of them to read."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 
+from ppdist.benchmark.latency import formats_here
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig
+from ppdist.export.export import export_classifier, export_detector
 from ppdist.export.spec import InferenceSpec, InputSection, ResizeSection
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5Classifier
+from tests.once import for_all_workers
 
 SIZE = (64, 96)
-
-
+FORMATS = formats_here()
 NMS = NMSConfig(score_threshold=0.3)
 
 
@@ -93,3 +97,22 @@ def classifier_spec(**changes: object) -> InferenceSpec:
         resize=ResizeSection(mode="centre_crop", interpolation="linear"),
         class_names=names, category_ids=tuple(range(7)),
     )  # fmt: skip
+
+
+def exported_detector(factory: pytest.TempPathFactory, nms_in_graph: bool = True) -> Path:
+    """`tiny_model` in all of FORMATS, made once for all tests; they only read it."""
+
+    def make(folder: Path) -> None:
+        export_detector(tiny_model(), folder / "model", tiny_spec(), FORMATS, nms_in_graph)
+
+    name = "detector-with-nms" if nms_in_graph else "detector-without-nms"
+    return for_all_workers(factory, name, make) / "model"
+
+
+def exported_classifier(factory: pytest.TempPathFactory) -> Path:
+    """As exported_detector, of `tiny_classifier`."""
+
+    def make(folder: Path) -> None:
+        export_classifier(tiny_classifier(), folder / "model", classifier_spec(), FORMATS)
+
+    return for_all_workers(factory, "classifier", make) / "model"

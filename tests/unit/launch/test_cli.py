@@ -71,12 +71,20 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_two_gloo_processes_sum_and_only_rank_0_is_seen() -> None:
-    ended = fleetrun("--nproc_per_node", "2", write(ALL_REDUCE))
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print(rank, 'is there')", "{} is there"),
+        pytest.param(ALL_REDUCE, "sum 3.0 on rank {} of 2", marks=pytest.mark.slow),
+    ],
+    ids=["print", "gloo"],
+)
+def test_of_two_processes_only_rank_0_is_seen(code: str, said: str) -> None:
+    ended = fleetrun("--nproc_per_node", "2", write(code))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["sum 3.0 on rank 0 of 2"]
+    assert ended.stdout.splitlines() == [said.format(0)]
     assert "LAUNCH" not in ended.stdout + ended.stderr  # the lines of Paddle's launcher
-    assert "sum 3.0 on rank 1 of 2" in Path("log/workerlog.1").read_text()
+    assert said.format(1) in Path("log/workerlog.1").read_text()
     assert sorted(path.name for path in Path("log").iterdir()) == ["workerlog.0", "workerlog.1"]
 
 

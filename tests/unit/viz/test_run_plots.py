@@ -203,22 +203,21 @@ def test_warm_up_ends_where_the_derived_record_says():
     assert axes.patches[0].get_width() == pytest.approx(2.0)
 
 
+ODD_LINES = [
+    "null\n[1, 2]\n3",
+    '{"loss": 1, "lr": 2}',
+    '{"step": "x", "loss": 1, "lr": 1}',
+    '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}',
+    '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], "rank_data_seconds": 3}',
+    '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}',
+    '{"step": 1, "derived": []}\n{"step": 1, "derived": {"warmup_steps": 3}}\n\x00\xff',
+    '{"step": 3, "los',
+]
+
+
 @pytest.mark.parametrize(
     "lines",
-    [
-        '{"step": 3, "los',
-        pytest.param("null\n[1, 2]\n3\n", marks=pytest.mark.slow),
-        pytest.param('{"loss": 1, "lr": 2}\n', marks=pytest.mark.slow),
-        pytest.param('{"step": "x", "loss": 1, "lr": 1}\n', marks=pytest.mark.slow),
-        '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}\n',
-        pytest.param(
-            '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], '
-            '"rank_data_seconds": 3}\n',
-            marks=pytest.mark.slow,
-        ),
-        '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}\n',
-        '{"step": 1, "derived": []}\n{"step": 1, "derived": {"warmup_steps": 3}}\n\x00\xff',
-    ],
+    ["\n".join(ODD_LINES), *(pytest.param(each, marks=pytest.mark.slow) for each in ODD_LINES)],
 )
 def test_odd_lines_of_metrics_cost_no_other_picture(tmp_path, lines, caplog):
     write(tmp_path, trained(40))
@@ -243,11 +242,8 @@ def test_a_broken_part_costs_its_picture(tmp_path, caplog):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        pytest.param("[]", marks=pytest.mark.slow),
-        pytest.param("{", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "[]", "{", "\x00")),
         '{"class_names": 3}',
-        "\x00",
         "[" * 100_000,
     ],
 )

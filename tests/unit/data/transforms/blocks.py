@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.data.datasets.build import read_split
-from ppdist.data.transforms.pipeline import TrainSamples
+from ppdist.data.transforms.pipeline import TrainSamples, reductions
 from ppdist.data.types import Sample
 from tests.unit.data.sets import coco_config
 
@@ -45,5 +45,11 @@ def samples(root: Path, augment: dict, resize="letterbox", epochs=None, seed=0) 
     config = coco_config(root, augment=augment, resize=resize)
     dataset = read_split(config, "train", 3)
     return TrainSamples(
-        dataset, "skip", config.augment, seed, largest=(128, 128), resize=resize, epochs=epochs
+        dataset,
+        "skip",
+        config.augment,
+        seed,
+        resize=resize,
+        epochs=epochs,
+        reductions_N=reductions(dataset, config.augment, (128, 128), resize),
     )

@@ -85,7 +85,7 @@ def test_strip_falls_back_to_centre_crop(width, height):
 def test_training_sample_depends_on_seed_epoch_index(dataset):
     def sample(seed: int, *key: int) -> np.ndarray:
         augment = AugmentConfig(hsv=(0.1, 0.5, 0.5))
-        samples = ClassifyTrainSamples(dataset, "skip", augment, seed, largest=(64, 64))
+        samples = ClassifyTrainSamples(dataset, "skip", augment, seed)
         return samples.make(SampleKey(*key, 48, 64)).image_HW3
 
     first = sample(7, 0, 2)
@@ -97,7 +97,7 @@ def test_training_sample_depends_on_seed_epoch_index(dataset):
 
 def test_a_sample_is_one_object_that_covers_the_input(dataset):
     for samples in (
-        ClassifyTrainSamples(dataset, "skip", AugmentConfig(), 0, largest=(64, 64)),
+        ClassifyTrainSamples(dataset, "skip", AugmentConfig(), 0),
         ClassifyEvalSamples(dataset, "skip"),
     ):
         for index in range(9):
@@ -108,13 +108,11 @@ def test_a_sample_is_one_object_that_covers_the_input(dataset):
 
 def test_plain_training_sees_evaluation_input(dataset):
     key = SampleKey(0, 5, 64, 64)
-    training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0, largest=(64, 64)).make(key).image_HW3
+    training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0).make(key).image_HW3
     evaluation = ClassifyEvalSamples(dataset, "skip").make(key).image_HW3
     np.testing.assert_array_equal(training, evaluation)
     mirror = PLAIN.model_copy(update={"flip": 1.0})
-    mirrored = (
-        ClassifyTrainSamples(dataset, "skip", mirror, 0, largest=(64, 64)).make(key).image_HW3
-    )
+    mirrored = ClassifyTrainSamples(dataset, "skip", mirror, 0).make(key).image_HW3
     np.testing.assert_array_equal(mirrored, evaluation[:, ::-1])
 
 
@@ -143,7 +141,7 @@ def test_damaged_image_is_replaced_blank_or_error(tmp_path, caplog):
     write_patterns(tmp_path / "train", 2, seed=0)
     (tmp_path / "train" / PATTERNS[1] / "000.png").write_bytes(b"no image")
     dataset = read_split(config_of(tmp_path), "train", 3)
-    samples = ClassifyTrainSamples(dataset, "skip", PLAIN, 0, largest=(64, 64))
+    samples = ClassifyTrainSamples(dataset, "skip", PLAIN, 0)
     sample = samples.make(SampleKey(0, 2, 64, 64))
     assert (sample.index, sample.labels_M.tolist()) == (3, [1])
     blank = ClassifyEvalSamples(dataset, "skip").make(SampleKey(0, 2, 64, 64))

@@ -1,15 +1,10 @@
-"""Geometry and colours of augmentation, and what is accepted as an image."""
+"""Expand, crop, mirror and resize: boxes follow pixels."""
 
 import cv2
 import numpy as np
-import pytest
-from PIL import Image
 
-from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
-from ppdist.data.image import read_image
 from ppdist.data.transforms import geometry
-from ppdist.data.transforms.color import random_colours
 from ppdist.data.transforms.geometry import (
     FILL,
     ResizeParams,
@@ -23,7 +18,7 @@ from ppdist.data.transforms.geometry import (
     whole,
 )
 from ppdist.data.types import keyed_generator
-from tests.unit.data.pictures import exif, jpeg, picture
+from tests.unit.data.pictures import picture
 
 NOTHING = AugmentConfig(distort=0, expand=0, crop=0, flip=0, random_interpolation=False)
 
@@ -129,71 +124,7 @@ def test_objects_off_centre_or_too_small_are_dropped():
     assert mapped.shape == (0, 4) and keep.shape == (0,)
 
 
-def test_neutral_colours_are_identity():
-    grey = np.full((4, 4, 3), 100, np.uint8)
-    changed = 0
-    for sample in range(50):
-        assert random_colours(0.0, keyed_generator(0, sample)) is None
-        matrix = random_colours(1.0, keyed_generator(0, sample))
-        after = cv2.transform(grey, matrix)
-        assert np.ptp(after.astype(int), axis=2).max() <= 2, "hue and saturation leave grey alone"
-        assert 100 * 0.5 - 33 <= after.mean() <= 100 * 1.5 + 33
-        changed += abs(after.mean() - 100) > 5
-    assert changed > 30
-
-
 def test_evaluation_resizes_cubic_without_ratio():
     image = picture()
     expected = cv2.resize(image, (40, 96), interpolation=cv2.INTER_CUBIC)
     np.testing.assert_array_equal(resize_for_evaluation(image, (96, 40)), expected)
-
-
-def test_rng_key_alone_determines_numbers():
-    draws = {key: tuple(keyed_generator(*key).random(3)) for key in
-             [(0, 1), (0, 1, 0), (0, 2), (1, 1), (0, 0, 1), (0, 1, 1)]}  # fmt: skip
-    assert len(set(draws.values())) == len(draws)
-    assert draws[(0, 1)] == tuple(keyed_generator(0, 1).random(3))
-
-
-def test_pixels_are_rgb(tmp_path):
-    file = tmp_path / "red.png"
-    Image.new("RGB", (5, 4), (255, 10, 0)).save(file)
-    assert read_image(file).shape == (4, 5, 3)
-    assert read_image(str(file))[0, 0].tolist() == [255, 10, 0]
-
-
-def test_image_is_upright_unless_annotated_unturned(tmp_path):
-    file = tmp_path / "turned.jpg"
-    file.write_bytes(jpeg(picture(48, 64), exif=exif(6)))
-    assert read_image(file).shape == (64, 48, 3)
-    assert read_image(file, (64, 48)).shape == (64, 48, 3)
-    assert read_image(file, (48, 64)).shape == (48, 64, 3)
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_truncated_jpeg_with_thumbnail_is_refused(tmp_path, progressive):
-    file = tmp_path / "half.jpg"
-    whole_file = jpeg(picture(300, 400), progressive=progressive, exif=exif(1, jpeg(picture())))
-    file.write_bytes(whole_file + b"trailing bytes are fine")
-    assert read_image(file).shape == (300, 400, 3)
-    file.write_bytes(whole_file[: len(whole_file) // 2])
-    with pytest.raises(DataError) as caught:
-        read_image(file)
-    assert str(caught.value) == f"{file}: the JPEG data end early (incomplete file)"
-
-
-def test_what_is_no_image_is_named(tmp_path):
-    absent, empty, text = (tmp_path / name for name in ("absent.jpg", "empty.jpg", "text.png"))
-    empty.write_bytes(b"")
-    text.write_text("no picture at all")
-    small = tmp_path / "small.png"
-    Image.new("RGB", (5, 4)).save(small)
-    for file, size, code, message in (
-        (absent, None, "image_missing", "No such file or directory"),
-        (empty, None, "image_empty", "the file is empty"),
-        (text, None, "image_unreadable", "not an image, or damaged"),
-        (small, (40, 50), "size_mismatch", "the image is 5x4 but its annotation says 50x40"),
-    ):
-        with pytest.raises(DataError) as caught:
-            read_image(file, size)
-        assert (caught.value.code, str(caught.value)) == (code, f"{file}: {message}")

@@ -40,7 +40,7 @@ def test_boxes_follow_their_pixels(config, mirrored):
         box = np.concatenate([low, low + rng.integers(15, 50, 2)])
         image = np.zeros((120, 160, 3), np.uint8)
         image[box[1] : box[3], box[0] : box[2]] = 255
-        matrix = view(config, key, size=(200, 180), mirrored=mirrored).matrix_33
+        matrix = view(config, key, size=(200, 180), mirrored=mirrored)
         drawn = np.zeros((200, 180, 3), np.uint8)
         paste(drawn, image, (0, 0, 160, 120), matrix)
         mapped, keep = map_by_matrix(box[None].astype(np.float32), matrix, (200, 180))
@@ -83,7 +83,7 @@ def test_upright_boxes_end_at_pixels_without_bias():
     for key in range(100):
         image = np.zeros((120, 160, 3), np.uint8)
         image[40:80, 60:100] = 255
-        matrix = view(UPRIGHT, key).matrix_33
+        matrix = view(UPRIGHT, key)
         drawn = np.zeros((120, 160, 3), np.uint8)
         paste(drawn, image, (0, 0, 160, 120), matrix)
         mapped, _ = map_by_matrix(np.array([[60, 40, 100, 80]], np.float32), matrix, (120, 160))
@@ -94,13 +94,12 @@ def test_upright_boxes_end_at_pixels_without_bias():
 
 def test_identity_affine_keeps_canvas_centre_as_is():
     image = np.random.RandomState(0).randint(0, 256, (120, 160, 3)).astype(np.uint8)
-    seen = view(NOTHING)
-    assert seen.gain == 1
-    np.testing.assert_allclose(seen.matrix_33, np.eye(3), atol=1e-12)
+    matrix = view(NOTHING)
+    np.testing.assert_allclose(matrix, np.eye(3), atol=1e-12)
     drawn = np.zeros_like(image)
-    paste(drawn, image, (0, 0, 160, 120), seen.matrix_33)
+    paste(drawn, image, (0, 0, 160, 120), matrix)
     np.testing.assert_array_equal(drawn, image)
-    middle = view(NOTHING, canvas=(240, 320)).matrix_33
+    middle = view(NOTHING, canvas=(240, 320))
     np.testing.assert_allclose(middle @ [160, 120, 1], [80, 60, 1])
 
 
@@ -108,21 +107,21 @@ def test_mirroring_is_that_of_the_array():
     image = np.random.RandomState(0).randint(0, 256, (120, 160, 3)).astype(np.uint8)
     for mirrored, expected in (((True, False), image[:, ::-1]), ((False, True), image[::-1])):
         drawn = np.zeros_like(image)
-        paste(drawn, image, (0, 0, 160, 120), view(NOTHING, mirrored=mirrored).matrix_33)
+        paste(drawn, image, (0, 0, 160, 120), view(NOTHING, mirrored=mirrored))
         np.testing.assert_array_equal(drawn, expected)
 
 
 def test_what_the_numbers_mean():
     angles, gains, shifts = [], [], []
     for key in range(200):
-        turned = view(AffineConfig(rotate=30), key).matrix_33
+        turned = view(AffineConfig(rotate=30), key)
         angles.append(np.rad2deg(np.arctan2(turned[0, 1], turned[0, 0])))
-        gains.append(view(AffineConfig(scale=0.5), key).matrix_33[0, 0])
-        shifts.append(view(AffineConfig(translate=0.1), key).matrix_33[:2, 2] / [160, 120])
+        gains.append(view(AffineConfig(scale=0.5), key)[0, 0])
+        shifts.append(view(AffineConfig(translate=0.1), key)[:2, 2] / [160, 120])
     assert -30 <= min(angles) < -25 and 25 < max(angles) <= 30
     assert 0.5 <= min(gains) < 0.55 and 1.45 < max(gains) <= 1.5
     assert -0.1 <= np.min(shifts) < -0.09 and 0.09 < np.max(shifts) <= 0.1
-    slanted = [view(AffineConfig(shear=10), key).matrix_33 for key in range(50)]
+    slanted = [view(AffineConfig(shear=10), key) for key in range(50)]
     assert all(abs(matrix[0, 1]) <= np.tan(np.deg2rad(10)) for matrix in slanted)
     assert len({matrix[0, 1] for matrix in slanted}) == 50
 
@@ -152,7 +151,7 @@ def test_objects_hardly_seen_too_small_or_too_thin_go():
 def test_touching_images_leave_no_gap_nor_spill(config):
     white = np.full((50, 60, 3), 255, np.uint8)
     for key in range(20):
-        matrix = view(config, key).matrix_33
+        matrix = view(config, key)
         apart, whole = (np.full((120, 160, 3), 114, np.uint8) for _ in range(2))
         for box in ((20, 10, 80, 60), (80, 10, 140, 60), (20, 60, 80, 110), (80, 60, 140, 110)):
             paste(apart, white, (0, 0, 60, 50), matrix @ between((0, 0, 60, 50), box))

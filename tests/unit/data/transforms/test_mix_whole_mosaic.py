@@ -11,7 +11,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, parse_config
 from ppdist.data.transforms.geometry import GREY
-from ppdist.data.transforms.mix import in_a_grid, random_layout, tile
+from ppdist.data.transforms.mix import in_a_grid, random_layout
 from ppdist.data.types import SampleKey, keyed_generator
 from tests.unit.data.sets import write_coco
 from tests.unit.data.transforms.blocks import STILL, check_blocks, samples
@@ -44,7 +44,7 @@ def test_whole_mosaic_cells_tile_input_exactly(images):
     for size in ((96, 120), (64, 64), (320, 256), (100, 70)):
         layout = in_a_grid(images, size)
         assert layout.canvas == size and len(layout.slots) == images
-        cells = [tile(slot, *layout.cell) for slot in layout.slots]
+        cells = [slot.tile(*layout.cell) for slot in layout.slots]
         seen_HW = np.zeros(size, int)
         for number, (row, column) in enumerate(np.ndindex(across, across)):
             x1, y1, x2, y2 = cells[number]
