@@ -23,6 +23,7 @@ from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
 from ppdist.data.validate import Checked, check_before_training
 from ppdist.distributed import comm
+from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 
@@ -219,10 +220,11 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
     top = os.path.join(os.path.abspath(root), "")
     classes = [list(dataset.class_names), list(dataset.category_ids)]
     found_W = comm.all_gather_object([classes, fingerprint(dataset, root), comm.host()])
-    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
-    if other is None:
+    groups = equal_ranks([found[:2] for found in found_W])
+    if len(groups) == 1:
         _require_same_images(dataset.source, records, top)
         return
+    other = groups[1][0]
     if found_W[0][0] != found_W[other][0]:
         what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
     else:

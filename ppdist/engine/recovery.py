@@ -20,6 +20,7 @@ from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
+from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed
 from ppdist.engine.schedule_setup import ScheduleSetup
@@ -336,14 +337,12 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
     names, tensors = zip(*_compared(step))
     sums = _sums(tensors)
     digests_WP = comm.all_gather(_digest(sums)).numpy()
-    holders: dict[bytes, list[int]] = {}
-    for rank, digest_P in enumerate(digests_WP):
-        holders.setdefault(digest_P.tobytes(), []).append(rank)
-    if len(holders) == 1:
+    groups = equal_ranks(digests_WP.tolist())
+    if len(groups) == 1:
         return "", True
     finite = all(bool(paddle.isfinite(each).all()) for each in tensors if each.is_floating_point())
     told_W = comm.all_gather_large_object([finite, comm.host(), sums])
-    right, sure = trusted([*holders.values()], [finite for finite, _, _ in told_W])
+    right, sure = trusted(groups, [finite for finite, _, _ in told_W])
     source = right[0]
     wrong = [rank for rank in range(comm.world_size()) if rank not in right]
     differing = [

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import paddle
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Section
+from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig
 from ppdist.distributed import comm
-from ppdist.engine.preflight import digest, digests_of_code, flattened, versions
+from ppdist.distributed.agreement import digest
+from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay
 from ppdist.optim.lr_scheduler import (
     LEAST_WARMUP_STEPS,
@@ -347,7 +348,7 @@ def hyper_parameters(
 def settings(config: Section) -> dict[str, str]:
     """Every key by section, as -o takes them, each section on one line."""
     texts: dict[str, list[str]] = {}
-    for key, value in flattened("", config.model_dump(mode="json")):
+    for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"
         shown = value if isinstance(value, str) else json.dumps(value)
         texts.setdefault(section, []).append(f"{key}={shown}")

@@ -30,7 +30,7 @@ from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
-from ppdist.config.base import Section, parse_config
+from ppdist.config.base import Section, flattened, parse_config
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
@@ -46,7 +46,6 @@ from ppdist.engine.checkpoint import (
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
-from ppdist.engine.preflight import flattened
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
@@ -633,7 +632,7 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
     Args: by_scores: the order of images follows the scores of evaluations.
     """
     found = Changes()
-    before, after = (dict(flattened("", each.model_dump(mode="json"))) for each in (then, now))
+    before, after = flattened(then), flattened(now)
     for key in sorted(before | after):
         values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
         if values[0] == values[1]:
