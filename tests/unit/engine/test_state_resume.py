@@ -16,7 +16,7 @@ from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.state import FREE, SCORES, changes, require_same
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
-from tests.unit.engine.tiny import MODELS, tiny_config
+from tests.unit.engine.tiny import FASTEST, MODELS, tiny_config
 
 # ten images in batches of four: three steps an epoch, nine in all
 OVERRIDES = (
@@ -26,11 +26,11 @@ OVERRIDES = (
 
 
 def build(data, output_dir, *overrides, **options):
-    return build_run(data, output_dir, *OVERRIDES, *overrides, **options)
+    return build_run(data, output_dir, *OVERRIDES, *overrides, model=FASTEST, **options)
 
 
 def run(data, output_dir, *overrides, **options):
-    return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
+    return run_to_end(data, output_dir, *OVERRIDES, *overrides, model=FASTEST, **options)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,14 @@ def test_settings_affecting_training_need_flag(shapes, output):
     with pytest.raises(CheckpointError) as refused:
         run(shapes, output, *longer, resume=output)
     text = str(refused.value)
-    assert "\n  optimizer.lr: 0.003 then, 0.001 now\n  train.epochs: 3.0 then, 4.0 now\n" in text
+    assert "\n  optimizer.lr: 0.0002 then, 0.001 now\n  train.epochs: 3.0 then, 4.0 now\n" in text
     assert "step-00000005/config.yml" in text and "add --resume-changed" in text
     assert "log.images" not in text
     after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after[path]} <= {output / "run.lock"}
     run(shapes, output, *longer, "train.max_steps=6", resume=output, changed=True)
     assert (
-        "changed settings that affect training: optimizer.lr: 0.003 then, 0.001 now; train"
+        "changed settings that affect training: optimizer.lr: 0.0002 then, 0.001 now; train"
         in said(output)
     )
     assert "the schedule continues at step 5 of 12; it had 9 steps" in said(output)
@@ -272,7 +272,7 @@ def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path
         state = {**found.state, "world": world, "bucket_mb": 4 * world}
         checkpoint = replace(found, state=state)
         monkeypatch.setattr(module, "_asked_for", lambda asked, each=checkpoint: (each, []))
-        config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+        config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
         start = module.find_start(five_steps, tmp_path, config, False)
         assert start.step == 5 and not start.own
     assert taken == [4]
@@ -288,7 +288,7 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
 
 
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
-    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
     (tmp_path / "checkpoints").mkdir()
     assert module.find_start(module.AUTO, tmp_path, config, False).step is None
     assert module.find_start(module.AUTO, five_steps, config, False).step == 5
