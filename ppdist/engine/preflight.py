@@ -83,28 +83,6 @@ def preflight(
     return [warning for host in comm.all_gather_object(mine) for warning in host]
 
 
-def keep_sources(config: Any, output_dir: Path) -> None:
-    """Protects what a new run reads from being moved aside with the old checkpoints.
-
-    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
-    """
-    own = (output_dir / "checkpoints").resolve()
-    sources = {"model.pretrained": config.model.pretrained}
-    if config.distill is not None:
-        sources["distill.teacher"] = config.distill.teacher
-    for key, source in sources.items():
-        if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
-            raise ConfigError(
-                f"{source} is in {output_dir}, where this run would write",
-                code="out_holds_source",
-                where=f"{key}",
-                fix=(
-                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
-                    "there: --resume)"
-                ),
-            )
-
-
 def check_precision(config: Any) -> None:
     """Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
     `distributed.gradient_dtype`."""
@@ -272,4 +250,26 @@ def resource_warnings(output_dir: Path) -> Iterator[str]:
             yield (
                 f"output_dir: {output_dir} is on a disk with {free / _GIB:.1f} GiB free; "
                 f"checkpoints and logs need more: delete files, or set another output_dir"
+            )
+
+
+def keep_sources(config: Any, output_dir: Path) -> None:
+    """Protects what a new run reads from being moved aside with the old checkpoints.
+
+    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
+    """
+    own = (output_dir / "checkpoints").resolve()
+    sources = {"model.pretrained": config.model.pretrained}
+    if config.distill is not None:
+        sources["distill.teacher"] = config.distill.teacher
+    for key, source in sources.items():
+        if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
+            raise ConfigError(
+                f"{source} is in {output_dir}, where this run would write",
+                code="out_holds_source",
+                where=f"{key}",
+                fix=(
+                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
+                    "there: --resume)"
+                ),
             )

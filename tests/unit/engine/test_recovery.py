@@ -213,6 +213,7 @@ def test_nan_step_is_skipped_and_several_roll_back(ranks):
     assert all(line["loss"] == "nan" for line in bad if line["rank"] == 1)
     assert all(math.isfinite(line["loss"]) for line in bad if line["rank"] == 0)
     assert all(Path(path).is_file() for line in bad for path in line["images"])
+    assert "held other weights" not in text  # no rank applied what another left out
     # Nothing was saved amid the bad steps, from which a killed run would go on.
     assert not (folder / "nan" / "checkpoints-old-1").exists()
     rates, whole = (
