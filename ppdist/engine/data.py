@@ -60,7 +60,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     train_set, val_set = comm.run_on_all_ranks(read)
     for dataset in (train_set, val_set):
         if dataset is not None:
-            require_the_same(dataset, config.root)
+            require_same_data(dataset, config.root)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
     return check_before_training(config, train_set, val_set, workers=cores)
 
@@ -208,7 +208,7 @@ class Blocklist:
         )
 
 
-def require_the_same(dataset: DetectionSet, root: str) -> None:
+def require_same_data(dataset: DetectionSet, root: str) -> None:
     """Compares a set and its images over all hosts.  Collective.
 
     Args: root: data.root of this rank; hosts may have it at different places.

@@ -147,13 +147,17 @@ def flat_config(config: Any) -> Facts:
         for key, value in flattened(config).items()
         if key not in HOSTS_OWN_KEYS
     }
-    files = {"model.pretrained": config.model.pretrained}
-    if config.distill is not None:
-        files["distill.teacher"] = config.distill.teacher
-    for key, path in files.items():
-        if path:
-            facts[f"{key} (its content)"] = digest_of_weights(Path(path))
+    for key, path in _sources(config).items():
+        facts[f"{key} (its content)"] = digest_of_weights(path)
     return facts
+
+
+def _sources(config: Any) -> dict[str, Path]:
+    """The weights that a run reads where it starts, by key."""
+    paths = {"model.pretrained": config.model.pretrained}
+    if config.distill is not None:
+        paths["distill.teacher"] = config.distill.teacher
+    return {key: Path(path) for key, path in paths.items() if path}
 
 
 def require_sum() -> None:
@@ -259,11 +263,8 @@ def keep_sources(config: Any, output_dir: Path) -> None:
     Raises: ConfigError: `model.pretrained` or the teacher is one of them.
     """
     own = (output_dir / "checkpoints").resolve()
-    sources = {"model.pretrained": config.model.pretrained}
-    if config.distill is not None:
-        sources["distill.teacher"] = config.distill.teacher
-    for key, source in sources.items():
-        if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
+    for key, source in _sources(config).items():
+        if checkpoint_of(source).resolve().is_relative_to(own):
             raise ConfigError(
                 f"{source} is in {output_dir}, where this run would write",
                 code="out_holds_source",

@@ -70,7 +70,8 @@ class Recovery:
         Args: snapshot: where the run is.
         """
         self.keep(snapshot)
-        known = [most for most in (progress.max_micro_batch, _noted()) if most is not None]
+        noted_W = comm.all_gather_object(_noted())
+        known = [most for most in (progress.max_micro_batch, *noted_W) if most is not None]
         progress.max_micro_batch = min(known, default=None)
         self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
 
@@ -309,13 +310,13 @@ def _note(max_micro_batch: int) -> None:
 
 
 def _noted() -> int | None:
-    """What an earlier attempt of this job noted, on any host; None: nothing.  Collective."""
-    found, folder = None, os.environ.get(JOB_DIR_VARIABLE)
+    """What an earlier attempt of this job noted on this host; None: nothing."""
+    folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder:
         with contextlib.suppress(OSError, ValueError, KeyError):
             text = (Path(folder) / _OUT_OF_MEMORY_FILE).read_text(encoding="utf-8")
-            found = int(json.loads(text)["most_images"])
-    return min((most for most in comm.all_gather_object(found) if most is not None), default=None)
+            return int(json.loads(text)["most_images"])
+    return None
 
 
 @paddle.no_grad()

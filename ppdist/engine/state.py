@@ -363,7 +363,9 @@ def _is_listed(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool) -> Changes:
+def require_same_settings(
+    checkpoint: Path, config: Section, by_scores: bool, allow: bool
+) -> Changes:
     """What differs from the configuration in a checkpoint.
 
     Args:
@@ -442,7 +444,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
         if found is None:
             return None
         by_scores = config.data.sampling.name == "difficulty"
-        differing = require_same(found.path, config, by_scores, changed)
+        differing = require_same_settings(found.path, config, by_scores, changed)
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data

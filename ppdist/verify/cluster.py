@@ -20,7 +20,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.distributed.agreement import differences, require_agreement
-from ppdist.engine.data import require_the_same
+from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import digests_of_code, preflight, require_sum, versions, within
 
 Report = dict[str, Any]
@@ -56,7 +56,7 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
         comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),
         comm.run_on_all_ranks(lambda: read_split(config.data, "val", classes)),
     ):
-        require_the_same(dataset, config.data.root)
+        require_same_data(dataset, config.data.root)
     return warnings
 
 

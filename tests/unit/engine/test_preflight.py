@@ -22,7 +22,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, store
 from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import preflight as module
-from ppdist.engine.data import require_the_same
+from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import flat_config, preflight, within
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
@@ -164,7 +164,7 @@ def differing_data(folder: Path) -> dict[str, str]:
     def look(name: str) -> None:
         root = folder / (name if comm.rank() else "same")
         config = tiny_config(folder, [f"data.root={root}"])
-        require_the_same(read_split(config.data, "train", 3), config.data.root)
+        require_same_data(read_split(config.data, "train", 3), config.data.root)
 
     return {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
 

@@ -14,7 +14,7 @@ from ppdist.distributed import comm
 from ppdist.engine import state as module
 from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
-from ppdist.engine.state import FREE, SCORES, changes, require_same
+from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
 from tests.unit.engine.tiny import FASTEST, MODELS, tiny_config
 
@@ -283,8 +283,8 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
     (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
     config = tiny_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
-        require_same(tmp_path, config, by_scores=False, allow=False)
-    assert require_same(tmp_path, config, by_scores=False, allow=True).learned
+        require_same_settings(tmp_path, config, by_scores=False, allow=False)
+    assert require_same_settings(tmp_path, config, by_scores=False, allow=True).learned
 
 
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
