@@ -249,7 +249,7 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
     for texts in told:
         pixels, longer = (texts[f"data: {name}"] for name in CHANGES[4:])
         for text in (pixels, longer):
-            assert f"not the same images on rank 0 (host {HOST}) and rank 1 (host {HOST}): " in text
+            assert f"not the same on rank 0 (host {HOST}) and rank 1 (host {HOST}): " in text
         assert ".jpg: of the same size, but other content; give every host the same" in pixels
         size = int(longer.partition(".jpg: ")[2].split()[0])
         assert f".jpg: {size} bytes and {size + 1} bytes; give" in longer
