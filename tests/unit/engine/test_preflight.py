@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import flat_config, preflight, within
 from tests.distributed import run_on_ranks
-from tests.forked import ROOT
+from tests.forked import clean_environment, end, start
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
 HOST = socket.gethostname()
@@ -273,18 +272,20 @@ def test_fact_order_is_ignored_script_is_compared(
     assert found[0].keys() == found[1].keys() and found[0]["mine.py"] != found[1]["mine.py"]
 
 
-def test_hung_call_ends_process_with_reason() -> None:
-    code = (
-        "import time; from ppdist.engine.preflight import within\n"
-        "with within(0.2, 'the first all-reduce'): time.sleep(30)"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert "the first all-reduce has not come back within 0.2 s" in done.stderr
-    assert "NCCL_SOCKET_IFNAME=" in done.stderr and f"on host {HOST}" in done.stderr
+def hang() -> None:
+    with within(0.2, "the first all-reduce"):
+        time.sleep(30)
+
+
+def test_hung_call_ends_process_with_reason(tmp_path: Path) -> None:
+    process = start(hang, (), clean_environment(), tmp_path / "out", tmp_path / "err")
+    process.join(60)
+    code = process.exitcode
+    end(process)
+    assert code == 1
+    said = (tmp_path / "err").read_text()
+    assert "the first all-reduce has not come back within 0.2 s" in said
+    assert "NCCL_SOCKET_IFNAME=" in said and f"on host {HOST}" in said
 
 
 def test_a_call_that_comes_back_leaves_no_clock_behind() -> None:
