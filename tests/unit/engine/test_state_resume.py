@@ -15,7 +15,7 @@ from ppdist.engine import state as module
 from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
-from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
 from tests.unit.engine.tiny import FASTEST, MODELS, tiny_config
 
 # ten images in batches of four: three steps an epoch, nine in all
@@ -51,8 +51,7 @@ def said(output_dir):
 
 
 def logged_steps(output_dir):
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    return [record["step"] for record in records(output_dir) if "loss" in record]
 
 
 def steps_in(folder):

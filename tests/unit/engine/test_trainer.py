@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
-from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.engine import trainer
+from ppdist.engine.state import _array, copy_into
 from ppdist.models.yolov5 import P5_ANCHORS
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import write_patterns
-from tests.unit.engine.runs import build_run
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, weights
 from tests.unit.engine.tiny import FASTEST
 
 OVERRIDES = (
@@ -31,15 +32,6 @@ def run(data, output_dir, *overrides, before=lambda trainer: None, model=FASTEST
     with experiment.log:
         before(experiment.trainer)
         return experiment.trainer.fit()
-
-
-def weights(output_dir, link="last", group="model"):
-    return load_file(output_dir / "checkpoints" / link / f"{group}.safetensors")
-
-
-def records(output_dir):
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
@@ -68,11 +60,7 @@ def test_each_step_draws_by_a_seed_of_its_own(shapes, tmp_path, monkeypatch):
 
 
 def assert_same_run(first, second):
-    for group in ("model", "ema", "optimizer"):
-        a, b = weights(first, group=group), weights(second, group=group)
-        assert set(a) == set(b)
-        for key in a:
-            assert np.array_equal(a[key], b[key]), (group, key)
+    assert_same_checkpoint(first, second)
     losses = [[r["loss"] for r in records(folder) if "loss" in r] for folder in (first, second)]
     assert losses[0] == losses[1]
 
@@ -267,10 +255,6 @@ def test_stopped_run_saves_and_resume_evaluates(shapes, tmp_path):
 
 
 def test_low_precision_arrays_round_trip_as_float32():
-    import paddle
-
-    from ppdist.engine.state import _array, copy_into
-
     weight = paddle.to_tensor([1.5, -2.25, 3e-8]).astype("bfloat16")
     array = _array(weight)
     assert array.dtype == np.float32
