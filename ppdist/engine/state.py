@@ -453,7 +453,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             "state": found.state,
             "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
-            "rescored": "; ".join(map(str, differing.scores)),
+            "rescored": _listed(differing.scores),
             "notes": _notes(differing, found),
             "warnings": [f"skipped checkpoint {reason}" for reason in skipped]
             + _warnings(differing),
