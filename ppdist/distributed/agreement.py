@@ -5,15 +5,15 @@ works before ranks have joined and where the network between them does not.  Onl
 where they differ, one rank of each kind sends what it has.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import digest_of_text
 from ppdist.distributed.store import all_gather_object, host, rank, ranks_named
 
-Facts = Mapping[str, str]  # of one rank about one subject: name -> value as a text
+Facts = dict[str, str]  # of one rank about one subject: name -> value as a text
 _REMEDIES = {
     "start": "give every host the same configuration, command and build of Paddle",
     "command line": "type the same command on every host",
@@ -46,7 +46,7 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
     Raises: ConfigError, on every rank: they differ; it lists who has which value.
     """
     mine = {
-        subject: digest(json.dumps(dict(facts), sort_keys=True))
+        subject: digest_of_text(json.dumps(facts, sort_keys=True))
         for subject, facts in subjects.items()
     }
     told_W = all_gather_object([mine, host()])
@@ -57,7 +57,7 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
         if len(groups) == 1:
             continue
         speaks = any(rank() == group[0] for group in groups)
-        facts_W = all_gather_object(dict(facts) if speaks else None)
+        facts_W = all_gather_object(facts if speaks else None)
         for group in groups:
             for other in group:
                 facts_W[other] = facts_W[group[0]]
@@ -85,8 +85,3 @@ def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[st
         if len(groups) > 1:
             said = (f"{values_W[ranks[0]]} on {ranks_named(ranks, hosts_W)}" for ranks in groups)
             yield f"{name}: {'; '.join(said)}"
-
-
-def digest(content: str) -> str:
-    """A fingerprint of 16 characters."""
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

@@ -38,7 +38,6 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
 
     Raises: UserError, on every rank: they cannot be read or used.
     """
-
     if config.sampling.name == "difficulty" and not evaluate:
         raise ConfigError(
             "difficulty needs the scores of evaluations",

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import paddle
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import digest_of_text
 from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig
 from ppdist.distributed import comm
-from ppdist.distributed.agreement import digest
 from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay
 from ppdist.optim.lr_scheduler import (
@@ -366,7 +366,7 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         **versions(),
         "cuda": paddle.version.cuda(),
         "python": sys.version.split()[0],
-        "code": digest(json.dumps(digests_of_code())),  # also outside git
+        "code": digest_of_text(json.dumps(digests_of_code())),  # also outside git
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "ranks": comm.world_size(),

@@ -472,9 +472,8 @@ def until_first_step() -> None:
 
     Called once Paddle was imported, with the signals held back by `process.hold_signals` before:
     Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
-    `dist.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
+    `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
     """
-
     own = os.getpid()
 
     def end(number: int, frame: Any) -> None:
