@@ -95,6 +95,11 @@ def digest_of_file(path: Path) -> str:
     return content.hexdigest()
 
 
+def digest_of_text(text: str) -> str:
+    """A fingerprint of a text to compare, 16 characters."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Writes a file that appears whole or not at all: beside its place, then into it.
 

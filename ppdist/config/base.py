@@ -8,10 +8,10 @@ configs/schema.json are generated from the same classes (schema.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -107,3 +107,16 @@ def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
 def dump_yaml(config: Section) -> str:
     """YAML text with every key, defaults included; reading it gives the same configuration."""
     return dump(config.model_dump(mode="json"))
+
+
+def flattened(config: Section) -> dict[str, Any]:
+    """The value of each key, as JSON holds it, by key path: `train.amp.enabled`."""
+
+    def leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from leaves(f"{prefix}{key}.", value)
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(leaves("", config.model_dump(mode="json")))

@@ -38,11 +38,11 @@ from paddle.distributed.fleet.base import distributed_strategy
 from ppdist.common.errors import CodedError, ConfigError, Failure, UserError, failure_of
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import heartbeat
+from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
 from ppdist.distributed.store import (
     AllGatherObject,
     drowsy_threads,
-    require_same,
     require_ways,
     set_timeout,
     store_apart,
@@ -96,8 +96,8 @@ def init(device: str, config: DistributedConfig) -> None:
     if kind == "cpu":
         keep_freed_memory()
     if world_size() > 1:
-        settings = {f"distributed.{key}": value for key, value in config.model_dump().items()}
-        require_same({"device": kind} | settings)
+        settings = {f"distributed.{key}": f"{value}" for key, value in config.model_dump().items()}
+        require_agreement({"start": {"device": kind} | settings})
         require_ways(all_gather_object, addresses(), rank(), os.environ)
         _join(kind)
         if kind == "cpu":

@@ -28,7 +28,7 @@ from typing import Any
 
 from paddle.base import core
 
-from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
+from ppdist.common.errors import Failure, LaunchError, RankError, UserError, failure_of
 from ppdist.common.process import JOB_VARIABLE
 from ppdist.distributed import heartbeat
 
@@ -343,27 +343,6 @@ def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
                 code="store_unreachable",
             )
         time.sleep(_PAUSE_SECONDS)
-
-
-def require_same(settings: Mapping[str, Any]) -> None:
-    """Compares what decides how a rank joins, by name.  Collective.
-
-    Raises: ConfigError, on every rank: they are not the same.
-    """
-    found_W = all_gather_object([host(), dict(settings)])
-    first_host, first = found_W[0]
-    for other, (place, found) in enumerate(found_W):
-        for key, value in first.items():
-            if found.get(key) != value:
-                raise ConfigError(
-                    f"{key}: {value} on rank 0 (host {first_host}), {found.get(key)} on rank "
-                    f"{other} (host {place}): they cannot train together",
-                    code="ranks_differ",
-                    fix=(
-                        "give every host the same configuration, the same command and the same "
-                        "build of Paddle"
-                    ),
-                )
 
 
 def require_ways(

@@ -253,12 +253,11 @@ def _estimate(config: ExperimentConfig, derived: ScheduleSetup, model: ImageMode
 def _open_log(
     config: ExperimentConfig, output_dir: Path, derived: ScheduleSetup, start: int | None
 ) -> RunLog:
-    total, per_epoch = derived.total_steps, derived.steps_per_epoch
     return RunLog(
         output_dir,
         comm.is_main(),
-        total,
-        per_epoch,
+        derived.total_steps,
+        derived.steps_per_epoch,
         start,
         every_steps=config.log.every_steps,
         visualdl=config.log.visualdl,

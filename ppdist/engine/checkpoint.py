@@ -68,10 +68,6 @@ class Snapshot:
     groups: dict[str, dict[str, np.ndarray]]  # `model`, `optimizer`, ...: one file each
     state: dict[str, Any]  # what JSON can hold
 
-    def arrays(self, group: str) -> dict[str, np.ndarray] | None:
-        """Arrays of one group; None: the run has none."""
-        return self.groups.get(group)
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -80,11 +76,6 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     files: dict[str, bytes]  # name -> verified content
-
-    def arrays(self, group: str) -> dict[str, np.ndarray] | None:
-        """Arrays of one group (`model`, `ema`, `optimizer`, ...); None: it was not saved."""
-        name = f"{group}.safetensors"
-        return unpacked(self.files[name], self.path / name) if name in self.files else None
 
 
 def save_checkpoint(
@@ -137,6 +128,56 @@ def save_checkpoint(
         if not (last.is_dir() and _step_of(last.readlink()) > step):
             point(last, final)
     return final
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    """A .safetensors file in pieces: the bytes of its header, then the arrays as they are.
+
+    The library's own `save` makes a second copy of everything and holds the interpreter's lock
+    meanwhile, which training needs.
+    Source: github.com/huggingface/safetensors, README, section Format.
+    """
+    header: dict[str, Any] = {}
+    at = 0
+    # The largest items first, as the library does, so that each array is aligned.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for key, array in ordered:
+        place = [at, at := at + array.nbytes]
+        kind = _DTYPES[array.dtype.name]
+        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+    """Writes bytes until they are on disk; returns the file's entry in the manifest.
+
+    In blocks, without a buffer of Python's: hashing and writing a block release the interpreter to
+    training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            for begin in range(0, len(view), _BLOCK_BYTES):
+                block = view[begin : begin + _BLOCK_BYTES]
+                digest.update(block)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _free(folder: Path) -> str:
@@ -457,53 +498,3 @@ def _is_best(snapshot: Snapshot) -> bool:
 def _is_needed(older: Snapshot, newer: Sequence[Snapshot]) -> bool:
     """Whether a snapshot is worth writing when newer ones are."""
     return _is_best(older) and not any(_is_best(each) for each in newer)
-
-
-def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    """A .safetensors file in pieces: the bytes of its header, then the arrays as they are.
-
-    The library's own `save` makes a second copy of everything and holds the interpreter's lock
-    meanwhile, which training needs.
-    Source: github.com/huggingface/safetensors, README, section Format.
-    """
-    header: dict[str, Any] = {}
-    at = 0
-    # The largest items first, as the library does, so that each array is aligned.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    for key, array in ordered:
-        place = [at, at := at + array.nbytes]
-        kind = _DTYPES[array.dtype.name]
-        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, array in ordered:
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-    """Writes bytes until they are on disk; returns the file's entry in the manifest.
-
-    In blocks, without a buffer of Python's: hashing and writing a block release the interpreter to
-    training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
-    """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for piece in pieces:
-            view = memoryview(piece)
-            for begin in range(0, len(view), _BLOCK_BYTES):
-                block = view[begin : begin + _BLOCK_BYTES]
-                digest.update(block)
-                size += len(block)
-                while block:
-                    block = block[file.write(block) :]
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

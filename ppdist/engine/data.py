@@ -23,6 +23,7 @@ from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
 from ppdist.data.validate import Checked, check_before_training
 from ppdist.distributed import comm
+from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 
@@ -37,7 +38,6 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
 
     Raises: UserError, on every rank: they cannot be read or used.
     """
-
     if config.sampling.name == "difficulty" and not evaluate:
         raise ConfigError(
             "difficulty needs the scores of evaluations",
@@ -59,7 +59,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     train_set, val_set = comm.run_on_all_ranks(read)
     for dataset in (train_set, val_set):
         if dataset is not None:
-            require_the_same(dataset, config.root)
+            require_same_data(dataset, config.root)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
     return check_before_training(config, train_set, val_set, workers=cores)
 
@@ -207,7 +207,7 @@ class Blocklist:
         )
 
 
-def require_the_same(dataset: DetectionSet, root: str) -> None:
+def require_same_data(dataset: DetectionSet, root: str) -> None:
     """Compares a set and its images over all hosts.  Collective.
 
     Args: root: data.root of this rank; hosts may have it at different places.
@@ -217,19 +217,14 @@ def require_the_same(dataset: DetectionSet, root: str) -> None:
         return
     records = Records.of(dataset.records)
     top = os.path.join(os.path.abspath(root), "")
-    classes = [list(dataset.class_names), list(dataset.category_ids)]
-    found_W = comm.all_gather_object([classes, fingerprint(dataset, root), comm.host()])
-    other = next((rank for rank, each in enumerate(found_W) if each[:2] != found_W[0][:2]), None)
-    if other is None:
-        _require_same_images(dataset.source, records, top)
+    differs = _other_records(dataset, records, root, top) or _other_images(records, top)
+    if differs is None:
         return
-    if found_W[0][0] != found_W[other][0]:
-        what = f"the classes are {found_W[0][0][0]} and {found_W[other][0][0]}"
-    else:
-        what = _first_difference(records, top, other)
+    other, what = differs
+    hosts_W = comm.all_gather_object(comm.host())
     raise DataError(
-        f"not the same on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {what}",
+        f"not the same on rank 0 (host {hosts_W[0]}) and rank {other} (host {hosts_W[other]}): "
+        f"{what}",
         code="dataset_differs",
         where=f"{dataset.source}",
         fix="give every host the same files below data.root",
@@ -249,76 +244,20 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
     return content.hexdigest()
 
 
-def _require_same_images(source: str, records: Records, top: str) -> None:
-    """Compares image files; the first rank of each host reads them.  Collective."""
-    reads = comm.local_rank() == 0
-    sizes_N = _file_sizes(records) if reads else np.zeros(0, np.int64)
-    chosen = sorted({len(records) * n // _COMPARED_IMAGES for n in range(_COMPARED_IMAGES)})
-    chosen = chosen if len(records) else []
-    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if reads else []
-    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
-    found_W = comm.all_gather_object([whole, marks, comm.host()] if reads else None)
-    readers = [rank for rank, found in enumerate(found_W) if found is not None]
-    other = next((rank for rank in readers if found_W[rank][:2] != found_W[0][:2]), None)
-    if other is None:
-        return
-    told = comm.rank() in (0, other)
-    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
-    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
-    apart = np.flatnonzero(ours_N != theirs_N)
-    if len(apart):
-        first = int(apart[0])
-        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
-        what = f"{sizes[0]} and {sizes[1]}"
-    else:
-        pairs = zip(chosen, found_W[0][1], found_W[other][1])
-        first = next(index for index, ours, theirs in pairs if ours != theirs)
-        what = "of the same size, but other content"
-    raise DataError(
-        f"not the same images on rank 0 (host {found_W[0][2]}) and rank {other} (host "
-        f"{found_W[other][2]}): {records.path(first).removeprefix(top)}: "
-        f"{what}{f' ({len(apart)} images differ in size)' if len(apart) > 1 else ''}",
-        code="dataset_differs",
-        where=f"{source}",
-        fix="give every host the same files below data.root",
-    )
-
-
-def _file_sizes(records: Records) -> np.ndarray:
-    """[N] int64, bytes of each image's file; -1 where there is none."""
-
-    def sizes(begin: int) -> list[int]:
-        return [_size(records.path(n)) for n in range(begin, len(records), _THREADS)]
-
-    sizes_N = np.zeros(len(records), np.int64)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for begin, found in enumerate(pool.map(sizes, range(_THREADS))):
-            sizes_N[begin::_THREADS] = found
-    return sizes_N
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:  # whoever reads it reports why
-        return -1
-
-
-def _mark(record: ImageRecord, top: str) -> int:
-    """A checksum of everything that is compared of a record."""
-    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
-    return zlib.crc32("\n".join(map(repr, parts)).encode())
-
-
-def _columns(record: ImageRecord) -> dict[str, str]:
-    """Everything that is compared of a record besides its name."""
-    return {
-        "size": f"{record.width} x {record.height}",
-        "number of objects": f"{len(record.labels_M)}",
-        "boxes": f"{record.boxes_M4.tolist()}",
-        "classes of the objects": f"{record.labels_M.tolist()}",
-        "crowds": f"{record.crowd_M.tolist()}",
-    }
+def _other_records(
+    dataset: DetectionSet, records: Records, root: str, top: str
+) -> tuple[int, str] | None:
+    """A rank with other annotations than rank 0, and where they first differ.  Collective."""
+    classes = [list(dataset.class_names), list(dataset.category_ids)]
+    found_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
+    groups = equal_ranks(found_W)
+    if len(groups) == 1:
+        return None
+    other = groups[1][0]
+    ours, theirs = found_W[0][0], found_W[other][0]
+    if ours != theirs:
+        return other, f"the classes are {ours[0]} and {theirs[0]}"
+    return other, _first_difference(records, top, other)
 
 
 def _first_difference(records: Records, top: str, other: int) -> str:
@@ -345,3 +284,72 @@ def _first_difference(records: Records, top: str, other: int) -> str:
         return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
     column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
     return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"
+
+
+def _mark(record: ImageRecord, top: str) -> int:
+    """A checksum of everything that is compared of a record."""
+    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
+    return zlib.crc32("\n".join(map(repr, parts)).encode())
+
+
+def _columns(record: ImageRecord) -> dict[str, str]:
+    """Everything that is compared of a record besides its name."""
+    return {
+        "size": f"{record.width} x {record.height}",
+        "number of objects": f"{len(record.labels_M)}",
+        "boxes": f"{record.boxes_M4.tolist()}",
+        "classes of the objects": f"{record.labels_M.tolist()}",
+        "crowds": f"{record.crowd_M.tolist()}",
+    }
+
+
+def _other_images(records: Records, top: str) -> tuple[int, str] | None:
+    """A rank with other image files than rank 0, and where they first differ.  Collective.
+
+    The first rank of each host reads them.
+    """
+    reads = comm.local_rank() == 0
+    sizes_N = _file_sizes(records) if reads else np.zeros(0, np.int64)
+    chosen = sorted({len(records) * n // _COMPARED_IMAGES for n in range(_COMPARED_IMAGES)})
+    chosen = chosen if len(records) else []
+    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if reads else []
+    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
+    found_W = comm.all_gather_object([whole, marks] if reads else None)
+    groups = equal_ranks([found or found_W[0] for found in found_W])
+    if len(groups) == 1:
+        return None
+    other = groups[1][0]
+    told = comm.rank() in (0, other)
+    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
+    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
+    apart = np.flatnonzero(ours_N != theirs_N)
+    if len(apart):
+        first = int(apart[0])
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
+        what = f"{sizes[0]} and {sizes[1]}"
+    else:
+        pairs = zip(chosen, found_W[0][1], found_W[other][1])
+        first = next(index for index, ours, theirs in pairs if ours != theirs)
+        what = "of the same size, but other content"
+    more = f" ({len(apart)} images differ in size)" if len(apart) > 1 else ""
+    return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
+
+
+def _file_sizes(records: Records) -> np.ndarray:
+    """[N] int64, bytes of each image's file; -1 where there is none."""
+
+    def sizes(begin: int) -> list[int]:
+        return [_size(records.path(n)) for n in range(begin, len(records), _THREADS)]
+
+    sizes_N = np.zeros(len(records), np.int64)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for begin, found in enumerate(pool.map(sizes, range(_THREADS))):
+            sizes_N[begin::_THREADS] = found
+    return sizes_N
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # whoever reads it reports why
+        return -1

@@ -1,19 +1,17 @@
 """Checks before a run: ranks agree, the all-reduce works, resources suffice.
 
-A rank with another batch size or another loss trains silently wrong, one with another `--eval`
-hangs; so a difference is an error that names key, values and hosts.  Everything before the first
-all-reduce goes through the store, which works where the network between the ranks does not.
+Everything before the first all-reduce goes through the store, which works where the network between
+the ranks does not.
 """
 
 import faulthandler
-import hashlib
 import importlib.metadata
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,16 @@ import paddle
 
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_memory, free_disk
+from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.distributed import comm
+from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 
-Facts = dict[str, str]  # of one rank about one subject: name -> value as a text
-_REMEDIES = {
-    "command line": "type the same command on every host",
-    "versions": "install the same versions on every host",
-    "code": "give every host the same files of ppdist and the same script",
-    "config": "give every host the same file after -c and the same -o",
-}
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
-_MOST_LINES = 20
 _GIB = 1 << 30
 _RANK_BYTES = 2 * _GIB  # processes of small models were measured to take 0.9 to 1.7
 _SHARED_BYTES = 1 * _GIB
@@ -64,7 +57,6 @@ def preflight(
         the all-reduce fails; early stopping without evaluations.
     """
     comm.run_on_all_ranks(lambda: check_precision(config))
-    hosts_W = comm.all_gather_object(comm.host())
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",
@@ -76,8 +68,7 @@ def preflight(
             "versions": versions(),
             "code": digests_of_code(),
             "config": flat_config(config),
-        },
-        hosts_W,
+        }
     )
     if config.early_stopping is not None and not evaluate:
         raise ConfigError(
@@ -86,31 +77,10 @@ def preflight(
             fix="start with --eval, or set early_stopping: null",
         )
     require_sum()
+    hosts_W = comm.all_gather_object(comm.host())
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []
     return [warning for host in comm.all_gather_object(mine) for warning in host]
-
-
-def keep_sources(config: Any, output_dir: Path) -> None:
-    """Protects what a new run reads from being moved aside with the old checkpoints.
-
-    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
-    """
-    own = (output_dir / "checkpoints").resolve()
-    sources = {"model.pretrained": config.model.pretrained}
-    if config.distill is not None:
-        sources["distill.teacher"] = config.distill.teacher
-    for key, source in sources.items():
-        if source and checkpoint_of(Path(source)).resolve().is_relative_to(own):
-            raise ConfigError(
-                f"{source} is in {output_dir}, where this run would write",
-                code="out_holds_source",
-                where=f"{key}",
-                fix=(
-                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
-                    "there: --resume)"
-                ),
-            )
 
 
 def check_precision(config: Any) -> None:
@@ -146,54 +116,6 @@ def check_precision(config: Any) -> None:
         )
 
 
-def require_agreement(subjects: Mapping[str, Facts], hosts_W: Sequence[str]) -> None:
-    """Compares facts over all ranks, of the same subjects on each.  Collective.
-
-    Only digests are sent; where they differ, one rank of each kind sends the facts.
-
-    Args:
-        hosts_W: name of the host of each rank.
-    Raises: ConfigError, on every rank: they differ; it lists who has which value.
-    """
-    mine = {
-        subject: digest(json.dumps(facts, sort_keys=True)) for subject, facts in subjects.items()
-    }
-    digests_W = comm.all_gather_object(mine)
-    lines: list[str] = []
-    for subject, facts in subjects.items():
-        kinds_W = [digests[subject] for digests in digests_W]
-        if len(set(kinds_W)) == 1:
-            continue
-        speaks = kinds_W.index(kinds_W[comm.rank()]) == comm.rank()
-        told_W = comm.all_gather_object(facts if speaks else None)
-        facts_W = [told_W[kinds_W.index(kind)] for kind in kinds_W]
-        found = list(differences(facts_W, hosts_W))
-        lines += [f"  {subject}: {line}" for line in found[:_MOST_LINES]]
-        if found[_MOST_LINES:]:
-            lines.append(f"  {subject}: and {len(found) - _MOST_LINES} more")
-        lines.append(f"    -> {_REMEDIES[subject]}")
-    if lines:
-        text = "\n".join(lines)
-        raise ConfigError(
-            f"the ranks differ, so nothing was started:\n{text}",
-            code="ranks_differ",
-        )
-
-
-def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:
-    """A line for each name whose value differs: which rank has which."""
-    for name in sorted({name for facts in facts_W for name in facts}):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, facts in enumerate(facts_W):
-            ranks_of.setdefault(facts.get(name, "absent"), []).append(rank)
-        if len(ranks_of) > 1:
-            said = (
-                f"{value} on {comm.ranks_named(ranks, hosts_W)}"
-                for value, ranks in ranks_of.items()
-            )
-            yield f"{name}: {'; '.join(said)}"
-
-
 def versions() -> Facts:
     """Versions of everything that affects the numbers of a run."""
     return {
@@ -215,35 +137,27 @@ def digests_of_code() -> Facts:
     }
     if script.is_file():
         files[script.name] = script
-    return {name: digest(path.read_bytes()) for name, path in files.items()}
+    return {name: digest_of_file(path) for name, path in files.items()}
 
 
 def flat_config(config: Any) -> Facts:
     """JSON of each key that must be the same on all ranks, by key path."""
-    flat = dict(flattened("", config.model_dump(mode="json")))
-    facts = {key: json.dumps(value) for key, value in flat.items() if key not in HOSTS_OWN_KEYS}
-    files = {"model.pretrained": config.model.pretrained}
-    if config.distill is not None:
-        files["distill.teacher"] = config.distill.teacher
-    for key, path in files.items():
-        if path:
-            facts[f"{key} (its content)"] = digest_of_weights(Path(path))
+    facts = {
+        key: json.dumps(value)
+        for key, value in flattened(config).items()
+        if key not in HOSTS_OWN_KEYS
+    }
+    for key, path in _sources(config).items():
+        facts[f"{key} (its content)"] = digest_of_weights(path)
     return facts
 
 
-def flattened(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree of mappings: (key path behind the prefix, value)."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flattened(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
-
-
-def digest(content: str | bytes) -> str:
-    """A fingerprint of 16 characters."""
-    data = content.encode() if isinstance(content, str) else content
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def _sources(config: Any) -> dict[str, Path]:
+    """The weights that a run reads where it starts, by key."""
+    paths = {"model.pretrained": config.model.pretrained}
+    if config.distill is not None:
+        paths["distill.teacher"] = config.distill.teacher
+    return {key: Path(path) for key, path in paths.items() if path}
 
 
 def require_sum() -> None:
@@ -340,4 +254,23 @@ def resource_warnings(output_dir: Path) -> Iterator[str]:
             yield (
                 f"output_dir: {output_dir} is on a disk with {free / _GIB:.1f} GiB free; "
                 f"checkpoints and logs need more: delete files, or set another output_dir"
+            )
+
+
+def keep_sources(config: Any, output_dir: Path) -> None:
+    """Protects what a new run reads from being moved aside with the old checkpoints.
+
+    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
+    """
+    own = (output_dir / "checkpoints").resolve()
+    for key, source in _sources(config).items():
+        if checkpoint_of(source).resolve().is_relative_to(own):
+            raise ConfigError(
+                f"{source} is in {output_dir}, where this run would write",
+                code="out_holds_source",
+                where=f"{key}",
+                fix=(
+                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
+                    "there: --resume)"
+                ),
             )

@@ -20,6 +20,7 @@ from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
+from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed
 from ppdist.engine.schedule_setup import ScheduleSetup
@@ -69,7 +70,8 @@ class Recovery:
         Args: snapshot: where the run is.
         """
         self.keep(snapshot)
-        known = [most for most in (progress.max_micro_batch, _noted()) if most is not None]
+        noted_W = comm.all_gather_object(_noted())
+        known = [most for most in (progress.max_micro_batch, *noted_W) if most is not None]
         progress.max_micro_batch = min(known, default=None)
         self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
 
@@ -308,13 +310,13 @@ def _note(max_micro_batch: int) -> None:
 
 
 def _noted() -> int | None:
-    """What an earlier attempt of this job noted, on any host; None: nothing.  Collective."""
-    found, folder = None, os.environ.get(JOB_DIR_VARIABLE)
+    """What an earlier attempt of this job noted on this host; None: nothing."""
+    folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder:
         with contextlib.suppress(OSError, ValueError, KeyError):
             text = (Path(folder) / _OUT_OF_MEMORY_FILE).read_text(encoding="utf-8")
-            found = int(json.loads(text)["most_images"])
-    return min((most for most in comm.all_gather_object(found) if most is not None), default=None)
+            return int(json.loads(text)["most_images"])
+    return None
 
 
 @paddle.no_grad()
@@ -336,14 +338,12 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
     names, tensors = zip(*_compared(step))
     sums = _sums(tensors)
     digests_WP = comm.all_gather(_digest(sums)).numpy()
-    holders: dict[bytes, list[int]] = {}
-    for rank, digest_P in enumerate(digests_WP):
-        holders.setdefault(digest_P.tobytes(), []).append(rank)
-    if len(holders) == 1:
+    groups = equal_ranks(digests_WP.tolist())
+    if len(groups) == 1:
         return "", True
     finite = all(bool(paddle.isfinite(each).all()) for each in tensors if each.is_floating_point())
     told_W = comm.all_gather_large_object([finite, comm.host(), sums])
-    right, sure = trusted([*holders.values()], [finite for finite, _, _ in told_W])
+    right, sure = trusted(groups, [finite for finite, _, _ in told_W])
     source = right[0]
     wrong = [rank for rank in range(comm.world_size()) if rank not in right]
     differing = [

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import paddle
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Section
+from ppdist.common.files import digest_of_text
+from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig
 from ppdist.distributed import comm
-from ppdist.engine.preflight import digest, digests_of_code, flattened, versions
+from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay
 from ppdist.optim.lr_scheduler import (
     LEAST_WARMUP_STEPS,
@@ -347,7 +348,7 @@ def hyper_parameters(
 def settings(config: Section) -> dict[str, str]:
     """Every key by section, as -o takes them, each section on one line."""
     texts: dict[str, list[str]] = {}
-    for key, value in flattened("", config.model_dump(mode="json")):
+    for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"
         shown = value if isinstance(value, str) else json.dumps(value)
         texts.setdefault(section, []).append(f"{key}={shown}")
@@ -365,7 +366,7 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         **versions(),
         "cuda": paddle.version.cuda(),
         "python": sys.version.split()[0],
-        "code": digest(json.dumps(digests_of_code())),  # also outside git
+        "code": digest_of_text(json.dumps(digests_of_code())),  # also outside git
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "ranks": comm.world_size(),

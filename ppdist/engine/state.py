@@ -30,7 +30,7 @@ from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
-from ppdist.config.base import Section, parse_config
+from ppdist.config.base import Section, flattened, parse_config
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
@@ -46,7 +46,6 @@ from ppdist.engine.checkpoint import (
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
-from ppdist.engine.preflight import flattened
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
@@ -177,7 +176,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     if step.sharding is not None:
         optimizer_state = step.sharding.mine(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
-    lost = step.averaging.load(saved.arrays("averaging") or {})
+    lost = step.averaging.load(saved.groups.get("averaging") or {})
     if step.ema is not None:  # without an average in it, a new one starts at its weights
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
@@ -223,10 +222,10 @@ def _with_distillation(
 
     Raises: CheckpointError: there is a teacher now whose adapters the checkpoint lacks.
     """
-    groups = {name: saved.arrays(name) for name in ("model", "optimizer", "ema")}
+    groups = {name: saved.groups.get(name) for name in ("model", "optimizer", "ema")}
     if distillation is None or not distillation.adapts:
         return groups
-    own = saved.arrays("distillation")
+    own = saved.groups.get("distillation")
     if own is None:
         raise CheckpointError(
             f"the checkpoint of step {saved.state['step']} was trained without distill.features: "
@@ -267,6 +266,56 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# Keys that may have other values than in the checkpoint.  A key in neither table affects training
+# from here on (rates, phases, order of images, losses): a run resumes with another value of it only
+# when it is told to.
+#
+# A key, or the prefix of several -> why another value does not affect training:
+FREE = {
+    "output_dir": "where files are",
+    "device": "rounds differently, as another machine may",
+    "data.root": "where files are; the set itself is compared",
+    "distill.teacher": "where files are; the weights themselves are compared",
+    "data.cache": "where decoded images are kept; batches are the same",
+    "data.cache_dir": "where files are",
+    "data.workers": "batches do not depend on who prepares them",
+    "data.worker_timeout_seconds": "when a worker counts as hung",
+    "data.check_images": "what is checked before training",
+    "data.bad_images": "what to do about images that cannot be read anyway",
+    "data.bad_images_limit": "when a run gives up",
+    "model.pretrained": "read where a run starts; a checkpoint has weights of its own",
+    "model.auto_anchor": "decided where a run starts; a checkpoint holds its anchors",
+    "train.max_steps": "where to stop; the schedule spans train.epochs",
+    "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
+    "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
+    "train.total_batch": "ranks x batch x micro-steps is compared instead",
+    "train.auto_batch_memory": "used where a run starts",
+    "train.auto_batch_most": "used where a run starts",
+    "train.cpu_convolutions": "rounds differently",
+    "train.bad_steps_limit": "when a run that has diverged rolls back",
+    "distributed.bucket_mb": "how the same gradients travel",
+    "distributed.shard_optimizer": "who holds the same moments",
+    "distributed.timeout_seconds": "when a rank counts as lost",
+    "distributed.hang_seconds": "when a rank counts as hung",
+    "distributed.check_weights_every": "when to compare",
+    "checkpoint": "when and how many are written",
+    "evaluate.batch_size_per_card": "scores do not depend on it",
+    "evaluate.every_epochs": "when to evaluate",
+    "early_stopping": "when to stop",
+    "log": "what is logged",
+}
+# A key, or the prefix of several -> how it changes the score of the same weights: the best so far
+# cannot be compared any more.  With data.sampling: difficulty the order of images follows scores,
+# and then these keys affect training, too.
+SCORES = {
+    "data.val": "which images score",
+    "evaluate.metric": "what the best is",
+    "evaluate.rectangular": "the inputs that score",
+    "nms": "which boxes score",
+}
+_BY_SCORES = (*SCORES, "evaluate.every_epochs")
+
+
 class Change(NamedTuple):
     """One key, and its values as JSON; `absent` where it does not exist."""
 
@@ -285,6 +334,69 @@ class Changes:
     free: list[Change] = field(default_factory=list)  # none
     scores: list[Change] = field(default_factory=list)  # scores cannot be compared any more
     learned: list[Change] = field(default_factory=list)  # training changes
+
+
+def changes(then: Section, now: Section, by_scores: bool) -> Changes:
+    """Compares two configurations key by key.
+
+    Args: by_scores: the order of images follows the scores of evaluations.
+    """
+    found = Changes()
+    before, after = flattened(then), flattened(now)
+    for key in sorted(before | after):
+        values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
+        if values[0] == values[1]:
+            continue
+        change = Change(key, *values)
+        if by_scores and _is_listed(key, _BY_SCORES):
+            found.learned.append(change)
+        elif _is_listed(key, FREE):
+            found.free.append(change)
+        elif _is_listed(key, SCORES):
+            found.scores.append(change)
+        else:
+            found.learned.append(change)
+    return found
+
+
+def _is_listed(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def require_same_settings(
+    checkpoint: Path, config: Section, by_scores: bool, allow: bool
+) -> Changes:
+    """What differs from the configuration in a checkpoint.
+
+    Args:
+        by_scores: see `changes`.
+        allow: also what affects training (`--resume-changed`).
+    Raises: CheckpointError: keys differ that affect training; it lists them.
+    """
+    file = checkpoint / "config.yml"
+    try:
+        then = parse_config(file, (), type(config))
+    except ConfigError as error:
+        if allow:
+            return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
+        raise CheckpointError(
+            f"--resume: {file} cannot be compared with the present configuration, because another "
+            f"version wrote it: {error}",
+            code="config_of_other_version",
+            fix="add --resume-changed to resume with the present one",
+        ) from error
+    found = changes(then, config, by_scores)
+    if found.learned and not allow:
+        lines = "\n".join(f"  {change}" for change in found.learned)
+        raise CheckpointError(
+            f"--resume: {checkpoint} was trained with other settings that affect training:\n"
+            f"{lines}\n"
+            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
+            "the same step with all new values, so a schedule of another length continues in its "
+            "middle, at another learning rate",
+            code="config_changed",
+        )
+    return found
 
 
 @dataclass
@@ -332,7 +444,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
         if found is None:
             return None
         by_scores = config.data.sampling.name == "difficulty"
-        differing = require_same(found.path, config, by_scores, changed)
+        differing = require_same_settings(found.path, config, by_scores, changed)
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
@@ -341,7 +453,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             "state": found.state,
             "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
-            "rescored": "; ".join(map(str, differing.scores)),
+            "rescored": _listed(differing.scores),
             "notes": _notes(differing, found),
             "warnings": [f"skipped checkpoint {reason}" for reason in skipped]
             + _warnings(differing),
@@ -452,7 +564,18 @@ def settle_run(
     if config.distill is not None:
         now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
-        _require_steps(start, start.snapshot.state["total_batch"], derived.total_batch)
+        then = start.snapshot.state["total_batch"]
+        if then != derived.total_batch:
+            raise CheckpointError(
+                f"its steps have {then} images, those of this run {derived.total_batch}",
+                code="resume_batch_differs",
+                where=f"{start.path}",
+                fix=(
+                    "change train.accumulate_steps or train.batch_size_per_card so that ranks x "
+                    "batch x micro-steps is the same, or start a new run with its weights: "
+                    f"model.pretrained={start.path}"
+                ),
+            )
         before = Run.of(start.snapshot.state)
     if before is None:  # it starts, or its checkpoint is older than run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
@@ -489,21 +612,6 @@ def settle_run(
             f"{before.schedule_steps} steps before"
         )
     return now
-
-
-def _require_steps(start: Start, then: int, now: int) -> None:
-    """Raises: CheckpointError: a step has another number of images than in the checkpoint."""
-    if then != now:
-        raise CheckpointError(
-            f"its steps have {then} images, those of this run {now}",
-            code="resume_batch_differs",
-            where=f"{start.path}",
-            fix=(
-                "change train.accumulate_steps or train.batch_size_per_card so that ranks x batch "
-                "x micro-steps is the same, or start a new run with its weights: "
-                f"model.pretrained={start.path}"
-            ),
-        )
 
 
 def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
@@ -575,114 +683,3 @@ def _run_id_file() -> Path | None:
     if not folder or comm.local_rank() or not Path(folder).is_dir():
         return None
     return Path(folder) / _RUN_ID_FILE
-
-
-# Keys that may have other values than in the checkpoint.  A key in neither table affects training
-# from here on (rates, phases, order of images, losses): a run resumes with another value of it only
-# when it is told to.
-#
-# A key, or the prefix of several -> why another value does not affect training:
-FREE = {
-    "output_dir": "where files are",
-    "device": "rounds differently, as another machine may",
-    "data.root": "where files are; the set itself is compared",
-    "distill.teacher": "where files are; the weights themselves are compared",
-    "data.cache": "where decoded images are kept; batches are the same",
-    "data.cache_dir": "where files are",
-    "data.workers": "batches do not depend on who prepares them",
-    "data.worker_timeout_seconds": "when a worker counts as hung",
-    "data.check_images": "what is checked before training",
-    "data.bad_images": "what to do about images that cannot be read anyway",
-    "data.bad_images_limit": "when a run gives up",
-    "model.pretrained": "read where a run starts; a checkpoint has weights of its own",
-    "model.auto_anchor": "decided where a run starts; a checkpoint holds its anchors",
-    "train.max_steps": "where to stop; the schedule spans train.epochs",
-    "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
-    "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
-    "train.total_batch": "ranks x batch x micro-steps is compared instead",
-    "train.auto_batch_memory": "used where a run starts",
-    "train.auto_batch_most": "used where a run starts",
-    "train.cpu_convolutions": "rounds differently",
-    "train.bad_steps_limit": "when a run that has diverged rolls back",
-    "distributed.bucket_mb": "how the same gradients travel",
-    "distributed.shard_optimizer": "who holds the same moments",
-    "distributed.timeout_seconds": "when a rank counts as lost",
-    "distributed.hang_seconds": "when a rank counts as hung",
-    "distributed.check_weights_every": "when to compare",
-    "checkpoint": "when and how many are written",
-    "evaluate.batch_size_per_card": "scores do not depend on it",
-    "evaluate.every_epochs": "when to evaluate",
-    "early_stopping": "when to stop",
-    "log": "what is logged",
-}
-# A key, or the prefix of several -> how it changes the score of the same weights: the best so far
-# cannot be compared any more.  With data.sampling: difficulty the order of images follows scores,
-# and then these keys affect training, too.
-SCORES = {
-    "data.val": "which images score",
-    "evaluate.metric": "what the best is",
-    "evaluate.rectangular": "the inputs that score",
-    "nms": "which boxes score",
-}
-_BY_SCORES = (*SCORES, "evaluate.every_epochs")
-
-
-def changes(then: Section, now: Section, by_scores: bool) -> Changes:
-    """Compares two configurations key by key.
-
-    Args: by_scores: the order of images follows the scores of evaluations.
-    """
-    found = Changes()
-    before, after = (dict(flattened("", each.model_dump(mode="json"))) for each in (then, now))
-    for key in sorted(before | after):
-        values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
-        if values[0] == values[1]:
-            continue
-        change = Change(key, *values)
-        if by_scores and _is_listed(key, _BY_SCORES):
-            found.learned.append(change)
-        elif _is_listed(key, FREE):
-            found.free.append(change)
-        elif _is_listed(key, SCORES):
-            found.scores.append(change)
-        else:
-            found.learned.append(change)
-    return found
-
-
-def _is_listed(key: str, names: Iterable[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def require_same(checkpoint: Path, config: Section, by_scores: bool, allow: bool) -> Changes:
-    """What differs from the configuration in a checkpoint.
-
-    Args:
-        by_scores: see `changes`.
-        allow: also what affects training (`--resume-changed`).
-    Raises: CheckpointError: keys differ that affect training; it lists them.
-    """
-    file = checkpoint / "config.yml"
-    try:
-        then = parse_config(file, (), type(config))
-    except ConfigError as error:
-        if allow:
-            return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
-        raise CheckpointError(
-            f"--resume: {file} cannot be compared with the present configuration, because another "
-            f"version wrote it: {error}",
-            code="config_of_other_version",
-            fix="add --resume-changed to resume with the present one",
-        ) from error
-    found = changes(then, config, by_scores)
-    if found.learned and not allow:
-        lines = "\n".join(f"  {change}" for change in found.learned)
-        raise CheckpointError(
-            f"--resume: {checkpoint} was trained with other settings that affect training:\n"
-            f"{lines}\n"
-            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
-            "the same step with all new values, so a schedule of another length continues in its "
-            "middle, at another learning rate",
-            code="config_changed",
-        )
-    return found

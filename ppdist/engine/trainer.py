@@ -19,7 +19,7 @@ import paddle
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.logging import EVALUATION, SAVING, RunLog
-from ppdist.common.process import STOP_SIGNALS
+from ppdist.common.process import STOP_SIGNALS, STOPPED
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
@@ -44,12 +44,10 @@ from ppdist.engine.state import Snapshot, TrainState, capture_state, copy_into, 
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import next_synchronised
-from ppdist.optim.lr_scheduler import LearningRates
 
 _LOGGER = logging.getLogger("ppdist.engine")
 # Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
 _SAME_REQUEST_SECONDS = 2.0
-STOPPED = 75  # exit code after a signal, where nothing is lost
 
 
 class Trainer:
@@ -188,6 +186,26 @@ class Trainer:
 
     # Begin and end
 
+    def _set_intervals(
+        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
+    ) -> None:
+        """After how many optimizer steps each of them is due; where ranks' weights differ for some
+        steps, when they are equal again."""
+        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
+        save_every = checkpoint.every_steps or 0
+        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
+            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
+        self.save_every = next_synchronised(save_every, every)
+        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
+        self.evaluate_every = next_synchronised(evaluate_every, every)
+        self.check_every = next_synchronised(check_weights_every, every)
+        self.log.expect(
+            self.evaluate_every if self.evaluator else 0,
+            self.save_every or self.derived.total_steps,
+            self.evaluator.images if self.evaluator else 0,
+            self.derived.total_batch,
+        )
+
     def _begin(self) -> None:
         """From now on signals and callbacks are heard."""
         listen(self._ask_to_stop)
@@ -206,9 +224,9 @@ class Trainer:
 
     def _reason_to_end(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
-        return (
-            self.early_stopping.reason(self.progress.early_stopping) if self.early_stopping else ""
-        )
+        if self.early_stopping is None:
+            return ""
+        return self.early_stopping.reason(self.progress.early_stopping)
 
     def _stopped(self) -> int:
         self._end("signal")
@@ -251,7 +269,7 @@ class Trainer:
         # Whatever the model draws is a function of the step, so that a resumed run draws the same.
         draws = np.random.SeedSequence([self.seed, progress.step, comm.rank()])
         paddle.seed(int(draws.generate_state(1)[0]))
-        rates = self._rates(progress.step)
+        rates = self.derived.schedule.rates(progress.step).scaled(lr_factor(progress.rollbacks))
         count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
         known_bad = self.bad_images.known
         with self.recovery.watching_memory(progress.step + 1):
@@ -281,10 +299,6 @@ class Trainer:
         self.recovery.skip_step(self.progress)
         self.progress.step += 1
         self._seek()
-
-    def _rates(self, step: int) -> LearningRates:
-        """What a step (0-based) uses."""
-        return self.derived.schedule.rates(step).scaled(lr_factor(self.progress.rollbacks))
 
     def _weights_differ(self) -> bool:
         """Compares the weights of all ranks, which should be the same.  Collective.
@@ -408,26 +422,6 @@ class Trainer:
 
     # Save
 
-    def _set_intervals(
-        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
-    ) -> None:
-        """After how many optimizer steps each of them is due; where ranks' weights differ for some
-        steps, when they are equal again."""
-        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
-        save_every = checkpoint.every_steps or 0
-        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
-            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        self.save_every = next_synchronised(save_every, every)
-        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
-        self.evaluate_every = next_synchronised(evaluate_every, every)
-        self.check_every = next_synchronised(check_weights_every, every)
-        self.log.expect(
-            self.evaluate_every if self.evaluator else 0,
-            self.save_every or self.derived.total_steps,
-            self.evaluator.images if self.evaluator else 0,
-            self.derived.total_batch,
-        )
-
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
 
@@ -478,9 +472,8 @@ def until_first_step() -> None:
 
     Called once Paddle was imported, with the signals held back by `process.hold_signals` before:
     Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
-    `dist.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
+    `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
     """
-
     own = os.getpid()
 
     def end(number: int, frame: Any) -> None:

@@ -19,16 +19,9 @@ from ppdist.config import ExperimentConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
-from ppdist.engine.data import require_the_same
-from ppdist.engine.preflight import (
-    differences,
-    digests_of_code,
-    preflight,
-    require_agreement,
-    require_sum,
-    versions,
-    within,
-)
+from ppdist.distributed.agreement import differences, require_agreement
+from ppdist.engine.data import require_same_data
+from ppdist.engine.preflight import digests_of_code, preflight, require_sum, versions, within
 
 Report = dict[str, Any]
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes, 1 KiB to 64 MiB
@@ -54,8 +47,7 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
         device = config.device if config else "auto"
         comm.init(device, config.distributed if config else DistributedConfig())
     if config is None or output_dir is None:
-        hosts_W = comm.all_gather_object(comm.host())
-        require_agreement({"versions": versions(), "code": digests_of_code()}, hosts_W)
+        require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
         return []
     warnings = preflight(config, output_dir=output_dir, evaluate=True, resume=False)
@@ -64,7 +56,7 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
         comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),
         comm.run_on_all_ranks(lambda: read_split(config.data, "val", classes)),
     ):
-        require_the_same(dataset, config.data.root)
+        require_same_data(dataset, config.data.root)
     return warnings
 
 

@@ -1,5 +1,6 @@
 """Runs of a tiny model from a configuration to the end, and what they leave."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,18 @@ def run_to_end(data, output_dir, *overrides, **options):
     return experiment
 
 
-def assert_same_checkpoint(*folders):
+def weights(output_dir, group="model", link="last"):
+    """Arrays of one file of a checkpoint."""
+    return load_file(Path(output_dir) / "checkpoints" / link / f"{group}.safetensors")
+
+
+def records(output_dir, name="metrics.jsonl"):
+    """What each line of a file holds."""
+    return [json.loads(line) for line in (Path(output_dir) / name).read_text().splitlines()]
+
+
+def assert_same_checkpoint(*folders, link="last"):
     for group in ("model", "ema", "optimizer"):
-        first, second = (
-            load_file(folder / "checkpoints" / "last" / f"{group}.safetensors")
-            for folder in folders
-        )
+        first, second = (weights(folder, group, link) for folder in folders)
         assert first.keys() == second.keys()
         assert [key for key in first if not np.array_equal(first[key], second[key])] == []

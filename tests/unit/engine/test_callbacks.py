@@ -5,6 +5,7 @@ import pytest
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.callbacks import Callback
 from tests.unit.engine.runs import run_to_end
+from tests.unit.engine.tiny import FASTEST
 
 EPOCHS = 2  # of one step each
 
@@ -38,7 +39,7 @@ class Noting(Callback):
 
 def train(data, output_dir, callbacks):
     own = [f"train.epochs={EPOCHS}", "evaluate.every_epochs=2", "checkpoint.every_steps=1"]
-    run_to_end(data, output_dir, *own, evaluate=True, callbacks=callbacks)
+    run_to_end(data, output_dir, *own, model=FASTEST, evaluate=True, callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from tests.distributed import run_on_ranks
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.tiny import FASTEST, tiny_config
 
 UNCHECKED = (
     "train.batch_size_per_card=2", "train.epochs=2", "log.every_steps=1",
@@ -31,7 +31,7 @@ def write_shapes(folder: Path, damaged: int) -> list[str]:
 def train(folder: Path, output_dir: Path, *overrides: str) -> tuple[str, int]:
     """How a run ended ("" where it did not fail), and how many bad images it knew."""
     comm.init("cpu", DistributedConfig())
-    config = tiny_config(folder, [*UNCHECKED, *overrides])
+    config = tiny_config(folder, [*UNCHECKED, *overrides], FASTEST)
     try:
         experiment = build_training(
             config, output_dir=output_dir, evaluate=False, resume=None, command=["test"]

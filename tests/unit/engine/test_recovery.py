@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from safetensors.numpy import load_file
 
 from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
@@ -17,7 +16,8 @@ from ppdist.engine import recovery
 from ppdist.engine.build import build_training
 from ppdist.engine.recovery import parts_of, trusted
 from tests.distributed import run_on_ranks
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.runs import assert_same_checkpoint, records, weights
+from tests.unit.engine.tiny import FASTEST, tiny_config
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
@@ -30,7 +30,7 @@ OVERRIDES = (
 def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False, evaluate=False):
     """A run in this process; `before` gets the trainer.  Returns the trainer, when it is done."""
     experiment = build_training(
-        tiny_config(Path(shapes), [*OVERRIDES, *overrides]),
+        tiny_config(Path(shapes), [*OVERRIDES, *overrides], FASTEST),
         output_dir=Path(folder),
         evaluate=evaluate,
         resume=Path(folder) if resume else None,
@@ -45,20 +45,6 @@ def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False,
 def alone(*arguments, **named):
     comm.init("cpu", DistributedConfig())
     return train(*arguments, **named)
-
-
-def weights(folder, group="model", link="last"):
-    return load_file(Path(folder) / "checkpoints" / link / f"{group}.safetensors")
-
-
-def lines_of(folder, name):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
-
-
-def same(first, second, link="last"):
-    groups = ("model", "ema", "optimizer")
-    found = [[weights(folder, group, link) for folder in (first, second)] for group in groups]
-    return all(set(a) == set(b) and all(np.array_equal(a[k], b[k]) for k in a) for a, b in found)
 
 
 def at_step(trainer, number, action, times=1):
@@ -140,7 +126,7 @@ def two_ranks(argument):
             shapes,
             top / name,
             *overrides,
-            before=lambda trainer: (freeze(trainer), before(trainer) if me == of else None),
+            before=lambda trainer: (freeze(trainer), before(trainer) if of in (me, None) else None),
             **options,
         )
         ours = np.concatenate([p.numpy().ravel() for p in trainer.train_step.model.parameters()])
@@ -151,29 +137,35 @@ def two_ranks(argument):
         ]
 
     run("whole")
-    # Steps 5 to 7 are not finite on rank 1; step 6 is to be saved amid them, step 3 was before.
-    run("nan", before=lambda trainer: spoil(trainer, (4, 5, 6)), of=1)
-    run("memory", before=lambda t: at_step(t, 4, lambda: out_of_memory(t, 2)))
+    # Step 2, and then steps 5 to 7, are not finite on rank 1; step 6 is to be saved amid them, step
+    # 3 was before.
+    run("nan", before=lambda trainer: spoil(trainer, (1, 4, 5, 6)), of=1)
+    short = "train.max_steps=6"
+    run("memory", short, before=lambda t: at_step(t, 4, lambda: out_of_memory(t, 2)))
     run(
         "memory in backward",
-        "train.max_steps=6",
+        short,
         before=lambda t: at_step(t, 4, lambda: out_of_memory(t, 3, False)),
     )
     # Once more when it is made again: then both stay where they are.
     often = "distributed.check_weights_every=2"
-    run("flip", often, before=lambda t: at_step(t, 4, lambda: flip(t), times=2))
-    short = "train.max_steps=4"
-    run("evaluation", short, evaluate=True, before=break_one_evaluation)
-    run("evaluations", short, evaluate=True, of=0, before=break_all_evaluations)
+    run("flip", short, often, before=lambda t: at_step(t, 4, lambda: flip(t), times=2))
+    run("evaluation", short, evaluate=True, of=None, before=break_evaluations)
     return found
 
 
-def break_one_evaluation(trainer):
-    hook = trainer.evaluated_model.register_forward_pre_hook(lambda *_: (hook.remove(), 1 / 0))
+def break_evaluations(trainer):
+    """That after step 2 once, on rank 1; that after step 4 twice, on rank 0."""
+    if comm.rank() == 1:
+        hook = trainer.evaluated_model.register_forward_pre_hook(lambda *_: (hook.remove(), 1 / 0))
+        return
+    inner = trainer.evaluator.measure
 
+    def measure(found):
+        assert trainer.progress.step != 4
+        return inner(found)
 
-def break_all_evaluations(trainer):
-    trainer.evaluator.measure = lambda found: 1 / 0
+    trainer.evaluator.measure = measure
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +183,7 @@ def log_of(ranks, name):
     return (ranks[0] / name / "train.log").read_text()
 
 
-def test_unfinishable_steps_roll_back_with_half_lr(ranks, shapes):
+def test_nan_step_is_skipped_and_several_roll_back(ranks):
     folder, found = ranks
     assert found["nan"][2] == 1 and found["whole"][2] == 0
     text = log_of(ranks, "nan")
@@ -200,43 +192,40 @@ def test_unfinishable_steps_roll_back_with_half_lr(ranks, shapes):
         in text
     )
     assert "with 0.5 of the learning rate from there on (rollback 1 of at most 3)" in text
-    bad = lines_of(folder / "nan", "bad_steps.jsonl")
+    bad = records(folder / "nan", "bad_steps.jsonl")
     assert [(line["step"], line["rank"]) for line in bad] == [
-        (step, rank) for step in (5, 6, 7) for rank in (0, 1)
+        (step, rank) for step in (2, 5, 6, 7) for rank in (0, 1)
     ]
     assert all(line["loss"] == "nan" for line in bad if line["rank"] == 1)
     assert all(math.isfinite(line["loss"]) for line in bad if line["rank"] == 0)
     assert all(Path(path).is_file() for line in bad for path in line["images"])
+    assert "held other weights" not in text  # no rank applied what another left out
     # Nothing was saved amid the bad steps, from which a killed run would go on.
     assert not (folder / "nan" / "checkpoints-old-1").exists()
     rates, whole = (
-        [(record["step"], record["lr"]) for record in lines_of(folder / name, "metrics.jsonl")
+        [(record["step"], record["lr"]) for record in records(folder / name)
          if "lr" in record]
         for name in ("nan", "whole")
     )  # fmt: skip
     assert rates == whole[:3] + [(step, rate / 2) for step, rate in whole[3:]]
     state = json.loads((folder / "nan/checkpoints/last/state.json").read_text())
     assert (state["step"], state["returns"], state["bad_steps"]) == (8, 1, 0)
+    assert all(np.isfinite(value).all() for value in weights(folder / "nan").values())
 
 
 def test_out_of_memory_rank_splits_steps_on_all(ranks):
     folder, found = ranks
-    for name, parts, steps in (("memory", 4, 8), ("memory in backward", 2, 6)):
+    for name, parts in (("memory", 4), ("memory in backward", 2)):
         assert found[name][1] == parts
         # The same images in the same steps, dealt out otherwise: rounding is all that differs.
-        link = f"step-{steps:08d}"
-        whole = weights(folder / "whole", link=link)
-        for key, value in weights(folder / name, link=link).items():
+        whole = weights(folder / "whole", link="step-00000006")
+        for key, value in weights(folder / name).items():
             np.testing.assert_allclose(value, whole[key], rtol=1e-4, atol=1e-5, err_msg=key)
         losses = [
-            [
-                record["loss"]
-                for record in lines_of(folder / run, "metrics.jsonl")
-                if "loss" in record
-            ]
+            [record["loss"] for record in records(folder / run) if "loss" in record]
             for run in ("whole", name)
         ]
-        assert losses[1] == pytest.approx(losses[0][:steps], rel=1e-5) and len(losses[1]) == steps
+        assert losses[1] == pytest.approx(losses[0][:6], rel=1e-5) and len(losses[1]) == 6
         assert losses[1][:4] == losses[0][:4]
     text = log_of(ranks, "memory")
     assert (
@@ -256,40 +245,40 @@ def test_unequal_replicas_are_named_and_roll_back(ranks):
         == 1
     )
     assert text.count("held other weights") == 2  # velocity, too, is then the same
-    records = lines_of(ranks[0] / "flip", "metrics.jsonl")
-    (returned,) = [record for record in records if "returned_from_step" in record]
+    found = records(ranks[0] / "flip")
+    (returned,) = [record for record in found if "returned_from_step" in record]
     assert (returned["step"], returned["returned_from_step"]) == (3, 6)
     assert returned["reason"] == "ranks held different weights"
     assert "held other weights" not in log_of(ranks, "whole")
 
 
 def test_evaluation_failing_on_one_rank_is_retried(ranks):
-    folder, _ = ranks
     text = log_of(ranks, "evaluation")
     assert "the evaluation after step 2 failed, retrying: rank 1 (host " in text
     assert "ZeroDivisionError: division by zero" in text
-    evaluated = [r["step"] for r in lines_of(folder / "evaluation", "metrics.jsonl") if "mAP" in r]
-    assert evaluated == [2, 4]
-    assert same(folder / "evaluation", folder / "whole", "step-00000003")
 
 
 def test_training_skips_evaluation_that_fails_twice(ranks):
     folder, _ = ranks
-    text = log_of(ranks, "evaluations")
-    assert text.count("failed, skipping this evaluation: rank 0") == 2
-    assert not [r for r in lines_of(folder / "evaluations", "metrics.jsonl") if "mAP" in r]
-    assert same(folder / "evaluations", folder / "whole", "step-00000003")
+    text = log_of(ranks, "evaluation")
+    assert text.count("failed, retrying: ") == 2
+    assert "the evaluation after step 4 failed, skipping this evaluation: rank 0 (host " in text
+    evaluated = [r["step"] for r in records(folder / "evaluation") if "mAP" in r]
+    assert evaluated == [2, 6]
+    assert_same_checkpoint(folder / "evaluation", folder / "whole", link="step-00000006")
 
 
 def test_rollback_equals_resume_with_half_lr(shapes, tmp_path):
-    short = "train.max_steps=6"
-    alone(shapes, tmp_path / "back", short, before=lambda trainer: spoil(trainer, (3, 4, 5)))
+    rules = ("train.max_steps=5", "train.bad_steps_limit=2")
+    alone(shapes, tmp_path / "back", *rules, before=lambda trainer: spoil(trainer, (3, 4)))
     alone(shapes, tmp_path / "resumed", "train.max_steps=3")
-    alone(shapes, tmp_path / "resumed", short, before=halve, resume=True)
-    assert same(tmp_path / "back", tmp_path / "resumed")
-    alone(shapes, tmp_path / "start", short, before=lambda trainer: spoil(trainer, (0, 1, 2)))
-    alone(shapes, tmp_path / "halved", short, before=halve)
-    assert same(tmp_path / "start", tmp_path / "halved")  # back to the start, momentum and all
+    alone(shapes, tmp_path / "resumed", *rules, before=halve, resume=True)
+    assert_same_checkpoint(tmp_path / "back", tmp_path / "resumed")
+    rules = ("train.max_steps=2", "train.bad_steps_limit=2")
+    alone(shapes, tmp_path / "start", *rules, before=lambda trainer: spoil(trainer, (0, 1)))
+    alone(shapes, tmp_path / "halved", *rules, before=halve)
+    # Back to the start, momentum and all.
+    assert_same_checkpoint(tmp_path / "start", tmp_path / "halved")
 
 
 @pytest.mark.slow
@@ -310,11 +299,11 @@ def test_run_stopped_amid_bad_steps_resumes_equal(shapes, tmp_path):
     with pytest.raises(ZeroDivisionError):
         alone(shapes, tmp_path / "killed", short, before=killed)
     alone(shapes, tmp_path / "killed", short, before=bad, resume=True)
-    assert same(tmp_path / "whole", tmp_path / "killed")
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
     trainer = alone(shapes, tmp_path / "stopped", short, before=stopped)
     assert (trainer.progress.step, trainer.progress.rollbacks) == (4, 1)  # not before it was back
     alone(shapes, tmp_path / "stopped", short, resume=True)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
+    assert_same_checkpoint(tmp_path / "whole", tmp_path / "stopped")
 
 
 @pytest.mark.slow
@@ -333,9 +322,9 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
     text = (tmp_path / "train.log").read_text()
     assert f"checkpoints beyond step 5 are now in {tmp_path / 'checkpoints-old-1'}" in text
     assert (tmp_path / "checkpoints-old-1" / "best").resolve().name == "step-00000006"
-    records = lines_of(tmp_path, "metrics.jsonl")
-    assert [r["step"] for r in records if "loss" in r] == [*range(1, 9)]
-    assert [r["step"] for r in records if "mAP" in r] == [3, 6, 8]
+    found = records(tmp_path)
+    assert [r["step"] for r in found if "loss" in r] == [*range(1, 9)]
+    assert [r["step"] for r in found if "mAP" in r] == [3, 6, 8]
 
 
 def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
@@ -345,7 +334,7 @@ def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
         alone(
             shapes, tmp_path, "train.bad_steps_limit=2", before=lambda t: spoil(t, (3, 4), times=9)
         )
-    assert len(lines_of(tmp_path, "bad_steps.jsonl")) == 8
+    assert len(records(tmp_path, "bad_steps.jsonl")) == 8
     assert json.loads((tmp_path / "checkpoints/last/state.json").read_text())["step"] == 3
 
 
@@ -387,15 +376,15 @@ def test_skipped_step_opens_no_image_keeps_weights(shapes, tmp_path, monkeypatch
     trainer = alone(shapes, tmp_path / "three", "train.max_steps=3", before=note, evaluate=True)
     left_out = trainer.feed.images_of(2, None)
     assert sorted([*opened, *left_out]) == list(range(10))
-    assert same(tmp_path / "two", tmp_path / "three")
+    assert_same_checkpoint(tmp_path / "two", tmp_path / "three")
     assert (
         "step 3 is skipped, because the run ended there twice; its images: "
         in (tmp_path / "three" / "train.log").read_text()
     )
-    (line,) = lines_of(tmp_path / "three", "bad_steps.jsonl")
+    (line,) = records(tmp_path / "three", "bad_steps.jsonl")
     assert (line["step"], line["why"], len(line["images"])) == (3, "left out", len(left_out))
     assert (tmp_path / "three/checkpoints/step-00000003").is_dir()  # saved and evaluated as due
-    assert [r["step"] for r in lines_of(tmp_path / "three", "metrics.jsonl") if "mAP" in r] == [3]
+    assert [r["step"] for r in records(tmp_path / "three") if "mAP" in r] == [3]
 
 
 def test_single_image_out_of_memory_is_user_error(shapes, tmp_path):
@@ -493,8 +482,8 @@ def test_going_back_is_resuming_for_all_that_ranks_keep(shapes, tmp_path):
     argument = {"shapes": str(shapes), "folder": str(tmp_path)}
     run_on_ranks(2, "tests.unit.engine.test_recovery:go_back_in_every_way", argument, seconds=900)
     for name in WAYS:
-        assert same(tmp_path / name / "back", tmp_path / name / "resumed"), name
-        assert same(tmp_path / name / "start", tmp_path / name / "halved"), name
+        assert_same_checkpoint(tmp_path / name / "back", tmp_path / name / "resumed")
+        assert_same_checkpoint(tmp_path / name / "start", tmp_path / name / "halved")
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "3,,4", "-1", "3;4"])

@@ -9,14 +9,14 @@ import pytest
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.config.base import flattened
 from ppdist.distributed import comm
 from ppdist.engine import state as module
 from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
-from ppdist.engine.preflight import flattened
-from ppdist.engine.state import FREE, SCORES, changes, require_same
-from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
-from tests.unit.engine.tiny import MODELS, tiny_config
+from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
+from tests.unit.engine.tiny import FASTEST, MODELS, tiny_config
 
 # ten images in batches of four: three steps an epoch, nine in all
 OVERRIDES = (
@@ -26,11 +26,11 @@ OVERRIDES = (
 
 
 def build(data, output_dir, *overrides, **options):
-    return build_run(data, output_dir, *OVERRIDES, *overrides, **options)
+    return build_run(data, output_dir, *OVERRIDES, *overrides, model=FASTEST, **options)
 
 
 def run(data, output_dir, *overrides, **options):
-    return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
+    return run_to_end(data, output_dir, *OVERRIDES, *overrides, model=FASTEST, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,7 @@ def said(output_dir):
 
 
 def logged_steps(output_dir):
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    return [record["step"] for record in records(output_dir) if "loss" in record]
 
 
 def steps_in(folder):
@@ -63,8 +62,7 @@ def test_the_tables_of_keys_name_only_keys_that_exist(tmp_path):
     keys = set()
     for model in MODELS:
         taught = [] if model.endswith("_cls") else ["distill.teacher=DIR"]
-        config = tiny_config(tmp_path, taught, model).model_dump(mode="json")
-        keys |= {key for key, _ in flattened("", config)}
+        keys |= flattened(tiny_config(tmp_path, taught, model)).keys()
     for name in (*FREE, *SCORES):
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     assert not set(FREE) & set(SCORES)
@@ -101,14 +99,14 @@ def test_settings_affecting_training_need_flag(shapes, output):
     with pytest.raises(CheckpointError) as refused:
         run(shapes, output, *longer, resume=output)
     text = str(refused.value)
-    assert "\n  optimizer.lr: 0.003 then, 0.001 now\n  train.epochs: 3.0 then, 4.0 now\n" in text
+    assert "\n  optimizer.lr: 0.0002 then, 0.001 now\n  train.epochs: 3.0 then, 4.0 now\n" in text
     assert "step-00000005/config.yml" in text and "add --resume-changed" in text
     assert "log.images" not in text
     after = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after[path]} <= {output / "run.lock"}
     run(shapes, output, *longer, "train.max_steps=6", resume=output, changed=True)
     assert (
-        "changed settings that affect training: optimizer.lr: 0.003 then, 0.001 now; train"
+        "changed settings that affect training: optimizer.lr: 0.0002 then, 0.001 now; train"
         in said(output)
     )
     assert "the schedule continues at step 5 of 12; it had 9 steps" in said(output)
@@ -273,7 +271,7 @@ def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path
         state = {**found.state, "world": world, "bucket_mb": 4 * world}
         checkpoint = replace(found, state=state)
         monkeypatch.setattr(module, "_asked_for", lambda asked, each=checkpoint: (each, []))
-        config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+        config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
         start = module.find_start(five_steps, tmp_path, config, False)
         assert start.step == 5 and not start.own
     assert taken == [4]
@@ -284,12 +282,12 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
     (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
     config = tiny_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
-        require_same(tmp_path, config, by_scores=False, allow=False)
-    assert require_same(tmp_path, config, by_scores=False, allow=True).learned
+        require_same_settings(tmp_path, config, by_scores=False, allow=False)
+    assert require_same_settings(tmp_path, config, by_scores=False, allow=True).learned
 
 
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
-    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"])
+    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
     (tmp_path / "checkpoints").mkdir()
     assert module.find_start(module.AUTO, tmp_path, config, False).step is None
     assert module.find_start(module.AUTO, five_steps, config, False).step == 5

@@ -17,7 +17,7 @@ from ppdist.engine.build import build_training
 from ppdist.engine.state import AUTO
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
-from tests.unit.engine.tiny import freeze_statistics, norms_of, tiny_config
+from tests.unit.engine.tiny import FASTEST, freeze_statistics, norms_of, tiny_config
 
 HERE = "tests.unit.engine.test_state_resume_ranks"
 TOTAL_BATCH = 4  # of ten images: three steps an epoch, the last of them smaller
@@ -128,7 +128,7 @@ def goes_on(argument):
     word = argument["words"][comm.rank()]
     try:
         build_training(
-            tiny_config(Path(argument["shapes"]), ["train.batch_size_per_card=2"]),
+            tiny_config(Path(argument["shapes"]), ["train.batch_size_per_card=2"], FASTEST),
             output_dir=Path(argument["output"]),
             evaluate=False,
             resume=AUTO if word == AUTO else Path(word),

@@ -1,24 +1,18 @@
 """A run of a one-to-one model from start to end: evaluated, stopped, resumed, the same weights."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
 from ppdist.common.errors import CheckpointError
-from tests.unit.engine.runs import assert_same_checkpoint, run_to_end
+from tests.unit.engine.runs import assert_same_checkpoint, records, run_to_end
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=3", "log.every_steps=1",
     "checkpoint.every_steps=2", "optimizer.reference_batch_size=8",
 )  # fmt: skip
 SWITCHES = (*OVERRIDES, "model.one_to_one=true", "loss.static_assigner_epochs=1")
-
-
-def records(output_dir: Path) -> list[dict]:
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
