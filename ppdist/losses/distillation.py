@@ -10,10 +10,6 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-# Where a teacher's score is lower it says nothing of a box.  Over the thousands of cells of an
-# image the scores of an untouched background (0.01 each) would outweigh those of its objects.
-SURE = 0.1
-
 
 class Term(NamedTuple):
     """One of the losses: its weight, and the temperature that softens both sides' logits."""
@@ -72,6 +68,15 @@ def channel_wise_distillation(
     return temperature**2 * (theirs.exp() * (theirs - ours)).sum(-1).mean(-1)
 
 
+def features_distillation(
+    features: tuple[Tensor, ...], teacher: tuple[Tensor, ...], temperature: float
+) -> Tensor:
+    """Channel-wise, mean over levels: [B] float32."""
+    pairs = list(zip(features, teacher, strict=True))
+    levels = [channel_wise_distillation(*pair, temperature) for pair in pairs]
+    return paddle.add_n(levels) / len(levels)
+
+
 def localisation_distillation(
     sides_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
 ) -> Tensor:
@@ -90,15 +95,11 @@ def localisation_distillation(
     return temperature**2 * (of_boxes * weight_N.detach()).sum()
 
 
+# Where a teacher's score is lower it says nothing of a box.  Over the thousands of cells of an
+# image the scores of an untouched background (0.01 each) would outweigh those of its objects.
+SURE = 0.1
+
+
 def where_sure(score: Tensor) -> Tensor:
     """The teacher's scores where they reach SURE, elsewhere 0; no gradient."""
     return (score * (score >= SURE).astype(score.dtype)).detach()
-
-
-def features_distillation(
-    features: tuple[Tensor, ...], teacher: tuple[Tensor, ...], temperature: float
-) -> Tensor:
-    """Channel-wise, mean over levels: [B] float32."""
-    pairs = list(zip(features, teacher, strict=True))
-    levels = [channel_wise_distillation(*pair, temperature) for pair in pairs]
-    return paddle.add_n(levels) / len(levels)

@@ -128,6 +128,6 @@ def test_the_strides_are_those_of_the_model() -> None:
     outputs, real = model(paddle.randn([2, 3, 64, 96])), tensors(truth())
     for step in (0, 100):
         slots = loss.assign(outputs, *real, step)
-        assert int(slots.anchor_BS.max()) >= 126 and float(slots.taken_BS.sum()) > 0
+        assert int(slots.anchor_BS.max()) >= 126 and float(slots.is_positive_BS.sum()) > 0
         result = loss(outputs, *real, step)
         assert np.isfinite(float(result.total)) and float(result.normalizer) > 0

@@ -173,7 +173,7 @@ def test_obj_and_class_gradient_equals_difference() -> None:
     matches = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)
     checked = 0
     for level, x in enumerate(outputs.logits):
-        for anchor, slot in np.argwhere(matches[level].taken_BAS.numpy()[0] > 0)[:2]:
+        for anchor, slot in np.argwhere(matches[level].is_positive_BAS.numpy()[0] > 0)[:2]:
             row, column = divmod(int(matches[level].cell_BS[0, slot]), x.shape[3])
             for channel in range(4, 5 + CLASSES):
                 place, totals = (0, anchor * (5 + CLASSES) + channel, row, column), []
@@ -252,7 +252,7 @@ def test_box_assigned_to_cell_and_nearer_neighbours(
 ) -> None:
     arrays = [np.float32([[box]]), np.int64([[0]]), np.float32([[1]])]
     match = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)[0]
-    taken = match.taken_BAS.numpy()[0].any(axis=0)
+    taken = match.is_positive_BAS.numpy()[0].any(axis=0)
     rows, columns = np.divmod(match.cell_BS.numpy()[0][taken], SIZE[1] // 8)
     assert sorted(zip(rows.tolist(), columns.tolist())) == sorted(cells)  # each once
 
@@ -268,7 +268,7 @@ def test_an_anchor_does_not_fit_from_the_threshold_on(side: float, fits: bool) -
         (8, 12),
         8,
         4.0,
-    ).taken_BAS
+    ).is_positive_BAS
     assert bool(taken.any()) == fits
 
 
@@ -360,7 +360,7 @@ def test_matches_are_the_originals(shared_dir: Path, variant: str) -> None:
     counts = loss.counts(*truth, (height, width)).numpy()
     np.testing.assert_array_equal(counts, [2, *values[f"{variant}_num_pos"]])
     for level, match in enumerate(loss.matches(*truth, (height, width))):
-        image, anchor, slot = np.nonzero(match.taken_BAS.numpy())
+        image, anchor, slot = np.nonzero(match.is_positive_BAS.numpy())
         cell, target = match.cell_BS.numpy()[image, slot], match.target_BS4.numpy()[image, slot]
         row, column = np.divmod(cell, width // STRIDES[level])
         label = match.label_BS.numpy()[image, slot]
