@@ -59,7 +59,7 @@ def test_it_is_fused_and_saved_like_any_other(tmp_path: Path) -> None:
     with paddle.no_grad():
         before = [x.numpy() for x in model.decode(model(image))]
     model.fuse()
-    model.fold_norms()
+    model.fuse_conv_bn()
     for got, want in zip(static_outputs(model, tmp_path, image), before):
         np.testing.assert_allclose(got, want, atol=1e-2, rtol=1e-4)
 
