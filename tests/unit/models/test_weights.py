@@ -15,18 +15,21 @@ from ppdist.common.errors import WeightsError
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
+from ppdist.models.weights import (
+    arrays_of,
+    load_weights,
+    official_arrays_of,
+    write_arrays,
+)
+from tests.unit.models.kept import built_once
 
 
+@built_once
 def tiny(num_classes: int = 3, width: float = 0.125, seed: int = 0) -> PPYOLOE:
     paddle.seed(seed)
     return build_model(
         PPYOLOEConfig(size="t", width_multiple=width, num_classes=num_classes, variant="plus")
     )
-
-
-def arrays_of(model: PPYOLOE) -> dict[str, np.ndarray]:
-    return {key: value.numpy() for key, value in model.state_dict().items()}
 
 
 def assert_same(model: PPYOLOE, other: PPYOLOE) -> None:
