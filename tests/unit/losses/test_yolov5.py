@@ -1,6 +1,5 @@
 """The YOLOv5 loss against numpy and the original's values, and its laws: batches, padding, sync."""
 
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import LossOutput
 from ppdist.losses.yolov5 import Gains, YOLOv5Loss, match_anchors
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+from tests.reference.parity.reference import read_formulas, set_weights
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
 PIXELS = [
@@ -328,11 +328,7 @@ def test_anchors_of_weights_loaded_later_count() -> None:
 
 def original(shared_dir: Path) -> tuple[ModuleType, dict[str, np.ndarray]]:
     """The formulas of the reference values, and those of yolov5n."""
-    spec = importlib.util.spec_from_file_location(
-        "parity_weights", shared_dir / "parity" / "parity_weights.py"
-    )
-    formulas = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(formulas)
+    formulas = read_formulas(shared_dir / "parity")
     with np.load(shared_dir / "parity" / "yolov5n.npz") as archive:
         return formulas, {key: archive[key] for key in archive.files}
 
@@ -380,10 +376,7 @@ def test_loss_and_gradients_are_the_originals(shared_dir: Path, variant: str) ->
     formulas, values = original(shared_dir)
     model = YOLOv5(YOLOv5Config(size="n", image_size=formulas.TRAIN_CASE[1:3]))
     keys = model.official_keys()
-    for key, entry in model.state_dict().items():
-        value = formulas.parity_value(keys[key], entry.shape)
-        if value is not None:
-            entry.set_value(value)
+    set_weights(model, formulas)
     model.train()
     loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
     outputs = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.TRAIN_CASE)))

@@ -1,7 +1,6 @@
 """YOLOv5: sizes, keys, first outputs, anchors, decoding, oneDNN, static graph, export."""
 
 import importlib
-import importlib.util
 import json
 import sys
 from functools import cache
@@ -23,7 +22,7 @@ from ppdist.models.layers import ConvBNLayer
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
-from tests.unit.models.formulas import load_formulas
+from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import Decoded, saved_graph
 
 PARAMETERS = {"n": 1_872_157, "s": 7_235_389, "m": 21_190_557, "n6": 3_246_940}
@@ -74,13 +73,9 @@ def test_keys_shapes_and_their_order_are_the_original_s(size: str, shared_dir: P
 
 @pytest.mark.parametrize("size", ["n", "n6", pytest.param("m", marks=pytest.mark.slow)])
 def test_decoded_predictions_are_the_original_s(size: str, shared_dir: Path) -> None:
-    formulas = load_formulas(shared_dir / "parity")
+    formulas = read_formulas(shared_dir / "parity")
     model = build_model(YOLOv5Config.model_validate({"size": size}))
-    official = model.official_keys()
-    for key, value in model.state_dict().items():
-        array = formulas.parity_value(official[key], value.shape)
-        if array is not None:
-            value.set_value(array)
+    set_weights(model, formulas)
     model.eval()
     with paddle.no_grad():
         image = paddle.to_tensor(formulas.parity_image("unit", *formulas.EVAL_CASE))
