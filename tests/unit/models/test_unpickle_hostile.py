@@ -394,8 +394,13 @@ def test_an_npz_entry_is_as_large_as_its_bytes(tmp_path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("w.npy", data.replace(old, new))
         refused(path, "weights_damaged")
-    np.savez(path, w=np.array(["text"]))
-    assert "expected arrays of numbers; found w.npy" in refused(path, "weights_not_arrays")
+
+
+def test_an_npz_with_objects_is_refused_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "evil.npz"
+    for array in (["text"], np.array([Reduced(os.system, (touch(tmp_path),))], dtype=object)):
+        np.savez(path, w=np.array(array))
+        assert "expected arrays of numbers; found w.npy" in refused(path, "weights_not_arrays")
 
 
 def test_random_damage_is_always_one_clear_error(tmp_path: Path, monkeypatch) -> None:
