@@ -65,7 +65,7 @@ def atss_assigner(
     Returns: the slots, `score_BS` equal to `is_positive_BS`: see `score_by_iou`.
     Source: Zhang et al. 2020, arXiv:1912.02424, Algorithm 1.
     """
-    anchor_BMK = _nearest_cells(boxes_BM4, sizes, strides, topk)
+    anchor_BMK = nearest_cells(boxes_BM4, sizes, strides, topk)
     batch, _, per_box = anchor_BMK.shape
     half_N1 = stride_N1 * (0.5 * ANCHOR_STRIDES)
     anchors_N4 = paddle.concat([points_N2 - half_N1, points_N2 + half_N1], axis=1)
@@ -222,7 +222,7 @@ def _most_overlapped(rivals_BS4: Tensor, boxes_BM4: Tensor) -> Tensor:
     )
 
 
-def _nearest_cells(
+def nearest_cells(
     boxes_BM4: Tensor, sizes: list[tuple[int, int]], strides: tuple[int, ...], topk: int
 ) -> Tensor:
     """The `topk` cells of each level nearest to each box centre: indices [B, M, K] into N.

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.assigners import Assignment, _nearest_cells, atss_assigner, task_aligned_assigner
+from ppdist.losses.assigners import Assignment, nearest_cells, atss_assigner, task_aligned_assigner
 
 STRIDES = (32, 16, 8)
 SIZES = [(4, 5), (8, 10), (16, 20)]  # a 128 x 160 image
@@ -192,7 +192,7 @@ def test_the_window_holds_the_nearest_cells_of_any_grid(topk: int) -> None:
         centre = rng.uniform(0, 1, (1, 8, 2)) * [width * 8, height * 8]
         centre[0, :3] = [[0.1, 0.2], [width * 8 - 0.1, 0.3], [width * 4.1, height * 8 - 0.2]]
         box = np.concatenate([centre - 3, centre + 3], -1).astype("float32")
-        got = _nearest_cells(paddle.to_tensor(box), [(height, width)], (8,), topk).numpy()[0]
+        got = nearest_cells(paddle.to_tensor(box), [(height, width)], (8,), topk).numpy()[0]
         y, x = np.divmod(np.arange(height * width), width)
         for m in range(8):
             far = np.hypot((x + 0.5) * 8 - centre[0, m, 0], (y + 0.5) * 8 - centre[0, m, 1])
