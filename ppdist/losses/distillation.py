@@ -78,18 +78,18 @@ def features_distillation(
 
 
 def localisation_distillation(
-    sides_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
+    reg_dist_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
 ) -> Tensor:
     """How far side distributions are from the teacher's, mean over sides, weighted sum: 0-D.
 
-        loss = T^2 * sum_n w_n * mean over sides of KL(softmax(teacher / T), softmax(sides / T))
+        loss = T^2 * sum_n w_n * mean over sides of KL(softmax(teacher / T), softmax(reg_dist / T))
 
     Args:
-        sides_N4R, teacher_N4R: logits over R bins; any axes before the last two.
+        reg_dist_N4R, teacher_N4R: logits over R bins; any axes before the last two.
         weight_N: what each box counts, no gradient; the axes before the last two.
     Source: Zheng et al. 2022, arXiv:2102.12252, equation 3 (LD).
     """
-    ours = F.log_softmax(sides_N4R / temperature, axis=-1)
+    ours = F.log_softmax(reg_dist_N4R / temperature, axis=-1)
     theirs = F.log_softmax(teacher_N4R / temperature, axis=-1).detach()
     of_boxes = (theirs.exp() * (theirs - ours)).sum(-1).mean(-1)
     return temperature**2 * (of_boxes * weight_N.detach()).sum()

@@ -103,7 +103,7 @@ class Predictions(NamedTuple):
     """Raw outputs of all levels side by side, float32, and where their cells are (pixels)."""
 
     logits_BCN: Tensor
-    sides_BN4R: Tensor  # logits over R = BINS lengths of each side
+    reg_dist_BN4R: Tensor  # logits over R = BINS lengths of each side
     points_N2: Tensor
     stride_N1: Tensor
     sizes: list[tuple[int, int]]  # of the levels, (height, width) in cells
@@ -190,11 +190,11 @@ class PPYOLOELoss(Loss):
         with paddle.amp.auto_cast(enable=False):
             truth = _prepared(boxes_BM4, labels_BM, mask_BM)
             if self.apart and not outputs.one_class_logits:
-                return self._one_to_one(outputs.class_logits, outputs.side_logits, truth)
+                return self._one_to_one(outputs.class_logits, outputs.reg_dist, truth)
             result = self._one_to_many(outputs, truth, step)
             if not self.apart:
                 return result
-            one = self._one_to_one(outputs.one_class_logits, outputs.one_side_logits, truth)
+            one = self._one_to_one(outputs.one_class_logits, outputs.one_reg_dist, truth)
             parts = {"loss_one_to_one": one.total.detach()}
             return result._replace(apart=one._replace(parts=parts))
 
@@ -211,12 +211,12 @@ class PPYOLOELoss(Loss):
         )
 
     def _one_to_one(
-        self, class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...], truth: Truth
+        self, class_logits: tuple[Tensor, ...], reg_dist: tuple[Tensor, ...], truth: Truth
     ) -> LossOutput:
         """Predictions are ranked by the alignment that the other head goes by under TAL without an
         auxiliary head, so the one chosen is its best, too, as far as the two say the same: the
         consistent metric of YOLOv10 (arXiv:2405.14458, section 3.1)."""
-        outputs = PPYOLOEOutputs(class_logits, side_logits)
+        outputs = PPYOLOEOutputs(class_logits, reg_dist)
         predictions, _ = _side_by_side(outputs, self.strides)
         return self._score(predictions, truth, self._aligned(predictions, truth, topk=1))
 
@@ -249,7 +249,7 @@ class PPYOLOELoss(Loss):
             if term := teaching.boxes:
                 score_BN = where_sure(F.sigmoid(theirs.logits_BCN).max(1))
                 loss = localisation_distillation(
-                    ours.sides_BN4R, theirs.sides_BN4R, score_BN, term.temperature
+                    ours.reg_dist_BN4R, theirs.reg_dist_BN4R, score_BN, term.temperature
                 )
                 terms["boxes"] = term.weight * gains.dfl_gain * loss
             return with_terms(output, terms)
@@ -292,7 +292,7 @@ class PPYOLOELoss(Loss):
         radius = self.config.tal_radius
         return task_aligned_assigner(
             F.sigmoid(guide.logits_BCN),
-            decode_boxes(guide.sides_BN4R, guide.points_N2, guide.stride_N1),
+            decode_boxes(guide.reg_dist_BN4R, guide.points_N2, guide.stride_N1),
             guide.points_N2,
             *truth,
             topk=topk,
@@ -307,14 +307,16 @@ class PPYOLOELoss(Loss):
         loss_cls = varifocal_loss(
             predictions.logits_BCN, place_BS, slots.score_BS, slots.is_positive_BS
         )
-        points_BS2, stride_BS1, sides_BS4R, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
+        points_BS2, stride_BS1, reg_dist_BS4R, pred_BS4 = _decode_slots(
+            predictions, slots.anchor_BS
+        )
         target_BS4 = take_boxes(truth.boxes_BM4, slots.box_BS)
         giou_BS = aligned_giou(pred_BS4 / stride_BS1, target_BS4 / stride_BS1)
         loss_iou = ((1.0 - giou_BS) * slots.score_BS).sum()
         outward_BS4 = paddle.concat(
             [points_BS2 - target_BS4[..., :2], target_BS4[..., 2:] - points_BS2], axis=-1
         )
-        dfl_BS = distribution_focal_loss(sides_BS4R, outward_BS4 / stride_BS1)
+        dfl_BS = distribution_focal_loss(reg_dist_BS4R, outward_BS4 / stride_BS1)
         loss_dfl = (dfl_BS * slots.score_BS).sum()
         gains = self.config
         parts = {"loss_cls": loss_cls, "loss_iou": loss_iou, "loss_dfl": loss_dfl}
@@ -335,18 +337,18 @@ def _side_by_side(
     points_N2, stride_N1 = anchor_points(outputs.class_logits, strides)
     sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
 
-    def joined(class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...]) -> Predictions:
-        logits_BCN, sides_BXN = (
+    def joined(class_logits: tuple[Tensor, ...], reg_dist: tuple[Tensor, ...]) -> Predictions:
+        logits_BCN, reg_dist_BXN = (
             paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32")
-            for maps in (class_logits, side_logits)
+            for maps in (class_logits, reg_dist)
         )
-        sides_BN4R = sides_BXN.transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
-        return Predictions(logits_BCN, sides_BN4R, points_N2, stride_N1, sizes)
+        reg_dist_BN4R = reg_dist_BXN.transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
+        return Predictions(logits_BCN, reg_dist_BN4R, points_N2, stride_N1, sizes)
 
-    predictions = joined(outputs.class_logits, outputs.side_logits)
+    predictions = joined(outputs.class_logits, outputs.reg_dist)
     if not outputs.aux_class_logits:
         return predictions, predictions
-    return predictions, joined(outputs.aux_class_logits, outputs.aux_side_logits)
+    return predictions, joined(outputs.aux_class_logits, outputs.aux_reg_dist)
 
 
 def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:
@@ -357,14 +359,14 @@ def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:
 def _decode_slots(
     predictions: Predictions, anchor_BS: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """points_BS2, stride_BS1, sides_BS4R and boxes_BS4 of the slots; the gradient flows."""
-    batch, count, _, _ = predictions.sides_BN4R.shape
+    """points_BS2, stride_BS1, reg_dist_BS4R and boxes_BS4 of the slots; the gradient flows."""
+    batch, count, _, _ = predictions.reg_dist_BN4R.shape
     first_B1 = paddle.arange(batch, dtype="int64").unsqueeze(1) * count
     rows = (first_B1 + anchor_BS).flatten()
-    sides = paddle.gather(predictions.sides_BN4R.flatten(0, 1), rows)
-    sides_BS4R = sides.reshape([batch, -1, 4, BINS])
+    chosen = paddle.gather(predictions.reg_dist_BN4R.flatten(0, 1), rows)
+    reg_dist_BS4R = chosen.reshape([batch, -1, 4, BINS])
     cells = anchor_BS.flatten()
     points_BS2 = paddle.gather(predictions.points_N2, cells).reshape([batch, -1, 2])
     stride_BS1 = paddle.gather(predictions.stride_N1, cells).reshape([batch, -1, 1])
-    boxes_BS4 = decode_boxes(sides_BS4R, points_BS2, stride_BS1)
-    return points_BS2, stride_BS1, sides_BS4R, boxes_BS4
+    boxes_BS4 = decode_boxes(reg_dist_BS4R, points_BS2, stride_BS1)
+    return points_BS2, stride_BS1, reg_dist_BS4R, boxes_BS4

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.assigners import Assignment, nearest_cells, atss_assigner, task_aligned_assigner
+from ppdist.losses.assigners import Assignment, atss_assigner, nearest_cells, task_aligned_assigner
 
 STRIDES = (32, 16, 8)
 SIZES = [(4, 5), (8, 10), (16, 20)]  # a 128 x 160 image

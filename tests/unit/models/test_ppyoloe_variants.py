@@ -49,7 +49,7 @@ def test_aux_head_gives_no_outputs_without_gradient() -> None:
     with paddle.no_grad():
         outputs = model(image)
         decoded = model.decode(outputs)
-        assert outputs.aux_class_logits == outputs.aux_side_logits == ()
+        assert outputs.aux_class_logits == outputs.aux_reg_dist == ()
         del model.aux_neck, model.aux_head
         model.aux_neck = model.aux_head = None
         without = model(image)
@@ -77,7 +77,7 @@ def test_detaching_keeps_aux_gradient_to_aux_head() -> None:
         shake(model)
         model.detach_auxiliary = detached
         outputs = model(paddle.randn([2, 3, 64, 64]))
-        auxiliary = outputs.aux_class_logits + outputs.aux_side_logits
+        auxiliary = outputs.aux_class_logits + outputs.aux_reg_dist
         paddle.add_n([x.square().mean() for x in auxiliary]).backward()
         reached = {key.split(".")[0] for key, p in model.named_parameters() if p.grad is not None}
         own = {"aux_neck", "aux_head"}
