@@ -434,7 +434,7 @@ def deployed(model: Model, normalised_input: bool) -> Model:
     and the pixels' scale folded into convolutions; or without any normalisation of pixels."""
     copied = deployment_copy(model)
     copied.fuse()
-    copied.fold_norms()
+    copied.fuse_conv_bn()
     if normalised_input:
         copied.set_pixel_statistics([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     else:

@@ -1,0 +1,1 @@
+"""Losses, target assignment, boxes and their suppression."""

@@ -18,21 +18,23 @@ from paddle import Tensor
 from ppdist.losses.boxes import aligned_iou, pairwise_iou
 
 INSIDE = 1e-9  # pixels: a point this far inside all four sides is inside
+ANCHOR_STRIDES = 5.0  # side of the square around a cell that ATSS compares with an object
+ALIGNMENT_EPS = 1e-9  # keeps soft labels finite where a box's best alignment is 0
 CHUNK = 1 << 24  # elements of the largest plane made at once (64 MiB of float32)
 
 
 class Assignment(NamedTuple):
-    """S slots per image; a prediction appears in at most one slot of positive `taken_BS`.
+    """S slots per image; a prediction is positive in at most one of them.
 
     anchor_BS: int64, the prediction (0..N-1) of each slot.
-    box_BS: int64, the ground-truth box (0..M-1) it learns; meaningless where not taken.
-    taken_BS: float32, 1 where the slot counts, else 0.
-    score_BS: float32 soft label in [0, 1]; 0 where not taken.
+    box_BS: int64, the ground-truth box (0..M-1) it learns; meaningless where not positive.
+    is_positive_BS: float32, 1 where the slot counts, else 0.
+    score_BS: float32 soft label in [0, 1]; 0 where not positive.
     """
 
     anchor_BS: Tensor
     box_BS: Tensor
-    taken_BS: Tensor
+    is_positive_BS: Tensor
     score_BS: Tensor
 
 
@@ -44,13 +46,12 @@ def atss_assigner(
     strides: tuple[int, ...],
     points_N2: Tensor,
     stride_N1: Tensor,
-    topk: int = 9,
-    cell_scale: float = 5.0,
+    topk: int,
 ) -> Assignment:
     """Adaptive training sample selection: by position and box shape alone; no score yet.
 
     Every object names the `topk` cells of each level nearest to its centre; those whose anchor (a
-    square of `cell_scale` strides) overlaps it by more than mean + standard deviation of all it
+    square of ANCHOR_STRIDES) overlaps it by more than mean + standard deviation of all it
     named, and whose centre lies inside it, learn it.  A cell named by several objects learns the
     one its anchor overlaps most, among all objects of the image.
 
@@ -61,12 +62,12 @@ def atss_assigner(
         strides: pixels per cell of each level.
         points_N2, stride_N1: cell centres in pixels and their strides.
 
-    Returns: the slots, `score_BS` equal to `taken_BS`: see `score_by_iou`.
+    Returns: the slots, `score_BS` equal to `is_positive_BS`: see `score_by_iou`.
     Source: Zhang et al. 2020, arXiv:1912.02424, Algorithm 1.
     """
-    anchor_BMK = _nearest_cells(boxes_BM4, sizes, strides, topk)
+    anchor_BMK = nearest_cells(boxes_BM4, sizes, strides, topk)
     batch, _, per_box = anchor_BMK.shape
-    half_N1 = stride_N1 * (0.5 * cell_scale)
+    half_N1 = stride_N1 * (0.5 * ANCHOR_STRIDES)
     anchors_N4 = paddle.concat([points_N2 - half_N1, points_N2 + half_N1], axis=1)
     iou_BMK = aligned_iou(boxes_BM4.unsqueeze(2), _rows(anchors_N4, anchor_BMK))
     mean_BM1 = iou_BMK.mean(-1, keepdim=True)
@@ -81,7 +82,7 @@ def atss_assigner(
 @paddle.no_grad()
 def score_by_iou(slots: Assignment, target_BS4: Tensor, pred_BS4: Tensor) -> Assignment:
     """The slots with the IoU of predicted box and object as soft label (PP-YOLOE's ATSS phase)."""
-    return slots._replace(score_BS=aligned_iou(target_BS4, pred_BS4) * slots.taken_BS)
+    return slots._replace(score_BS=aligned_iou(target_BS4, pred_BS4) * slots.is_positive_BS)
 
 
 @paddle.no_grad()
@@ -92,18 +93,18 @@ def task_aligned_assigner(
     boxes_BM4: Tensor,
     labels_BM: Tensor,
     mask_BM: Tensor,
-    topk: int = 13,
-    alpha: float = 1.0,
-    beta: float = 6.0,
-    eps: float = 1e-9,
-    reach_N1: Tensor | None = None,
+    *,
+    topk: int,
+    alpha: float,
+    beta: float,
+    reach_N1: Tensor | None,
 ) -> Assignment:
     """Task-aligned assignment: the predictions already best at an object learn it.
 
         alignment = score of the object's class ^ alpha * IoU ^ beta
 
     Every object names the `topk` best aligned predictions among those whose cell centre lies
-    inside it, or with `reach_N1` near its centre; one named by several learns the object it
+    inside it, or with a reach near its centre; one named by several learns the object it
     overlaps most, among all of the image.
     The soft label is the alignment rescaled so that an object's best equals its best IoU.
 
@@ -112,7 +113,8 @@ def task_aligned_assigner(
         pred_BN4: predicted boxes, xyxy input pixels.
         points_N2: cell centres, pixels.
         boxes_BM4, labels_BM, mask_BM: ground truth, xyxy input pixels, zero padded; mask 1 real.
-        reach_N1: pixels; predictions whose cell centre is nearer than this to the object's.
+        reach_N1: pixels; predictions whose cell centre is nearer than this to the object's.  None:
+            those whose cell centre lies inside the object.
 
     Source: Feng et al. 2021, arXiv:2108.07755, section 3.2.
     """
@@ -135,16 +137,16 @@ def task_aligned_assigner(
     near_BMK = _eligible(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2), reach_BMK1)
     slots = _settle(anchor_BMK, near_BMK & (mask_BM.unsqueeze(2) > 0), boxes_BM4, pred_BN4)
 
-    taken_BS = slots.taken_BS
+    is_positive_BS = slots.is_positive_BS
     iou_BS = aligned_iou(take_boxes(boxes_BM4, slots.box_BS), take_boxes(pred_BN4, slots.anchor_BS))
-    iou_BS *= taken_BS
+    iou_BS *= is_positive_BS
     label_BS = paddle.take_along_axis(labels_BM, slots.box_BS, axis=1)
     flat_BS = flat_index(label_BS, slots.anchor_BS, scores_BCN.shape)
     score_BS = paddle.gather(scores_BCN.flatten(), flat_BS.flatten()).reshape(flat_BS.shape)
     align_BS = _alignment(score_BS, iou_BS, alpha, beta)
     best_align_BS = _best_of_box(align_BS, slots.box_BS, boxes)
     best_iou_BS = _best_of_box(iou_BS, slots.box_BS, boxes)
-    return slots._replace(score_BS=align_BS / (best_align_BS + eps) * best_iou_BS)
+    return slots._replace(score_BS=align_BS / (best_align_BS + ALIGNMENT_EPS) * best_iou_BS)
 
 
 def take_boxes(boxes_BX4: Tensor, index_BS: Tensor) -> Tensor:
@@ -194,17 +196,17 @@ def _settle(
     if slots < count:  # one slot per naming; only the first one of each prediction counts
         first_BS = paddle.take_along_axis(first_BN, anchor_BS, axis=1)
         last_BS = paddle.take_along_axis(last_BN, anchor_BS, axis=1)
-        taken_BS = valid_BS & (first_BS == slot_BS)
+        is_positive_BS = valid_BS & (first_BS == slot_BS)
     else:  # crowded: one slot per prediction
         anchor_BS = paddle.arange(count, dtype="int64").unsqueeze(0).expand([batch, count])
         first_BS, last_BS = first_BN.clip(max=slots - 1), last_BN.clip(min=0)
-        taken_BS = first_BN < slots
+        is_positive_BS = first_BN < slots
     first_box_BS, last_box_BS = first_BS // per_box, last_BS // per_box
     first_box_BS = first_box_BS.clip(max=boxes - 1)
     best_BS = _most_overlapped(take_boxes(rivals_BN4, anchor_BS), boxes_BM4)
     box_BS = paddle.where(first_box_BS == last_box_BS, first_box_BS, best_BS)
-    taken_BS = taken_BS.astype("float32")
-    return Assignment(anchor_BS, box_BS, taken_BS, taken_BS)
+    is_positive_BS = is_positive_BS.astype("float32")
+    return Assignment(anchor_BS, box_BS, is_positive_BS, is_positive_BS)
 
 
 def _most_overlapped(rivals_BS4: Tensor, boxes_BM4: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ def _most_overlapped(rivals_BS4: Tensor, boxes_BM4: Tensor) -> Tensor:
     )
 
 
-def _nearest_cells(
+def nearest_cells(
     boxes_BM4: Tensor, sizes: list[tuple[int, int]], strides: tuple[int, ...], topk: int
 ) -> Tensor:
     """The `topk` cells of each level nearest to each box centre: indices [B, M, K] into N.
@@ -291,12 +293,12 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     """x ** exponent; small even powers by multiplication, several times faster on a CPU."""
     if exponent == 1:
         return x
-    if exponent in (2, 4, 6):
-        square = x * x
-        return {2: lambda: square, 4: lambda: square * square, 6: lambda: square * square * square}[
-            int(exponent)
-        ]()
-    return x.pow(exponent)
+    if exponent not in (2, 4, 6):
+        return x.pow(exponent)
+    square = power = x * x
+    for _ in range(int(exponent) // 2 - 1):
+        power = power * square
+    return power
 
 
 def _best_of_box(value_BS: Tensor, box_BS: Tensor, boxes: int) -> Tensor:

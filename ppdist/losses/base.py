@@ -7,6 +7,8 @@ from paddle import Tensor, nn
 
 from ppdist.losses.distillation import Teaching
 
+NOMINAL_BATCH = 64  # images of a step that the recipes' learning rates are for
+
 
 class LossOutput(NamedTuple):
     """One micro-batch's loss, not yet normalised.
@@ -50,7 +52,7 @@ class Loss(nn.Layer):
         config: Any,
         model: Any,
         steps_per_epoch: float,
-        reference_batch: int = 64,
+        reference_batch: int = NOMINAL_BATCH,
     ) -> "Loss":
         """The loss of a `loss:` section for the model it belongs to; every rank builds one.
 

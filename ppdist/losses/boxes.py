@@ -3,6 +3,7 @@
 A box is (x1, y1, x2, y2), top left and bottom right, in any one unit (pixels unless a function
 says otherwise), stored in the last axis.  Everything here works on Paddle tensors of any float
 dtype, keeps the graph, and never copies to the host.
+`eps` keeps quotients finite for boxes without area.
 """
 
 import math
@@ -23,32 +24,32 @@ def area(boxes: Tensor) -> Tensor:
     return (x2 - x1).clip(min=0) * (y2 - y1).clip(min=0)
 
 
-def pairwise_iou(a_BM4: Tensor, b_BN4: Tensor, eps: float = 1e-9) -> Tensor:
-    """IoU [B, M, N] of every box of `a` with every box of `b` of the same image.
+def _overlap(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Area that two boxes share, each given as its planes x1, y1, x2, y2; 0: they are apart."""
+    width = (paddle.minimum(a[2], b[2]) - paddle.maximum(a[0], b[0])).clip(min=0)
+    height = (paddle.minimum(a[3], b[3]) - paddle.maximum(a[1], b[1])).clip(min=0)
+    return width * height
 
-    One plane of [B, M, N] per coordinate, never [B, M, N, 2]: at most four are alive at once.
-    `eps` keeps the quotient finite for boxes without area (their IoU is 0).
+
+def aligned_iou(a: Tensor, b: Tensor) -> Tensor:
+    """IoU [...] of box pairs [..., 4] and [..., 4] (broadcast against one another).
+
+    0 for boxes without area.
     """
-    ax1, ay1, ax2, ay2 = a_BM4.unsqueeze(2).unbind(-1)
-    bx1, by1, bx2, by2 = b_BN4.unsqueeze(1).unbind(-1)
-    width = (paddle.minimum(ax2, bx2) - paddle.maximum(ax1, bx1)).clip(min=0)
-    height = (paddle.minimum(ay2, by2) - paddle.maximum(ay1, by1)).clip(min=0)
-    overlap = width * height
-    union = area(a_BM4).unsqueeze(2) + area(b_BN4).unsqueeze(1) - overlap
-    return overlap / (union + eps)
-
-
-def aligned_iou(a: Tensor, b: Tensor, eps: float = 1e-9) -> Tensor:
-    """IoU [...] of box pairs [..., 4] and [..., 4] (broadcast against one another)."""
-    ax1, ay1, ax2, ay2 = a.unbind(-1)
-    bx1, by1, bx2, by2 = b.unbind(-1)
-    width = (paddle.minimum(ax2, bx2) - paddle.maximum(ax1, bx1)).clip(min=0)
-    height = (paddle.minimum(ay2, by2) - paddle.maximum(ay1, by1)).clip(min=0)
-    overlap = width * height
+    eps = 1e-9
+    overlap = _overlap(a.unbind(-1), b.unbind(-1))
     return overlap / (area(a) + area(b) - overlap + eps)
 
 
-def aligned_giou(a: Tensor, b: Tensor, eps: float = 1e-10) -> Tensor:
+def pairwise_iou(a_BM4: Tensor, b_BN4: Tensor) -> Tensor:
+    """IoU [B, M, N] of every box of `a` with every box of `b` of the same image.
+
+    One plane of [B, M, N] per coordinate, never [B, M, N, 2]: at most four are alive at once.
+    """
+    return aligned_iou(a_BM4.unsqueeze(2), b_BN4.unsqueeze(1))
+
+
+def aligned_giou(a: Tensor, b: Tensor) -> Tensor:
     """Generalized IoU [...] in (-1, 1] of box pairs [..., 4] and [..., 4].
 
         GIoU = IoU - (enclosing - union) / enclosing
@@ -58,11 +59,10 @@ def aligned_giou(a: Tensor, b: Tensor, eps: float = 1e-10) -> Tensor:
     gradient that pulls the sides apart.
     Source: Rezatofighi et al. 2019, arXiv:1902.09630, Algorithm 1.
     """
-    ax1, ay1, ax2, ay2 = a.unbind(-1)
-    bx1, by1, bx2, by2 = b.unbind(-1)
-    width = (paddle.minimum(ax2, bx2) - paddle.maximum(ax1, bx1)).clip(min=0)
-    height = (paddle.minimum(ay2, by2) - paddle.maximum(ay1, by1)).clip(min=0)
-    overlap = width * height
+    eps = 1e-10
+    ax1, ay1, ax2, ay2 = corners_a = a.unbind(-1)
+    bx1, by1, bx2, by2 = corners_b = b.unbind(-1)
+    overlap = _overlap(corners_a, corners_b)
     union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - overlap + eps
     span_x = paddle.maximum(ax2, bx2) - paddle.minimum(ax1, bx1)
     span_y = paddle.maximum(ay2, by2) - paddle.minimum(ay1, by1)
@@ -70,7 +70,7 @@ def aligned_giou(a: Tensor, b: Tensor, eps: float = 1e-10) -> Tensor:
     return overlap / union - (enclosing - union) / enclosing
 
 
-def aligned_ciou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
+def aligned_ciou(a: Tensor, b: Tensor) -> Tensor:
     """Complete IoU [...] in (-2, 1] of box pairs [..., 4] and [..., 4]; sides are not negative.
 
         CIoU = IoU - centre distance^2 / enclosing diagonal^2 - v^2 / (1 - IoU + v)
@@ -80,12 +80,11 @@ def aligned_ciou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
     paper does; finite for boxes without area.
     Source: Zheng et al. 2020, arXiv:1911.08287, section 3.3.
     """
-    ax1, ay1, ax2, ay2 = a.unbind(-1)
-    bx1, by1, bx2, by2 = b.unbind(-1)
-    width = (paddle.minimum(ax2, bx2) - paddle.maximum(ax1, bx1)).clip(min=0)
-    height = (paddle.minimum(ay2, by2) - paddle.maximum(ay1, by1)).clip(min=0)
+    eps = 1e-7
+    ax1, ay1, ax2, ay2 = corners_a = a.unbind(-1)
+    bx1, by1, bx2, by2 = corners_b = b.unbind(-1)
+    overlap = _overlap(corners_a, corners_b)
     wide_a, high_a, wide_b, high_b = ax2 - ax1, ay2 - ay1, bx2 - bx1, by2 - by1
-    overlap = width * height
     iou = overlap / (wide_a * high_a + wide_b * high_b - overlap + eps)
     span_x = paddle.maximum(ax2, bx2) - paddle.minimum(ax1, bx1)
     span_y = paddle.maximum(ay2, by2) - paddle.minimum(ay1, by1)

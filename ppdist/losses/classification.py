@@ -6,7 +6,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import ClassificationLossConfig
-from ppdist.losses.base import Loss, LossOutput
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput
 from ppdist.models.base import ImageModel
 
 
@@ -30,7 +30,7 @@ class ClassificationLoss(Loss):
         config: ClassificationLossConfig,
         model: ImageModel,
         steps_per_epoch: float,
-        reference_batch: int = 64,
+        reference_batch: int = NOMINAL_BATCH,
     ) -> "ClassificationLoss":
         return cls(config.label_smoothing)
 

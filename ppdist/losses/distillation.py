@@ -10,10 +10,6 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-# Where a teacher's score is lower it says nothing of a box.  Over the thousands of cells of an
-# image the scores of an untouched background (0.01 each) would outweigh those of its objects.
-SURE = 0.1
-
 
 class Term(NamedTuple):
     """One of the losses: its weight, and the temperature that softens both sides' logits."""
@@ -72,29 +68,6 @@ def channel_wise_distillation(
     return temperature**2 * (theirs.exp() * (theirs - ours)).sum(-1).mean(-1)
 
 
-def localisation_distillation(
-    sides_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
-) -> Tensor:
-    """How far side distributions are from the teacher's, mean over sides, weighted sum: 0-D.
-
-        loss = T^2 * sum_n w_n * mean over sides of KL(softmax(teacher / T), softmax(sides / T))
-
-    Args:
-        sides_N4R, teacher_N4R: logits over R bins; any axes before the last two.
-        weight_N: what each box counts, no gradient; the axes before the last two.
-    Source: Zheng et al. 2022, arXiv:2102.12252, equation 3 (LD).
-    """
-    ours = F.log_softmax(sides_N4R / temperature, axis=-1)
-    theirs = F.log_softmax(teacher_N4R / temperature, axis=-1).detach()
-    of_boxes = (theirs.exp() * (theirs - ours)).sum(-1).mean(-1)
-    return temperature**2 * (of_boxes * weight_N.detach()).sum()
-
-
-def where_sure(score: Tensor) -> Tensor:
-    """The teacher's scores where they reach SURE, elsewhere 0; no gradient."""
-    return (score * (score >= SURE).astype(score.dtype)).detach()
-
-
 def features_distillation(
     features: tuple[Tensor, ...], teacher: tuple[Tensor, ...], temperature: float
 ) -> Tensor:
@@ -102,3 +75,31 @@ def features_distillation(
     pairs = list(zip(features, teacher, strict=True))
     levels = [channel_wise_distillation(*pair, temperature) for pair in pairs]
     return paddle.add_n(levels) / len(levels)
+
+
+def localisation_distillation(
+    reg_dist_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
+) -> Tensor:
+    """How far side distributions are from the teacher's, mean over sides, weighted sum: 0-D.
+
+        loss = T^2 * sum_n w_n * mean over sides of KL(softmax(teacher / T), softmax(reg_dist / T))
+
+    Args:
+        reg_dist_N4R, teacher_N4R: logits over R bins; any axes before the last two.
+        weight_N: what each box counts, no gradient; the axes before the last two.
+    Source: Zheng et al. 2022, arXiv:2102.12252, equation 3 (LD).
+    """
+    ours = F.log_softmax(reg_dist_N4R / temperature, axis=-1)
+    theirs = F.log_softmax(teacher_N4R / temperature, axis=-1).detach()
+    of_boxes = (theirs.exp() * (theirs - ours)).sum(-1).mean(-1)
+    return temperature**2 * (of_boxes * weight_N.detach()).sum()
+
+
+# Where a teacher's score is lower it says nothing of a box.  Over the thousands of cells of an
+# image the scores of an untouched background (0.01 each) would outweigh those of its objects.
+SURE = 0.1
+
+
+def where_sure(score: Tensor) -> Tensor:
+    """The teacher's scores where they reach SURE, elsewhere 0; no gradient."""
+    return (score * (score >= SURE).astype(score.dtype)).detach()

@@ -18,7 +18,7 @@ from ppdist.losses.assigners import (
     take_boxes,
     task_aligned_assigner,
 )
-from ppdist.losses.base import Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
 from ppdist.losses.boxes import aligned_giou
 from ppdist.losses.distillation import (
     Teaching,
@@ -29,6 +29,8 @@ from ppdist.losses.distillation import (
 )
 from ppdist.models.base import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
+
+VARIFOCAL_ALPHA = 0.75  # weight of all that is negative
 
 
 def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
@@ -57,33 +59,32 @@ def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
 
 def varifocal_loss(
     logits_BCN: Tensor,
-    positive_BS: Tensor,
+    place_BS: Tensor,
     score_BS: Tensor,
-    taken_BS: Tensor,
-    alpha: float = 0.75,
+    is_positive_BS: Tensor,
 ) -> Tensor:
     """Varifocal loss, summed over all predictions and classes.
 
-        negative: alpha * p^2 * BCE(p, 0)        (weight not detached: it has a gradient)
-        positive: q * BCE(p, q),                 q the soft label, only at the object's class
+        negative: VARIFOCAL_ALPHA * p^2 * BCE(p, 0)   (weight not detached: it has a gradient)
+        positive: q * BCE(p, q),                      q the soft label, only at the object's class
 
     One pass treats everything as negative; the S positive entries are then exchanged, so neither
     one-hot labels nor a plane of soft labels is made.
 
     Args:
         logits_BCN: class logits; the gradient flows here.
-        positive_BS: where each slot's (image, class, prediction) lies in the flattened logits.
+        place_BS: where each slot's (image, class, prediction) lies in the flattened logits.
         score_BS: soft label q of each slot.
-        taken_BS: 1 where the slot is positive, else 0.
+        is_positive_BS: 1 where the slot is positive, else 0.
 
     Returns: 0-D float32 sum.
     Source: Zhang et al. 2020, arXiv:2008.13367, equation 2.
     """
-    chosen = paddle.gather(logits_BCN.flatten(), positive_BS.flatten())
-    score, taken = score_BS.flatten(), taken_BS.flatten()
+    chosen = paddle.gather(logits_BCN.flatten(), place_BS.flatten())
+    score, is_positive = score_BS.flatten(), is_positive_BS.flatten()
     positive = score * (F.softplus(chosen) - score * chosen)  # BCE(p, q) = softplus(x) - q x
-    exchange = taken * (positive - alpha * _negative(chosen))
-    return alpha * _negative(logits_BCN).sum() + exchange.sum()
+    exchange = is_positive * (positive - VARIFOCAL_ALPHA * _negative(chosen))
+    return VARIFOCAL_ALPHA * _negative(logits_BCN).sum() + exchange.sum()
 
 
 def _negative(logits: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class Predictions(NamedTuple):
     """Raw outputs of all levels side by side, float32, and where their cells are (pixels)."""
 
     logits_BCN: Tensor
-    sides_BNX: Tensor  # X = 4 * BINS
+    reg_dist_BN4R: Tensor  # logits over R = BINS lengths of each side
     points_N2: Tensor
     stride_N1: Tensor
     sizes: list[tuple[int, int]]  # of the levels, (height, width) in cells
@@ -147,7 +148,7 @@ class PPYOLOELoss(Loss):
         config: PPYOLOELossConfig,
         model: PPYOLOE,
         steps_per_epoch: float,
-        reference_batch: int = 64,
+        reference_batch: int = NOMINAL_BATCH,
     ) -> "PPYOLOELoss":
         return cls(
             config,
@@ -189,11 +190,11 @@ class PPYOLOELoss(Loss):
         with paddle.amp.auto_cast(enable=False):
             truth = _prepared(boxes_BM4, labels_BM, mask_BM)
             if self.apart and not outputs.one_class_logits:
-                return self._one_to_one(outputs.class_logits, outputs.side_logits, truth)
+                return self._one_to_one(outputs.class_logits, outputs.reg_dist, truth)
             result = self._one_to_many(outputs, truth, step)
             if not self.apart:
                 return result
-            one = self._one_to_one(outputs.one_class_logits, outputs.one_side_logits, truth)
+            one = self._one_to_one(outputs.one_class_logits, outputs.one_reg_dist, truth)
             parts = {"loss_one_to_one": one.total.detach()}
             return result._replace(apart=one._replace(parts=parts))
 
@@ -210,12 +211,12 @@ class PPYOLOELoss(Loss):
         )
 
     def _one_to_one(
-        self, class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...], truth: Truth
+        self, class_logits: tuple[Tensor, ...], reg_dist: tuple[Tensor, ...], truth: Truth
     ) -> LossOutput:
         """Predictions are ranked by the alignment that the other head goes by under TAL without an
         auxiliary head, so the one chosen is its best, too, as far as the two say the same: the
         consistent metric of YOLOv10 (arXiv:2405.14458, section 3.1)."""
-        outputs = PPYOLOEOutputs(class_logits, side_logits)
+        outputs = PPYOLOEOutputs(class_logits, reg_dist)
         predictions, _ = _side_by_side(outputs, self.strides)
         return self._score(predictions, truth, self._aligned(predictions, truth, topk=1))
 
@@ -246,12 +247,10 @@ class PPYOLOELoss(Loss):
                 loss = (loss * output.normalizer_B).sum()
                 terms["features"] = term.weight * gains.box_gain * loss
             if term := teaching.boxes:
-                batch, count, _ = ours.sides_BNX.shape
-                sides, target = (
-                    each.sides_BNX.reshape([batch, count, 4, BINS]) for each in (ours, theirs)
-                )
                 score_BN = where_sure(F.sigmoid(theirs.logits_BCN).max(1))
-                loss = localisation_distillation(sides, target, score_BN, term.temperature)
+                loss = localisation_distillation(
+                    ours.reg_dist_BN4R, theirs.reg_dist_BN4R, score_BN, term.temperature
+                )
                 terms["boxes"] = term.weight * gains.dfl_gain * loss
             return with_terms(output, terms)
 
@@ -264,7 +263,7 @@ class PPYOLOELoss(Loss):
         mask_BM: Tensor,
         step: int,
     ) -> Assignment:
-        """The assignment that `forward` uses, for tests and pictures; same arguments."""
+        """The assignment that `forward` uses, to look at it; same arguments."""
         truth = _prepared(boxes_BM4, labels_BM, mask_BM)
         return self._assign(*_side_by_side(outputs, self.strides), truth, step)
 
@@ -275,14 +274,13 @@ class PPYOLOELoss(Loss):
         """ATSS knows no predictions and takes its soft labels from the detector's boxes; TAL goes
         by the guide's predictions (both are the reference's choice)."""
         if step < self.static_steps:
-            _, _, points_N2, stride_N1, sizes = guide
             slots = atss_assigner(
                 truth.boxes_BM4,
                 truth.mask_BM,
-                sizes,
+                guide.sizes,
                 self.strides,
-                points_N2,
-                stride_N1,
+                guide.points_N2,
+                guide.stride_N1,
                 topk=self.config.atss_topk,
             )
             _, _, _, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
@@ -291,34 +289,34 @@ class PPYOLOELoss(Loss):
 
     @paddle.no_grad()
     def _aligned(self, guide: Predictions, truth: Truth, topk: int) -> Assignment:
-        logits_BCN, sides_BNX, points_N2, stride_N1, _ = guide
-        batch, count, _ = sides_BNX.shape
-        sides_BN4R = sides_BNX.reshape([batch, count, 4, BINS])
+        radius = self.config.tal_radius
         return task_aligned_assigner(
-            F.sigmoid(logits_BCN),
-            decode_boxes(sides_BN4R, points_N2, stride_N1),
-            points_N2,
+            F.sigmoid(guide.logits_BCN),
+            decode_boxes(guide.reg_dist_BN4R, guide.points_N2, guide.stride_N1),
+            guide.points_N2,
             *truth,
             topk=topk,
             alpha=self.config.tal_alpha,
             beta=self.config.tal_beta,
-            reach_N1=None if self.config.tal_radius is None else stride_N1 * self.config.tal_radius,
+            reach_N1=None if radius is None else guide.stride_N1 * radius,
         )
 
     def _score(self, predictions: Predictions, truth: Truth, slots: Assignment) -> LossOutput:
         label_BS = paddle.take_along_axis(truth.labels_BM, slots.box_BS, axis=1)
-        positive_BS = flat_index(label_BS, slots.anchor_BS, predictions.logits_BCN.shape)
+        place_BS = flat_index(label_BS, slots.anchor_BS, predictions.logits_BCN.shape)
         loss_cls = varifocal_loss(
-            predictions.logits_BCN, positive_BS, slots.score_BS, slots.taken_BS
+            predictions.logits_BCN, place_BS, slots.score_BS, slots.is_positive_BS
         )
-        points_BS2, stride_BS1, sides_BS4R, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
+        points_BS2, stride_BS1, reg_dist_BS4R, pred_BS4 = _decode_slots(
+            predictions, slots.anchor_BS
+        )
         target_BS4 = take_boxes(truth.boxes_BM4, slots.box_BS)
         giou_BS = aligned_giou(pred_BS4 / stride_BS1, target_BS4 / stride_BS1)
         loss_iou = ((1.0 - giou_BS) * slots.score_BS).sum()
         outward_BS4 = paddle.concat(
             [points_BS2 - target_BS4[..., :2], target_BS4[..., 2:] - points_BS2], axis=-1
         )
-        dfl_BS = distribution_focal_loss(sides_BS4R, outward_BS4 / stride_BS1)
+        dfl_BS = distribution_focal_loss(reg_dist_BS4R, outward_BS4 / stride_BS1)
         loss_dfl = (dfl_BS * slots.score_BS).sum()
         gains = self.config
         parts = {"loss_cls": loss_cls, "loss_iou": loss_iou, "loss_dfl": loss_dfl}
@@ -339,17 +337,18 @@ def _side_by_side(
     points_N2, stride_N1 = anchor_points(outputs.class_logits, strides)
     sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
 
-    def joined(class_logits: tuple[Tensor, ...], side_logits: tuple[Tensor, ...]) -> Predictions:
-        logits_BCN, sides_BXN = (
+    def joined(class_logits: tuple[Tensor, ...], reg_dist: tuple[Tensor, ...]) -> Predictions:
+        logits_BCN, reg_dist_BXN = (
             paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32")
-            for maps in (class_logits, side_logits)
+            for maps in (class_logits, reg_dist)
         )
-        return Predictions(logits_BCN, sides_BXN.transpose([0, 2, 1]), points_N2, stride_N1, sizes)
+        reg_dist_BN4R = reg_dist_BXN.transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
+        return Predictions(logits_BCN, reg_dist_BN4R, points_N2, stride_N1, sizes)
 
-    predictions = joined(outputs.class_logits, outputs.side_logits)
+    predictions = joined(outputs.class_logits, outputs.reg_dist)
     if not outputs.aux_class_logits:
         return predictions, predictions
-    return predictions, joined(outputs.aux_class_logits, outputs.aux_side_logits)
+    return predictions, joined(outputs.aux_class_logits, outputs.aux_reg_dist)
 
 
 def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:
@@ -360,14 +359,14 @@ def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor) -> Truth:
 def _decode_slots(
     predictions: Predictions, anchor_BS: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """points_BS2, stride_BS1, sides_BS4R and boxes_BS4 of the slots; the gradient flows."""
-    batch, count, width = predictions.sides_BNX.shape
+    """points_BS2, stride_BS1, reg_dist_BS4R and boxes_BS4 of the slots; the gradient flows."""
+    batch, count, _, _ = predictions.reg_dist_BN4R.shape
     first_B1 = paddle.arange(batch, dtype="int64").unsqueeze(1) * count
     rows = (first_B1 + anchor_BS).flatten()
-    sides = paddle.gather(predictions.sides_BNX.reshape([batch * count, width]), rows)
-    sides_BS4R = sides.reshape([batch, -1, 4, BINS])
+    chosen = paddle.gather(predictions.reg_dist_BN4R.flatten(0, 1), rows)
+    reg_dist_BS4R = chosen.reshape([batch, -1, 4, BINS])
     cells = anchor_BS.flatten()
     points_BS2 = paddle.gather(predictions.points_N2, cells).reshape([batch, -1, 2])
     stride_BS1 = paddle.gather(predictions.stride_N1, cells).reshape([batch, -1, 1])
-    boxes_BS4 = decode_boxes(sides_BS4R, points_BS2, stride_BS1)
-    return points_BS2, stride_BS1, sides_BS4R, boxes_BS4
+    boxes_BS4 = decode_boxes(reg_dist_BS4R, points_BS2, stride_BS1)
+    return points_BS2, stride_BS1, reg_dist_BS4R, boxes_BS4

@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import YOLOv5LossConfig
-from ppdist.losses.base import Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
 from ppdist.losses.boxes import aligned_ciou, aligned_giou, cxcywh_to_xyxy
 from ppdist.losses.distillation import (
     Teaching,
@@ -26,21 +26,22 @@ from ppdist.losses.distillation import (
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
 
 CELLS = 3  # an object falls to its own cell and to one neighbour in x and one in y
+LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
 
 
 class Matches(NamedTuple):
     """The slots of one level: slot k * M + m is box m in its own cell, or its neighbour k.
 
     cell_BS: int64, row * width + column.
-    taken_BAS: float32, 1 where the anchor of that cell learns the object, else 0.
-    wins_BAS: float32, 1 where the slot is taken and no later one has the same anchor and cell.
+    is_positive_BAS: float32, 1 where the anchor of that cell learns the object, else 0.
+    wins_BAS: float32, 1 where the slot is positive and no later one has the same anchor and cell.
     target_BS4: the object as (centre x, centre y, width, height) in cells; the centre counts from
         the corner of the slot's cell.
     label_BS: int64.
     """
 
     cell_BS: Tensor
-    taken_BAS: Tensor
+    is_positive_BAS: Tensor
     wins_BAS: Tensor
     target_BS4: Tensor
     label_BS: Tensor
@@ -84,7 +85,7 @@ def match_anchors(
     ratio_BAM2 = wh_BM2.unsqueeze(1) / anchors_A2.reshape([1, -1, 1, 2])
     worst_BAM = paddle.maximum(ratio_BAM2, 1.0 / ratio_BAM2).max(-1)
     fits_BAM = (worst_BAM < threshold).astype("float32") * mask_BM.unsqueeze(1).astype("float32")
-    taken_BAS = fits_BAM.tile([1, 1, CELLS]) * exists_BS.unsqueeze(1)
+    is_positive_BAS = fits_BAM.tile([1, 1, CELLS]) * exists_BS.unsqueeze(1)
 
     cell_BS = (row_BS * width + column_BS).astype("int64")
     rank_BS = _rank(step_x_BM, step_y_BM)
@@ -94,8 +95,8 @@ def match_anchors(
     labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")  # padding: a valid index too
     return Matches(
         cell_BS,
-        taken_BAS,
-        _last_of_cell(cell_BS, taken_BAS, rank_BS, height * width),
+        is_positive_BAS,
+        _last_of_cell(cell_BS, is_positive_BAS, rank_BS, height * width),
         paddle.concat([from_cell_BS2, wh_BM2.tile([1, CELLS, 1])], axis=-1),
         labels_BM.tile([1, CELLS]),
     )
@@ -122,12 +123,12 @@ def _rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
     return kind_BS * boxes + box_M.tile([CELLS]).unsqueeze(0)
 
 
-def _last_of_cell(cell_BS: Tensor, taken_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
-    """1 for the taken slot of the highest rank of each anchor and cell, else 0."""
-    shape = taken_BAS.shape
+def _last_of_cell(cell_BS: Tensor, is_positive_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
+    """1 for the positive slot of the highest rank of each anchor and cell, else 0."""
+    shape = is_positive_BAS.shape
     cell_BAS = cell_BS.unsqueeze(1).expand(shape)
     rank_BAS = paddle.where(
-        taken_BAS > 0, rank_BS.unsqueeze(1).expand(shape), paddle.full(shape, -1, "int64")
+        is_positive_BAS > 0, rank_BS.unsqueeze(1).expand(shape), paddle.full(shape, -1, "int64")
     )
     last_BAN = paddle.put_along_axis(
         paddle.full([shape[0], shape[1], cells], -1, "int64"),
@@ -137,11 +138,7 @@ def _last_of_cell(cell_BS: Tensor, taken_BAS: Tensor, rank_BS: Tensor, cells: in
         reduce="amax",
     )
     last_BAS = paddle.take_along_axis(last_BAN, cell_BAS, axis=2)
-    return taken_BAS * (last_BAS == rank_BAS).astype("float32")
-
-
-NOMINAL_BATCH = 64  # images that the recipe's learning rate is for
-LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
+    return is_positive_BAS * (last_BAS == rank_BAS).astype("float32")
 
 
 class Gains(NamedTuple):
@@ -387,7 +384,7 @@ class YOLOv5Loss(Loss):
         boxes_BAS4 = _decode(chosen_BAKS[:, :, :4], anchors_A2)
         target_B1S4 = cxcywh_to_xyxy(matches.target_BS4).unsqueeze(1)
         ciou_BAS = aligned_ciou(boxes_BAS4, target_B1S4)
-        box = ((1.0 - ciou_BAS) * matches.taken_BAS).sum()
+        box = ((1.0 - ciou_BAS) * matches.is_positive_BAS).sum()
 
         # BCE(x, t) = softplus(x) - t x, and t is 0 except at the winning slots.
         target_BAS = ciou_BAS.detach().clip(min=0.0) * matches.wins_BAS
@@ -399,11 +396,11 @@ class YOLOv5Loss(Loss):
         named_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
         yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
         bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * named_BAS
-        return box, found, (bce_BAS * matches.taken_BAS).sum()
+        return box, found, (bce_BAS * matches.is_positive_BAS).sum()
 
 
 def _counts(images: int, levels: list[Matches]) -> Tensor:
-    matches = [level.taken_BAS.sum() for level in levels]
+    matches = [level.is_positive_BAS.sum() for level in levels]
     return paddle.stack([paddle.full([], float(images)), *matches])
 
 

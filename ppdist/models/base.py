@@ -1,4 +1,8 @@
-"""Base classes of all models and of detectors; freezing their parts."""
+"""Base classes of all models and of detectors; freezing their parts.
+
+ImageModel and Detector are what trainer, evaluator and export know of a model; `anchor_points`
+serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
+"""
 
 import math
 from collections.abc import Sequence
@@ -124,11 +128,7 @@ class ImageModel(nn.Layer):
 
     def parameter_count(self) -> int:
         """Weights, biases and norm scales, frozen ones too; running statistics are not counted."""
-        return sum(
-            math.prod(value.shape)
-            for key, value in self.named_parameters()
-            if not key.endswith(("._mean", "._variance"))
-        )
+        return sum(_weight_sizes(self).values())
 
     def fuse(self) -> None:
         """Re-parameterises in place for deployment; eval outputs stay the same to rounding."""
@@ -137,11 +137,11 @@ class ImageModel(nn.Layer):
                 layer.fuse()
         self.eval()
 
-    def fold_norms(self) -> None:
-        """Folds every batch norm into its convolution, in place; eval outputs as after `fuse`."""
+    def fuse_conv_bn(self) -> None:
+        """Fuses every batch norm into its convolution, in place; eval outputs as after `fuse`."""
         for layer in self.sublayers():
             if isinstance(layer, ConvBNLayer):
-                layer.fold_norm()
+                layer.fuse_conv_bn()
 
     @paddle.no_grad()
     def fold_pixel_scale(self) -> None:
@@ -192,6 +192,15 @@ class Detector(ImageModel):
     def become_teacher(self) -> None:
         """In place, with its weights loaded: from now on its raw outputs are those that a student
         is to learn from."""
+
+
+def _weight_sizes(model: nn.Layer) -> dict[str, int]:
+    """Numbers in each parameter by key, without running statistics, which Paddle counts as such."""
+    return {
+        key: math.prod(value.shape)
+        for key, value in model.named_parameters()
+        if not key.endswith(("._mean", "._variance"))
+    }
 
 
 def _channels(values: list[float]) -> Tensor:
@@ -327,7 +336,7 @@ def freezing(model: ImageModel, what: Freeze) -> list[str]:
     keys = frozen_keys(model, what)
     if not keys:
         return []
-    sizes = {key: math.prod(value.shape) for key, value in _weights(model).items()}
+    sizes = _weight_sizes(model)
     frozen = sum(size for key, size in sizes.items() if key in keys)
     whole = [name for name, inside in model.stages.items() if keys >= {*inside}]
     which = f" ({', '.join(whole)})" if whole else ""
@@ -335,9 +344,3 @@ def freezing(model: ImageModel, what: Freeze) -> list[str]:
         f"frozen: {frozen} of {sum(sizes.values())} weights{which}; they and their running "
         f"statistics stay as they are"
     ]
-
-
-def _weights(model: nn.Layer) -> dict:
-    """Parameters by key, without the running statistics, which Paddle counts among them."""
-    named = model.named_parameters()
-    return {key: each for key, each in named if not key.endswith(("._mean", "._variance"))}

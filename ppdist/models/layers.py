@@ -1,5 +1,8 @@
 """Building blocks of convolutional detectors, and batch norm over all ranks.
 
+In this order: activations; blocks of both families, of PP-YOLOE, of YOLOv5; what is set on a whole
+model (activation, start); batch norm over all ranks.
+
 Attribute names (`conv`, `bn`, `conv1`, `fc`, ...) are part of the contract: they are the keys under
 which the published weights are stored.
 """
@@ -13,16 +16,6 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from ppdist.distributed import comm
-
-
-def upsample2x(feature: Tensor) -> Tensor:
-    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
-
-    Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
-    predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
-    """
-    feature = paddle.stack([feature, feature], axis=-1).flatten(3, 4)
-    return paddle.stack([feature, feature], axis=3).flatten(2, 3)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -55,6 +48,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "leaky_relu": leaky_relu,
 }
+
+
+def upsample2x(feature: Tensor) -> Tensor:
+    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
+
+    Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
+    predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
+    """
+    feature = paddle.stack([feature, feature], axis=-1).flatten(3, 4)
+    return paddle.stack([feature, feature], axis=3).flatten(2, 3)
 
 
 class ConvBNLayer(nn.Layer):
@@ -93,15 +96,22 @@ class ConvBNLayer(nn.Layer):
         return x if self.activation is None else ACTIVATIONS[self.activation](x)
 
     @paddle.no_grad()
-    def fold_norm(self) -> None:
-        """Folds the batch norm into the convolution, which gets a bias; same eval output."""
+    def fuse_conv_bn(self) -> None:
+        """Fuses the batch norm into the convolution, which gets a bias; same eval output."""
         if isinstance(self.bn, nn.Identity):
             return
-        kernel, bias = _fold_norm(self)
+        kernel, bias = _fused_conv_bn(self)
         self.conv.weight.set_value(kernel)
         self.conv.bias = self.conv.create_parameter(bias.shape, is_bias=True)
         self.conv.bias.set_value(bias)
         self.bn = nn.Identity()
+
+
+def _fused_conv_bn(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
+    """Kernel and bias of one convolution that equals convolution plus frozen batch norm."""
+    norm = block.bn
+    scale = norm.weight / paddle.sqrt(norm._variance + norm._epsilon)
+    return block.conv.weight * scale.reshape([-1, 1, 1, 1]), norm.bias - norm._mean * scale
 
 
 class RepConv(nn.Layer):
@@ -139,8 +149,8 @@ class RepConv(nn.Layer):
         """Replaces both branches by the 3x3 convolution (with bias) of the same eval output."""
         if self.conv is not None:
             return
-        kernel, bias = _fold_norm(self.conv1)
-        kernel_1x1, bias_1x1 = _fold_norm(self.conv2)
+        kernel, bias = _fused_conv_bn(self.conv1)
+        kernel_1x1, bias_1x1 = _fused_conv_bn(self.conv2)
         if self.alpha is not None:
             kernel_1x1, bias_1x1 = self.alpha * kernel_1x1, self.alpha * bias_1x1
         channels = kernel.shape[0]
@@ -149,20 +159,6 @@ class RepConv(nn.Layer):
         fused.bias.set_value(bias + bias_1x1)
         del self.conv1, self.conv2, self.alpha
         self.conv = fused
-
-
-def set_activation(model: nn.Layer, name: str) -> None:
-    """Makes `name`, a row of `ACTIVATIONS`, that of every layer that has one."""
-    for layer in model.sublayers():
-        if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.activation):
-            layer.activation = name
-
-
-def _fold_norm(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
-    """Kernel and bias of one convolution that equals convolution plus frozen batch norm."""
-    norm = block.bn
-    scale = norm.weight / paddle.sqrt(norm._variance + norm._epsilon)
-    return block.conv.weight * scale.reshape([-1, 1, 1, 1]), norm.bias - norm._mean * scale
 
 
 class RepBlock(nn.Layer):
@@ -191,15 +187,16 @@ class EffectiveSELayer(nn.Layer):
 
 
 class SPP(nn.Layer):
-    """The input beside its max-poolings of several sizes (stride 1), mixed by a 1x1 ConvBNLayer."""
+    """The input beside its max-poolings of SIZES (stride 1), mixed by a 1x1 ConvBNLayer."""
 
-    def __init__(self, channels: int, sizes: tuple[int, ...] = (5, 9, 13)) -> None:
+    SIZES = (5, 9, 13)  # pixels
+
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.sizes = sizes
-        self.conv = ConvBNLayer(channels * (len(sizes) + 1), channels, 1)
+        self.conv = ConvBNLayer(channels * (len(self.SIZES) + 1), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = [F.max_pool2d(x, size, stride=1, padding=size // 2) for size in self.sizes]
+        pooled = [F.max_pool2d(x, size, stride=1, padding=size // 2) for size in self.SIZES]
         return self.conv(paddle.concat([x, *pooled], axis=1))
 
 
@@ -256,6 +253,13 @@ class SPPF(nn.Layer):
         return self.conv2(paddle.concat(maps, axis=1))
 
 
+def set_activation(model: nn.Layer, name: str) -> None:
+    """Makes `name`, a row of `ACTIVATIONS`, that of every layer that has one."""
+    for layer in model.sublayers():
+        if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.activation):
+            layer.activation = name
+
+
 @paddle.no_grad()
 def start_uniform(model: nn.Layer) -> None:
     """Draws convolution and linear weights from U(-b, b), b = fan_in ** -0.5, torch's default.
@@ -270,6 +274,53 @@ def start_uniform(model: nn.Layer) -> None:
             fan_in = shape[0] if isinstance(layer, nn.Linear) else math.prod(shape[1:])
             bound = fan_in**-0.5
             layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
+
+
+def synchronize_batch_norm(model: nn.Layer) -> nn.Layer:
+    """Makes every BatchNorm2D of a model use statistics of all ranks; returns the model.
+
+    Those that normalise by their running statistics (frozen) stay as they are.  On GPUs Paddle's
+    own SyncBatchNorm (NCCL); on gloo ranks ours.  One process: unchanged.
+    """
+    if comm.world_size() > 1:
+        if comm.on_gpu():
+            _take_paddles_own(model)
+        else:
+            take_gloo_batch_norm(model)
+    return model
+
+
+def _take_paddles_own(model: nn.Layer) -> None:
+    """As nn.SyncBatchNorm.convert_sync_batchnorm, but for frozen layers, whose running statistics
+    Paddle's SyncBatchNorm would take from the batches."""
+    for layer in model.sublayers(include_self=True):
+        for name, child in list(layer.named_children()):
+            if isinstance(child, nn.BatchNorm2D) and not child._use_global_stats:
+                setattr(layer, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+
+
+def take_gloo_batch_norm(model: nn.Layer) -> None:
+    """Makes every BatchNorm2D of a model ours, also on one rank."""
+    for layer in model.sublayers():
+        if type(layer) is nn.BatchNorm2D:
+            layer.__class__ = GlooSyncBatchNorm2D  # same attributes; only forward differs
+
+
+class GlooSyncBatchNorm2D(nn.BatchNorm2D):
+    """nn.BatchNorm2D whose training statistics are those of all ranks, for gloo.
+
+    Paddle's own SyncBatchNorm has no CPU kernel.
+    Every rank runs the same layers in the same order, so every rank reaches each collective.
+    Parameters, statistics and state-dict keys are those of nn.BatchNorm2D.
+    """
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        if not self.training or self._use_global_stats:
+            return super().forward(x_BCHW)
+        return _Normalize.apply(
+            x_BCHW, self.weight, self.bias, self._epsilon, self._mean, self._variance,
+            self._momentum,
+        )  # fmt: skip
 
 
 class _Normalize(PyLayer):
@@ -307,9 +358,7 @@ class _Normalize(PyLayer):
         return dx_BCHW, dgamma_C, dbeta_C
 
 
-def _combine(
-    count: paddle.Tensor, mean_C: paddle.Tensor, square_C: paddle.Tensor
-) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+def _combine(count: Tensor, mean_C: Tensor, square_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and biased variance of all ranks from each rank's count, mean and sum of squared
     deviations, in one collective.  Source: Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 2.1.
     (Summing x and x**2 instead would lose digits where the mean is far from 0.)
@@ -321,51 +370,3 @@ def _combine(
     all_mean_C = (counts_WC * means_WC).sum(0) / total_C
     spread_WC = counts_WC * (means_WC - all_mean_C) ** 2
     return total_C[0], all_mean_C, (squares_WC + spread_WC).sum(0) / total_C
-
-
-class GlooSyncBatchNorm2D(nn.BatchNorm2D):
-    """nn.BatchNorm2D whose training statistics are those of all ranks, for gloo.
-
-    Paddle's own SyncBatchNorm has no CPU kernel.
-    Every rank runs the same layers in the same order, so every rank reaches each collective.
-    Parameters, statistics and state-dict keys are those of nn.BatchNorm2D.
-    """
-
-    def forward(self, x_BCHW: paddle.Tensor) -> paddle.Tensor:
-        if not self.training or self._use_global_stats:
-            return super().forward(x_BCHW)
-        return _Normalize.apply(
-            x_BCHW, self.weight, self.bias, self._epsilon, self._mean, self._variance,
-            self._momentum,
-        )  # fmt: skip
-
-
-def synchronize_batch_norm(model: nn.Layer) -> nn.Layer:
-    """Makes every BatchNorm2D of a model use statistics of all ranks; returns the model.
-
-    Those that normalise by their running statistics (frozen) stay as they are.  On GPUs Paddle's
-    own SyncBatchNorm (NCCL); on gloo ranks ours.  One process: unchanged.
-    """
-    if comm.world_size() == 1:
-        return model
-    if comm.on_gpu():
-        _take_paddles_own(model)
-        return model
-    take_gloo_batch_norm(model)
-    return model
-
-
-def _take_paddles_own(model: nn.Layer) -> None:
-    """As nn.SyncBatchNorm.convert_sync_batchnorm, but for frozen layers, whose running statistics
-    Paddle's SyncBatchNorm would take from the batches."""
-    for layer in model.sublayers(include_self=True):
-        for name, child in list(layer.named_children()):
-            if isinstance(child, nn.BatchNorm2D) and not child._use_global_stats:
-                setattr(layer, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
-
-
-def take_gloo_batch_norm(model: nn.Layer) -> None:
-    """Makes every BatchNorm2D of a model ours, also on one rank."""
-    for layer in model.sublayers():
-        if type(layer) is nn.BatchNorm2D:
-            layer.__class__ = GlooSyncBatchNorm2D  # same attributes; only forward differs

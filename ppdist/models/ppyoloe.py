@@ -51,20 +51,20 @@ class PPYOLOEOutputs(NamedTuple):
     """Raw outputs per level, strides falling (32, 16, 8).  With a one-to-one head the first two are
     its outputs wherever no gradient can come back.
 
-    class_logits: [B, C, H, W] each; side_logits: [B, 4 * BINS, H, W] each, channel
-    side * BINS + bin, sides left, top, right, bottom.
-    aux_class_logits, aux_side_logits: the same of the auxiliary head; empty without one, and
+    class_logits: [B, C, H, W] each; reg_dist: [B, 4 * BINS, H, W] each, logits of distributions,
+        channel side * BINS + bin, sides left, top, right, bottom.
+    aux_class_logits, aux_reg_dist: the same of the auxiliary head; empty without one, and
         wherever no gradient can come back.
-    one_class_logits, one_side_logits: the same of the one-to-one head.
+    one_class_logits, one_reg_dist: the same of the one-to-one head.
     features: of the neck, see `Detector.distillation`; empty without.
     """
 
     class_logits: tuple[Tensor, ...]
-    side_logits: tuple[Tensor, ...]
+    reg_dist: tuple[Tensor, ...]
     aux_class_logits: tuple[Tensor, ...] = ()
-    aux_side_logits: tuple[Tensor, ...] = ()
+    aux_reg_dist: tuple[Tensor, ...] = ()
     one_class_logits: tuple[Tensor, ...] = ()
-    one_side_logits: tuple[Tensor, ...] = ()
+    one_reg_dist: tuple[Tensor, ...] = ()
     features: tuple[Tensor, ...] = ()
 
 
@@ -183,13 +183,13 @@ class PPYOLOEHead(nn.Layer):
         self.proj_conv.weight.stop_gradient = True
 
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
-        class_logits, side_logits = [], []
+        class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
             mean = F.adaptive_avg_pool2d(feature, 1)
             class_feature = self.stem_cls[level](feature, mean) + feature
             class_logits.append(self.pred_cls[level](class_feature))
-            side_logits.append(self.pred_reg[level](self.stem_reg[level](feature, mean)))
-        return PPYOLOEOutputs(tuple(class_logits), tuple(side_logits))
+            reg_dist.append(self.pred_reg[level](self.stem_reg[level](feature, mean)))
+        return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
 
 
 class ConvGroupNorm(nn.Layer):
@@ -225,27 +225,23 @@ class AuxHead(nn.Layer):
     Source: the assign guidance module of NanoDet-Plus; PP-YOLOE+ t has one such convolution.
     """
 
-    def __init__(self, channels: int, levels: int, num_classes: int, side_logits: int) -> None:
-        """
-        Args:
-            channels: of every level's feature.
-            side_logits: outputs per cell for the four sides.
-        """
+    def __init__(self, channels: int, levels: int, num_classes: int) -> None:
+        """Args: channels: of every level's feature."""
         super().__init__()
         self.cls_convs = nn.LayerList([ConvGroupNorm(channels)])
         self.reg_convs = nn.LayerList([ConvGroupNorm(channels)])
         prior = -math.log((1 - 0.01) / 0.01)
         self.gfl_cls = _predictor(channels, num_classes, prior, weight=_normal(0.01))
-        self.gfl_reg = _predictor(channels, side_logits, 0.0, weight=_normal(0.01))
+        self.gfl_reg = _predictor(channels, 4 * BINS, 0.0, weight=_normal(0.01))
         self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
 
     def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Features [B, channels, H, W] to class and side logits, one map per level each."""
-        class_logits, side_logits = [], []
+        class_logits, reg_dist = [], []
         for feature, scale in zip(features, self.scales):
             class_logits.append(self.gfl_cls(self.cls_convs[0](feature)))
-            side_logits.append(scale(self.gfl_reg(self.reg_convs[0](feature))))
-        return tuple(class_logits), tuple(side_logits)
+            reg_dist.append(scale(self.gfl_reg(self.reg_convs[0](feature))))
+        return tuple(class_logits), tuple(reg_dist)
 
 
 class PPYOLOE(Detector):
@@ -298,7 +294,7 @@ class PPYOLOE(Detector):
         self.aux_head: AuxHead | None = None
         if config.auxiliary:
             self.aux_neck = CustomCSPPAN(taken, out, blocks)
-            self.aux_head = AuxHead(2 * out[0], len(out), config.num_classes, 4 * BINS)
+            self.aux_head = AuxHead(2 * out[0], len(out), config.num_classes)
         self.one_to_one_head: PPYOLOEHead | None = None
         self.needs_nms = not config.one_to_one
         if config.one_to_one:  # last: all else starts as it does without
@@ -320,15 +316,15 @@ class PPYOLOE(Detector):
         if self.distillation is not None:
             outputs = outputs._replace(features=self.distillation(fused))
         if one is not None and backward:
-            logits, sides, *_ = one([x.detach() for x in fused])
-            outputs = outputs._replace(one_class_logits=logits, one_side_logits=sides)
+            logits, reg_dist, *_ = one([x.detach() for x in fused])
+            outputs = outputs._replace(one_class_logits=logits, one_reg_dist=reg_dist)
         if self.aux_neck is None or self.aux_head is None or not backward:
             return outputs
         if self.detach_auxiliary:
             features, fused = [x.detach() for x in features], [x.detach() for x in fused]
         both = zip(fused, self.aux_neck(features))
-        logits, sides = self.aux_head([paddle.concat(pair, axis=1) for pair in both])
-        return outputs._replace(aux_class_logits=logits, aux_side_logits=sides)
+        logits, reg_dist = self.aux_head([paddle.concat(pair, axis=1) for pair in both])
+        return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:
         """A one-to-one head keeps quiet beside each best cell; the other one has more to say."""
@@ -353,23 +349,23 @@ class PPYOLOE(Detector):
         levels, coarse to fine, each row by row.  float32, not clipped to the image.  A one-to-one
         head, where there is one, predicts."""
         if outputs.one_class_logits:
-            outputs = PPYOLOEOutputs(outputs.one_class_logits, outputs.one_side_logits)
+            outputs = PPYOLOEOutputs(outputs.one_class_logits, outputs.one_reg_dist)
         logits_BCN = paddle.concat([x.flatten(2) for x in outputs.class_logits], axis=2)
         scores_BNC = F.sigmoid(logits_BCN.astype("float32")).transpose([0, 2, 1])
-        sides_BXN = paddle.concat([x.flatten(2) for x in outputs.side_logits], axis=2)
-        sides_BN4R = sides_BXN.astype("float32").transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
+        reg_dist_BXN = paddle.concat([x.flatten(2) for x in outputs.reg_dist], axis=2)
+        reg_dist_BN4R = reg_dist_BXN.astype("float32").transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
         points_N2, stride_N1 = anchor_points(outputs.class_logits, self.strides)
-        return scores_BNC, decode_boxes(sides_BN4R, points_N2, stride_N1)
+        return scores_BNC, decode_boxes(reg_dist_BN4R, points_N2, stride_N1)
 
 
-def decode_boxes(sides_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
+def decode_boxes(reg_dist_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
     """Side distributions (logits over BINS) to boxes [B, N, 4], xyxy in the points' pixels.
 
     side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
     """
     # A column, not a vector: ONNX Runtime then computes one product instead of N small ones.
-    bins_R1 = paddle.arange(BINS, dtype=sides_BN4R.dtype).unsqueeze(1)
-    sides_BN4 = F.softmax(sides_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
+    bins_R1 = paddle.arange(BINS, dtype=reg_dist_BN4R.dtype).unsqueeze(1)
+    sides_BN4 = F.softmax(reg_dist_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 

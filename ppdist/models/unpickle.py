@@ -7,14 +7,12 @@ down what the program would make: nothing the file names is imported, called or 
 forbidden names that could have a gap: no name leads anywhere.  A file that asks for a call no
 weight file needs is refused all the same, so that its owner hears of it.
 
-torch.save (.pt, .pth): a pickle that describes tensors as `_rebuild_tensor_v2(storage, offset,
-size, stride)`, beside the numbers of the storages: both in a zip archive, before torch 1.6 one
-after the other.  The numbers are bounds-checked views of the storages.  Understood: a state dict;
-a pickled model; either of them in a dict under one of the usual names (`WRAPPERS`).  Of a model
-only the tensors are taken, walking from module to module as torch's `state_dict()` does.
+The module reads in the order in which a file goes through it:
 
-What `write_torch` writes, `torch.load` reads, also with `weights_only=True`.  Its pickle is put
-together by hand, since Python's own pickler wants to import what it names.
+    read_pickle                     the stack machine: what one pickle describes
+    find_weights                    where in that people keep their weights
+    read_pdparams, write_pdparams   Paddle's files: a pickled dict of numpy arrays
+    read_torch, write_torch         torch's files: a pickle beside the numbers of its tensors
 
 Sources: opcodes: PEP 307, 3154, 574 and the documentation of Python's `pickletools`; torch's
 layout: the documentation of torch.save ("Serialization semantics") and files written by it.
@@ -25,7 +23,7 @@ import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -35,7 +33,13 @@ import numpy as np
 
 from ppdist.common.errors import WeightsError
 
+# What a file may ask for at most.
 MAX_OPERATIONS = 5_000_000  # a YOLOv5x checkpoint has about 30,000; each one costs up to 200 bytes
+MAX_ENTRIES = 20_000  # of a dict or model with weights; a YOLOv5x has about 1,500
+MAX_VISITS = 200_000  # attributes of modules, shared ones every time; a YOLOv5x has about 30,000
+MAX_KEY_LENGTH = 500
+MAX_DIMENSIONS = 8
+MAX_SIZE = 1 << 80  # beyond it a file's numbers only cost time
 _SHOWN_CHARACTERS = 80
 
 
@@ -83,7 +87,6 @@ class Made:
 _DICT, _SET = Name("builtins", "dict"), Name("builtins", "set")
 _MAPPINGS = (_DICT, Name("__builtin__", "dict"), Name("collections", "OrderedDict"))
 _RECONSTRUCTORS = (Name("copyreg", "_reconstructor"), Name("copy_reg", "_reconstructor"))
-
 # The calls that weight files and whole checkpoints contain.  Being here lets the file pass, nothing
 # more: these are not called either.
 _CALLS = frozenset(
@@ -113,23 +116,18 @@ _CALLS = frozenset(
 )
 
 
-def read_pickle(stream: BytesIO, path: Path, references: list[Reference] | None = None) -> object:
+def read_pickle(stream: BytesIO, path: Path) -> object:
     """What one pickle describes, out of Names, Mades, References and plain values.
 
     Args:
         stream: stands at the start of a pickle, afterwards behind its end.  In memory, because
             only then is a declared length bounded by what is there.
         path: for messages.
-        references: gets every Reference the pickle makes.
     Raises:
         WeightsError: the file asks for a call that no weight file needs, or for far too much.
         Exception: damaged; see weights.read_arrays.
     """
-    machine = _Machine(path)
-    content = machine.run(stream)
-    if references is not None:
-        references.extend(machine.references)
-    return content
+    return _Machine(path).run(stream)
 
 
 def mapping(value: object) -> dict[str, object] | None:
@@ -158,7 +156,10 @@ def describe(value: object) -> str:
 
 
 class _Machine:
-    """The stack machine, with marks as the sentinel `_mark` among the values."""
+    """The stack machine, with marks as the sentinel `_mark` among the values.
+
+    references: every Reference that the pickle made.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -168,6 +169,7 @@ class _Machine:
         self.references: list[Reference] = []
 
     def run(self, stream: BytesIO) -> object:
+        """See `read_pickle`."""
         for count, (opcode, arg, _) in enumerate(pickletools.genops(stream)):
             if count > MAX_OPERATIONS:
                 raise WeightsError(
@@ -393,40 +395,27 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
 WRAPPERS = (
     "ema", "model", "state_dict", "model_state_dict", "net", "module", "weights", "params",
 )  # fmt: skip
-MAX_ENTRIES = 20_000  # of a dict or model with weights; a YOLOv5x has about 1,500
 _NESTED = 2  # wrappers in wrappers, as in {"ema": {"module": ...}}
 
+# What a dict, or an object such as a model, holds directly: keys and described tensors.
+_WeightsIn = Callable[[Made], list[tuple[str, object]]]
 
-def find_weights(
-    content: object, tensors_of: Callable[[Made], list[tuple[str, object]]], nested: int = _NESTED
-) -> list[tuple[str, object]]:
+
+def find_weights(content: object, path: Path, weights_in: _WeightsIn) -> list[tuple[str, object]]:
     """Key and described tensor of every weight in what was saved.
 
     They are looked for under WRAPPERS one after the other, then in `content` itself; of an object
     first in itself, then under WRAPPERS in its `__dict__` (an object that keeps averages).
 
-    Args:
-        tensors_of: the weights that a dict, or an object such as a model, holds directly.
+    Args: weights_in: those of one dict or object, Paddle's or torch's.
+    Raises: WeightsError: there are none; it says what is there.
     """
-    if not isinstance(content, Made) or entry_count(content) > MAX_ENTRIES:
-        return []
-    inside = mapping(content)
-    own = tensors_of(content)
-    if inside is None and own:
-        return own
-    inside = mapping(content.state) or {} if inside is None else inside
-    for key in WRAPPERS if nested else ():
-        found = find_weights(inside.get(key), tensors_of, nested - 1)
-        if found:
-            return found
-    return own
-
-
-def nothing_found(path: Path, content: object) -> WeightsError:
-    """The error of a file without weights, saying what is in it."""
+    found = _search(content, weights_in, _NESTED)
+    if found:
+        return found
     keys = list(mapping(content) or ())
     inside = ", ".join(f"'{shown(key)}'" for key in keys[:5]) or describe(content)
-    return WeightsError(
+    raise WeightsError(
         "no weights in it: expected a state dict, a model, or one of them under "
         f"{', '.join(WRAPPERS)}; found {inside}",
         code="weights_no_state_dict",
@@ -434,10 +423,102 @@ def nothing_found(path: Path, content: object) -> WeightsError:
     )
 
 
-MAX_VISITS = 200_000  # attributes of modules, shared ones every time; a YOLOv5x has about 30,000
-MAX_KEY_LENGTH = 500
-MAX_DIMENSIONS = 8
-MAX_SIZE = 1 << 80  # beyond it a file's numbers only cost time
+def _search(content: object, weights_in: _WeightsIn, nested: int) -> list[tuple[str, object]]:
+    if not isinstance(content, Made) or entry_count(content) > MAX_ENTRIES:
+        return []
+    inside = mapping(content)
+    own = weights_in(content)
+    if inside is None and own:
+        return own
+    inside = mapping(content.state) or {} if inside is None else inside
+    for key in WRAPPERS if nested else ():
+        found = _search(inside.get(key), weights_in, nested - 1)
+        if found:
+            return found
+    return own
+
+
+# numpy 1 keeps these in numpy.core, numpy 2 in numpy._core.
+_RECONSTRUCT = {Name(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+_FROM_BUFFER = {Name(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
+_TUPLES = (Name("builtins", "tuple"), Name("__builtin__", "tuple"))
+_DTYPE = Name("numpy", "dtype")
+_ENCODE = Name("_codecs", "encode")
+_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
+_PROTOCOL = 4  # of Paddle's own; 5 needs numpy.core.numeric, which moved
+
+
+def read_pdparams(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of the dict by key; entries that are none (Paddle's table of names) are left out.
+
+    The dict may be in another one under the usual names (`WRAPPERS`).
+
+    Raises:
+        WeightsError: no dict of arrays in it, or refused.
+        Exception: damaged; see weights.read_arrays.
+    """
+    content = read_pickle(BytesIO(path.read_bytes()), path)
+    found = find_weights(content, path, _paddle_arrays)
+    return {key: _array(value) for key, value in found if isinstance(value, Made)}
+
+
+def _paddle_arrays(value: Made) -> list[tuple[str, object]]:
+    entries = [(key, _unnamed(entry)) for key, entry in (mapping(value) or {}).items()]
+    return [
+        (key, entry)
+        for key, entry in entries
+        if isinstance(entry, Made) and entry.maker in _RECONSTRUCT | _FROM_BUFFER
+    ]
+
+
+def _unnamed(value: object) -> object:
+    """The array of a tensor that paddle.save met inside another dict: `tuple((name, array))`."""
+    if isinstance(value, Made) and value.maker in _TUPLES and len(value.args) == 1:
+        pair = value.args[0]
+        return pair[1] if isinstance(pair, tuple) and len(pair) == 2 else value
+    return value
+
+
+def _array(made: Made) -> np.ndarray:
+    """The array as numpy's own __setstate__ or _frombuffer would build it, sizes checked first."""
+    if made.maker in _FROM_BUFFER:
+        raw, dtype, shape, order = made.args
+        fortran = order == "F"
+    else:
+        _, shape, dtype, fortran, raw = made.state
+    kind, data = _dtype(dtype), _bytes(raw)
+    if not isinstance(shape, tuple) or any(type(side) is not int or side < 0 for side in shape):
+        raise ValueError("an array without a sensible shape")
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for an array of shape {shape} and type {kind}")
+    return np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
+
+
+def _dtype(value: object) -> np.dtype:
+    if isinstance(value, Made) and value.maker == _DTYPE:
+        code, order = value.args[0], value.state[1]
+        if code in _TYPES and order in tuple("<>|="):
+            return np.dtype(f"{order}{code}")
+        if isinstance(code, str):
+            raise NotSupportedError(f"arrays of type {shown(code)} are not supported")
+    raise ValueError(f"an array of type {describe(value)}")
+
+
+def _bytes(value: object) -> bytes | bytearray:
+    """Bytes, which protocol 2 of Python 3 and all of Python 2 keep in text of one byte a letter."""
+    if isinstance(value, Made) and value.maker == _ENCODE:
+        value = value.args[0]
+    if isinstance(value, str):
+        return value.encode("latin-1")
+    if isinstance(value, bytes | bytearray):
+        return value
+    raise ValueError(f"an array of {describe(value)}")
+
+
+def write_pdparams(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes what `paddle.load` reads as a state dict; keys as they are."""
+    path.write_bytes(pickle.dumps(dict(arrays), protocol=_PROTOCOL))
+
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -445,8 +526,11 @@ _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _STORAGES = {
     "FloatStorage": "<f4", "DoubleStorage": "<f8", "HalfStorage": "<f2", "BFloat16Storage": "<u2",
     "LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "<i1",
-    "ByteStorage": "<u1", "BoolStorage": "<u1",
+    "BoolStorage": "<u1", "ByteStorage": "<u1",
 }  # fmt: skip
+# As what a type is written: the last storage that is read as it.
+_STORAGE_OF = {np.dtype(code).name: kind for kind, code in _STORAGES.items()}
+_STORAGE_OF["bool"] = "BoolStorage"
 _TENSORS = (Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils", "_rebuild_tensor"))
 _PARAMETERS = (
     Name("torch._utils", "_rebuild_parameter"),
@@ -459,18 +543,22 @@ _NEWER = Name("torch._utils", "_rebuild_tensor_v3")  # of types such as float8; 
 def read_torch(path: Path) -> dict[str, np.ndarray]:
     """The weights of the file by the original's keys: views, some of them of shared memory.
 
+    A pickle describes tensors as `_rebuild_tensor_v2(storage, offset, size, stride)`, beside the
+    numbers of the storages: both in a zip archive, before torch 1.6 one after the other.  The
+    numbers are bounds-checked views of the storages.  Understood: a state dict; a pickled model;
+    either of them in a dict under one of WRAPPERS.  Of a model only the tensors are taken, walking
+    from module to module as torch's `state_dict()` does.
+
     Raises:
         WeightsError: nothing of what is understood, or refused.
         Exception: damaged; see weights.read_arrays.
     """
     with path.open("rb") as file:
         is_zip = file.read(len(_ZIP_START)) == _ZIP_START
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            content, fetch = _open_zip(archive, path)
-            return _arrays(content, path, fetch)
-    content, fetch = _open_legacy(path)
-    return _arrays(content, path, fetch)
+    if not is_zip:
+        return _torch_arrays(path, *_open_legacy(path))
+    with zipfile.ZipFile(path) as archive:
+        return _torch_arrays(path, *_open_zip(archive, path))
 
 
 # storage -> its bytes; at least as many as it says
@@ -541,11 +629,7 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
         )
     order = f"{top[0]}/byteorder"
     if order in entries and archive.read(order) != b"little":
-        raise WeightsError(
-            "written on a big-endian machine, which is not supported",
-            code="weights_big_endian",
-            where=str(path),
-        )
+        raise _big_endian(path)
 
     def fetch(storage: _Storage) -> bytes:
         return archive.read(entries[f"{top[0]}/data/{storage.key}"])
@@ -563,17 +647,13 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
             where=str(path),
             fix="if Paddle wrote it, call it .pdparams",
         )
-    machine = mapping(read_pickle(stream, path)) or {}
-    if machine.get("little_endian") is not True:
-        raise WeightsError(
-            "written on a big-endian machine, which is not supported",
-            code="weights_big_endian",
-            where=str(path),
-        )
-    references: list[Reference] = []
-    content = read_pickle(stream, path, references)
+    written_on = mapping(read_pickle(stream, path)) or {}
+    if written_on.get("little_endian") is not True:
+        raise _big_endian(path)
+    machine = _Machine(path)
+    content = machine.run(stream)
     keys = read_pickle(stream, path)
-    storages = {storage.key: storage for storage in map(_Storage.of, references)}
+    storages = {storage.key: storage for storage in map(_Storage.of, machine.references)}
     blocks: dict[str, memoryview] = {}
     position = stream.tell()
     for key in keys if isinstance(keys, list) else []:  # one after the other, each with its count
@@ -586,6 +666,69 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
         blocks[key] = memoryview(data)[position + 8 : end]
         position = end
     return content, lambda storage: blocks[storage.key]
+
+
+def _big_endian(path: Path) -> WeightsError:
+    return WeightsError(
+        "written on a big-endian machine, which is not supported",
+        code="weights_big_endian",
+        where=str(path),
+    )
+
+
+def _torch_arrays(path: Path, content: object, fetch: _Fetch) -> dict[str, np.ndarray]:
+    found = find_weights(content, path, lambda value: _torch_tensors(value, path))
+    tensors = _Tensors(path, fetch)
+    return {key: tensors.array(shown(key), value) for key, value in found}
+
+
+def _torch_tensors(value: Made, path: Path) -> list[tuple[str, object]]:
+    """Key and described tensor of a state dict or a model; nothing of anything else."""
+    entries = mapping(value)
+    if entries is None and not _is_tensor(value):
+        return _walk(value, path)
+    return [(key, tensor) for key, tensor in (entries or {}).items() if _is_tensor(tensor)]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Made) and value.maker in (
+        *_TENSORS, *_PARAMETERS, _SUBCLASS, _NEWER,
+    )  # fmt: skip
+
+
+def _walk(model: Made, path: Path) -> list[tuple[str, object]]:
+    """Parameters and buffers of a pickled model, in the order of torch's `state_dict()`.
+
+    Whatever its classes are called, a module keeps its parts in `_parameters`, `_buffers` and
+    `_modules`.  Modules may be shared, so a small file can describe an endless tree; hence limits.
+    """
+    found: list[tuple[str, object]] = []
+    pending = [("", model)]
+    modules, visits = 1, 0
+    while pending:
+        prefix, module = pending.pop()
+        state = mapping(module.state) or {}
+        groups = [state.get(name) for name in ("_parameters", "_buffers", "_modules")]
+        visits += sum(map(entry_count, (module.state, *groups)))
+        if visits > MAX_VISITS:
+            break
+        *tensors, children = (
+            [(f"{prefix}{key[: MAX_KEY_LENGTH + 1]}", part) for key, part in entries.items()]
+            for entries in (mapping(group) or {} for group in groups)
+        )
+        found += [pair for pairs in tensors for pair in pairs if pair[1] is not None]
+        inner = [(f"{name}.", part) for name, part in children if isinstance(part, Made)]
+        pending += reversed(inner)
+        modules += len(inner)
+        if modules + len(found) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:
+            break
+    else:
+        return found
+    raise WeightsError(
+        "refused: its modules contain each other without end",
+        code="weights_unsafe",
+        where=str(path),
+    )
 
 
 class _Tensors:
@@ -660,159 +803,16 @@ def _out_of_bounds(count: int, offset: object, shape: object, strides: object) -
     return ""
 
 
-def _arrays(content: object, path: Path, fetch: _Fetch) -> dict[str, np.ndarray]:
-    tensors = _Tensors(path, fetch)
-    found = find_weights(content, lambda value: _tensors_of(value, path))
-    if not found:
-        raise nothing_found(path, content)
-    return {key: tensors.array(shown(key), value) for key, value in found}
-
-
-def _tensors_of(value: Made, path: Path) -> list[tuple[str, object]]:
-    """Key and described tensor of a state dict or a model; nothing of anything else."""
-    entries = mapping(value)
-    if entries is None and not _is_tensor(value):
-        return _walk(value, path)
-    return [(key, tensor) for key, tensor in (entries or {}).items() if _is_tensor(tensor)]
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Made) and value.maker in (
-        *_TENSORS, *_PARAMETERS, _SUBCLASS, _NEWER,
-    )  # fmt: skip
-
-
-def _walk(model: Made, path: Path) -> list[tuple[str, object]]:
-    """Parameters and buffers of a pickled model, in the order of torch's `state_dict()`.
-
-    Whatever its classes are called, a module keeps its parts in `_parameters`, `_buffers` and
-    `_modules`.  Modules may be shared, so a small file can describe an endless tree; hence limits.
-    """
-    found: list[tuple[str, object]] = []
-    pending = [("", model)]
-    modules, visits = 1, 0
-    while pending:
-        prefix, module = pending.pop()
-        state = mapping(module.state) or {}
-        groups = [state.get(name) for name in ("_parameters", "_buffers", "_modules")]
-        visits += sum(map(entry_count, (module.state, *groups)))
-        if visits > MAX_VISITS:
-            break
-        *tensors, children = (
-            [(f"{prefix}{key[: MAX_KEY_LENGTH + 1]}", part) for key, part in entries.items()]
-            for entries in (mapping(group) or {} for group in groups)
-        )
-        found += [pair for pairs in tensors for pair in pairs if pair[1] is not None]
-        inner = [(f"{name}.", part) for name, part in children if isinstance(part, Made)]
-        pending += reversed(inner)
-        modules += len(inner)
-        if modules + len(found) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:
-            break
-    else:
-        return found
-    raise WeightsError(
-        "refused: its modules contain each other without end",
-        code="weights_unsafe",
-        where=str(path),
-    )
-
-
-# numpy 1 keeps these in numpy.core, numpy 2 in numpy._core.
-_RECONSTRUCT = {Name(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
-_FROM_BUFFER = {Name(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
-_TUPLES = (Name("builtins", "tuple"), Name("__builtin__", "tuple"))
-_DTYPE = Name("numpy", "dtype")
-_ENCODE = Name("_codecs", "encode")
-_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
-_PROTOCOL = 4  # of Paddle's own; 5 needs numpy.core.numeric, which moved
-
-
-def read_pdparams(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of the dict by key; entries that are none (Paddle's table of names) are left out.
-
-    The dict may be in another one under the usual names (`WRAPPERS`).
-
-    Raises:
-        WeightsError: no dict of arrays in it, or refused.
-        Exception: damaged; see weights.read_arrays.
-    """
-    content = read_pickle(BytesIO(path.read_bytes()), path)
-    found = find_weights(content, _arrays_of)
-    if not found:
-        raise nothing_found(path, content)
-    return {key: _array(value) for key, value in found if isinstance(value, Made)}
-
-
-def _arrays_of(value: Made) -> list[tuple[str, object]]:
-    entries = [(key, _unnamed(entry)) for key, entry in (mapping(value) or {}).items()]
-    return [
-        (key, entry)
-        for key, entry in entries
-        if isinstance(entry, Made) and entry.maker in _RECONSTRUCT | _FROM_BUFFER
-    ]
-
-
-def _unnamed(value: object) -> object:
-    """The array of a tensor that paddle.save met inside another dict: `tuple((name, array))`."""
-    if isinstance(value, Made) and value.maker in _TUPLES and len(value.args) == 1:
-        pair = value.args[0]
-        return pair[1] if isinstance(pair, tuple) and len(pair) == 2 else value
-    return value
-
-
-def write_pdparams(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes what `paddle.load` reads as a state dict; keys as they are."""
-    path.write_bytes(pickle.dumps(dict(arrays), protocol=_PROTOCOL))
-
-
-def _array(made: Made) -> np.ndarray:
-    """The array as numpy's own __setstate__ or _frombuffer would build it, sizes checked first."""
-    if made.maker in _FROM_BUFFER:
-        raw, dtype, shape, order = made.args
-        fortran = order == "F"
-    else:
-        _, shape, dtype, fortran, raw = made.state
-    kind, data = _dtype(dtype), _bytes(raw)
-    if not isinstance(shape, tuple) or any(type(side) is not int or side < 0 for side in shape):
-        raise ValueError("an array without a sensible shape")
-    if math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for an array of shape {shape} and type {kind}")
-    return np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
-
-
-def _dtype(value: object) -> np.dtype:
-    if isinstance(value, Made) and value.maker == _DTYPE:
-        code, order = value.args[0], value.state[1]
-        if code in _TYPES and order in tuple("<>|="):
-            return np.dtype(f"{order}{code}")
-        if isinstance(code, str):
-            raise NotSupportedError(f"arrays of type {shown(code)} are not supported")
-    raise ValueError(f"an array of type {describe(value)}")
-
-
-def _bytes(value: object) -> bytes | bytearray:
-    """Bytes, which protocol 2 of Python 3 and all of Python 2 keep in text of one byte a letter."""
-    if isinstance(value, Made) and value.maker == _ENCODE:
-        value = value.args[0]
-    if isinstance(value, str):
-        return value.encode("latin-1")
-    if isinstance(value, bytes | bytearray):
-        return value
-    raise ValueError(f"an array of {describe(value)}")
-
-
-_STORAGE_OF = {
-    "float32": "FloatStorage", "float64": "DoubleStorage", "float16": "HalfStorage",
-    "uint16": "BFloat16Storage",  # how this package and Paddle keep bfloat16
-    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
-    "uint8": "ByteStorage", "bool": "BoolStorage",
-}  # fmt: skip
 _TOP = "archive"  # every entry of the archive is in this folder
 _ORDERED_DICT = b"ccollections\nOrderedDict\n)R"  # an empty one, as every tensor's hooks are
 
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes contiguous arrays as an OrderedDict of CPU tensors, each with its own storage."""
+    """Writes contiguous arrays as an OrderedDict of CPU tensors, each with its own storage.
+
+    `torch.load` reads it, also with `weights_only=True`.  The pickle is put together by hand, since
+    Python's own pickler wants to import what it names.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{_TOP}/data.pkl", _pickle(arrays))
         archive.writestr(f"{_TOP}/byteorder", "little")
@@ -853,5 +853,5 @@ def _integer(value: int) -> bytes:
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
-def _integers(values: "list[int] | tuple[int, ...]") -> bytes:
+def _integers(values: Sequence[int]) -> bytes:
     return b"(" + b"".join(map(_integer, values)) + b"t"

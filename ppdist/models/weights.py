@@ -1,5 +1,9 @@
 """Weights into a model and out of it; runs no code.
 
+    read_arrays, write_arrays       a file or checkpoint <-> arrays by key
+    load_weights                    a file into a model, and what became of its entries
+    arrays_of, official_arrays_of   a model to arrays: our keys, the original's keys
+
 .pdparams, .pdema   Paddle's pickled dict (paddle.load would execute whatever the file says)
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model
 .safetensors        as it is
@@ -18,7 +22,6 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -38,28 +41,6 @@ from ppdist.models.unpickle import (
 )
 
 _MANIFEST = "manifest.json"
-_SAFETENSORS = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
-    "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1", "U16": "<u2", "U32": "<u4",
-    "U64": "<u8",
-}  # fmt: skip
-_DOWNLOAD = "the download went wrong: fetch the file again, and look at it before you use it"
-# How files start that people give by mistake, the endings for which that is right, what they are.
-_STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
-    (b"version https://git-lfs", (), "a Git LFS pointer instead of the file: run git lfs pull"),
-    (b"<!DOCTYPE", (), f"a web page; {_DOWNLOAD}"),
-    (b"<!doctype", (), f"a web page; {_DOWNLOAD}"),
-    (b"<html", (), f"a web page; {_DOWNLOAD}"),
-    (b"<?xml", (), f"an XML page; {_DOWNLOAD}"),
-    (b"\x93NUMPY", (), "a single array of np.save; write a dict of arrays with np.savez"),
-    (b"\x89HDF", (), "an HDF5 file; save its arrays with np.savez"),
-    (b"PK\x03\x04", (".pt", ".pth", ".ckpt", ".npz"),
-     "a zip archive as torch.save and np.savez write it; name it .pt or .npz"),
-    (b"\x80", (".pt", ".pth", ".ckpt", ".pdparams", ".pdema", ".safetensors"),
-     "a pickle as paddle.save and old torch.save write it; name it .pdparams or .pt"),
-)  # fmt: skip
-_FREE_INFLATION = 1 << 30  # bytes an .npz may hold beyond _INFLATION times its size
-_INFLATION = 4  # trained weights compress by some per cent
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -96,9 +77,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             where=str(path),
             fix="convert them to float32",
         ) from error
-    except (
-        Exception
-    ) as error:  # zip, JSON, numpy and pickle parsers have no list of what they raise
+    # Parsers of zip, JSON, numpy and pickle have no list of what they raise.
+    except Exception as error:
         raise WeightsError(
             f"damaged or not a {ending} file: {_detail(error)}",
             code="weights_damaged",
@@ -112,6 +92,23 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                 where=str(path),
             )
     return arrays
+
+
+_DOWNLOAD = "the download went wrong: fetch the file again, and look at it before you use it"
+# How files start that people give by mistake, the endings for which that is right, what they are.
+_STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
+    (b"version https://git-lfs", (), "a Git LFS pointer instead of the file: run git lfs pull"),
+    (b"<!DOCTYPE", (), f"a web page; {_DOWNLOAD}"),
+    (b"<!doctype", (), f"a web page; {_DOWNLOAD}"),
+    (b"<html", (), f"a web page; {_DOWNLOAD}"),
+    (b"<?xml", (), f"an XML page; {_DOWNLOAD}"),
+    (b"\x93NUMPY", (), "a single array of np.save; write a dict of arrays with np.savez"),
+    (b"\x89HDF", (), "an HDF5 file; save its arrays with np.savez"),
+    (b"PK\x03\x04", (".pt", ".pth", ".ckpt", ".npz"),
+     "a zip archive as torch.save and np.savez write it; name it .pt or .npz"),
+    (b"\x80", (".pt", ".pth", ".ckpt", ".pdparams", ".pdema", ".safetensors"),
+     "a pickle as paddle.save and old torch.save write it; name it .pdparams or .pt"),
+)  # fmt: skip
 
 
 def _refuse_known_mistakes(path: Path, ending: str) -> None:
@@ -140,122 +137,11 @@ def _detail(error: Exception) -> str:
         return type(error).__name__
 
 
-def check_writable(path: Path) -> None:
-    """Makes the folder of a file that `write_arrays` is to write.
-
-    Raises: WeightsError: it does not know the ending; UserError: the folder cannot be made.
-    """
-    if path.suffix.lower() not in _WRITERS:
-        raise WeightsError(
-            f"cannot write this ending; expected {', '.join(_WRITERS)}",
-            code="weights_format",
-            where=str(path),
-        )
-    make_parent(path)
-
-
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a weight file of the kind its ending names; it appears whole or not at all.
-
-    Raises: WeightsError: an unknown ending, or the disk refused.
-    """
-    check_writable(path)
-    writer = _WRITERS[path.suffix.lower()]
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        writer(draft, {key: np.asarray(value, order="C") for key, value in arrays.items()})
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise WeightsError(
-            f"cannot be written: {error}", code="file_unwritable", where=str(path)
-        ) from error
-
-
-def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
-    """Reads a file just written.  Raises: WeightsError: it does not hold exactly these arrays."""
-    found = read_arrays(path)
-    wrong = [key for key in expected if key not in found
-             or found[key].shape != expected[key].shape
-             or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
-    if wrong or len(found) != len(expected):
-        raise WeightsError(
-            f"what was written reads differently: {wrong[:5]}",
-            code="weights_written_wrong",
-            where=str(path),
-            fix="do not use it",
-        )
-
-
 def as_numbers(array: np.ndarray) -> np.ndarray:
     """bfloat16 bit patterns (uint16) as float32; everything else as it is."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array
-
-
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    # safetensors.numpy.load_file knows no bfloat16; deserialize has checked header and bounds.
-    arrays = {}
-    for key, entry in safetensors.deserialize(path.read_bytes()):
-        if entry["dtype"] not in _SAFETENSORS:
-            raise NotSupportedError(
-                f"{shown(key)}: numbers of type {entry['dtype']} are not supported"
-            )
-        data = np.frombuffer(entry["data"], _SAFETENSORS[entry["dtype"]])
-        arrays[key] = data.reshape(entry["shape"])
-    return arrays
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """As np.load without pickles, which allocates whatever size an entry claims to have."""
-    with zipfile.ZipFile(path) as archive:
-        entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-        claimed, size = sum(info.file_size for info in entries), path.stat().st_size
-        if sum(info.compress_size for info in entries) > size:
-            raise ValueError("its entries claim more bytes than the file has")
-        if claimed > _FREE_INFLATION + _INFLATION * size:
-            raise WeightsError(
-                f"refused: its entries claim to unpack to {claimed} bytes",
-                code="weights_unsafe",
-                where=str(path),
-            )
-        found = {info.filename.removesuffix(".npy"): _read_npy(archive, info) for info in entries}
-        arrays = {key: array for key, array in found.items() if array is not None}
-        if not arrays:
-            inside = ", ".join(shown(name) for name in archive.namelist()[:5]) or "nothing"
-            raise WeightsError(
-                f"expected arrays of numbers; found {inside}",
-                code="weights_not_arrays",
-                where=str(path),
-            )
-        return arrays
-
-
-def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray | None:
-    """None: not of numbers, such as a note beside the weights."""
-    with archive.open(info) as file:
-        version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-        if dtype.kind not in "fiub":
-            return None
-        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > info.file_size:
-            raise ValueError(f"{info.filename} has fewer numbers than its header claims")
-        data = file.read()
-    count = math.prod(shape)
-    return np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
-
-
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with path.open("wb") as file:  # np.savez would add an ending to the draft's name
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    save_file(dict(arrays), path)
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -309,6 +195,72 @@ def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
     return read_arrays(file)
 
 
+_SAFETENSORS = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
+    "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1", "U16": "<u2", "U32": "<u4",
+    "U64": "<u8",
+}  # fmt: skip
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    # safetensors.numpy.load_file knows no bfloat16; deserialize has checked header and bounds.
+    arrays = {}
+    for key, entry in safetensors.deserialize(path.read_bytes()):
+        if entry["dtype"] not in _SAFETENSORS:
+            raise NotSupportedError(
+                f"{shown(key)}: numbers of type {entry['dtype']} are not supported"
+            )
+        data = np.frombuffer(entry["data"], _SAFETENSORS[entry["dtype"]])
+        arrays[key] = data.reshape(entry["shape"])
+    return arrays
+
+
+_FREE_INFLATION = 1 << 30  # bytes an .npz may hold beyond _INFLATION times its size
+_INFLATION = 4  # trained weights compress by some per cent
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """As np.load without pickles, which allocates whatever size an entry claims to have."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+        claimed, size = sum(info.file_size for info in entries), path.stat().st_size
+        if sum(info.compress_size for info in entries) > size:
+            raise ValueError("its entries claim more bytes than the file has")
+        if claimed > _FREE_INFLATION + _INFLATION * size:
+            raise WeightsError(
+                f"refused: its entries claim to unpack to {claimed} bytes",
+                code="weights_unsafe",
+                where=str(path),
+            )
+        found = {info.filename.removesuffix(".npy"): _read_npy(archive, info) for info in entries}
+        arrays = {key: array for key, array in found.items() if array is not None}
+        if not arrays:
+            inside = ", ".join(shown(name) for name in archive.namelist()[:5]) or "nothing"
+            raise WeightsError(
+                f"expected arrays of numbers; found {inside}",
+                code="weights_not_arrays",
+                where=str(path),
+            )
+        return arrays
+
+
+def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray | None:
+    """None: not of numbers, such as a note beside the weights."""
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        if dtype.kind not in "fiub":
+            return None
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > info.file_size:
+            raise ValueError(f"{info.filename} has fewer numbers than its header claims")
+        data = file.read()
+    count = math.prod(shape)
+    return np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
+
+
 _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
     ".pdparams": read_pdparams,
     ".pdema": read_pdparams,
@@ -318,6 +270,64 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
     ".safetensors": _read_safetensors,
     ".npz": _read_npz,
 }
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a weight file of the kind its ending names; it appears whole or not at all.
+
+    Raises: WeightsError: an unknown ending, or the disk refused.
+    """
+    check_writable(path)
+    writer = _WRITERS[path.suffix.lower()]
+    draft = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        writer(draft, {key: np.asarray(value, order="C") for key, value in arrays.items()})
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise WeightsError(
+            f"cannot be written: {error}", code="file_unwritable", where=str(path)
+        ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Makes the folder of a file that `write_arrays` is to write.
+
+    Raises: WeightsError: it does not know the ending; UserError: the folder cannot be made.
+    """
+    if path.suffix.lower() not in _WRITERS:
+        raise WeightsError(
+            f"cannot write this ending; expected {', '.join(_WRITERS)}",
+            code="weights_format",
+            where=str(path),
+        )
+    make_parent(path)
+
+
+def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
+    """Reads a file just written.  Raises: WeightsError: it does not hold exactly these arrays."""
+    found = read_arrays(path)
+    wrong = [key for key in expected if key not in found
+             or found[key].shape != expected[key].shape
+             or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
+    if wrong or len(found) != len(expected):
+        raise WeightsError(
+            f"what was written reads differently: {wrong[:5]}",
+            code="weights_written_wrong",
+            where=str(path),
+            fix="do not use it",
+        )
+
+
+def _write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with path.open("wb") as file:  # np.savez would add an ending to the draft's name
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    save_file(dict(arrays), path)
+
+
 _WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray]], None]] = {
     ".pdparams": write_pdparams,
     ".pt": write_torch,
@@ -326,7 +336,7 @@ _WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray]], None]] = {
     ".npz": _write_npz,
 }
 
-SHOWN = 5  # mismatches listed in a message
+_SHOWN = 5  # mismatches listed in a message
 # What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
 # what a Lightning module calls its part; the latter only counts where nothing else fits.
 _WRAPPED, _PART = ("module.", "_orig_mod."), "model."
@@ -402,34 +412,15 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     _refuse_other_designs(path, ignored, matched, official)
     copied = _copy_twins(model, matched, shapes)
     fresh, reason = _fresh(model, matched, shapes)
-    missing = [key for key in shapes if key not in matched and key not in fresh]
-    _refuse_misfits(path, shapes, matched, missing, fresh)
+    _refuse_misfits(path, matched, shapes, fresh)
     loaded = {
-        key: _converted(path, key, value, _dtype(state[key]))
+        key: _converted(path, key, value, str(state[key].dtype).removeprefix("paddle."))
         for key, value in matched.items()
         if key not in fresh
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
     return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
-
-
-def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
-    """The model's entries under our keys, in our layout."""
-    return {key: value.numpy() for key, value in model.state_dict().items()}
-
-
-def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
-    """The model's entries as the original implementation keeps them: keys, layout, and where that
-    is a torch model also the counters its strict loading asks for (0)."""
-    official = model.official_keys()
-    result = {}
-    for key, value in arrays_of(model).items():
-        theirs = official[key]
-        result[theirs] = value if theirs == key else _swap_layout(value)
-        if theirs != key and theirs.endswith(".running_var"):
-            result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
-    return result
 
 
 def _without(
@@ -471,84 +462,9 @@ def _match(
     return {key: taken[key] for key in shapes if key in taken}, ignored
 
 
-def _copy_twins(
-    model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, ...]:
-    """Gives each part that the file has nothing of the entries of its twin, and says so."""
-    said = []
-    for part, twin in model.twins:
-        own = [key for key in shapes if key.startswith(part)]
-        pairs = {key: twin + key.removeprefix(part) for key in own}
-        if any(key in matched for key in own) or not any(
-            each in matched for each in pairs.values()
-        ):
-            continue
-        matched |= {key: matched[each] for key, each in pairs.items() if each in matched}
-        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {twin[:-1]}")
-    return tuple(said)
-
-
 def _swap_layout(array: np.ndarray) -> np.ndarray:
     """Linear layers are [in, out] in Paddle and [out, in] in torch; nothing else is 2-D."""
     return array.T if array.ndim == 2 else array
-
-
-def _fresh(
-    model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[str, ...], str]:
-    """The model keys that may keep their initial values, and why."""
-    missing = [key for key in shapes if key not in matched]
-    if _is_backbone_alone(matched, missing):
-        absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
-        parts = ["the file holds a backbone alone", *(f"without {part}" for part in absent)]
-        return tuple(missing), ", ".join(parts)
-    fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
-    reasons = [_class_reason(model, fresh[0], matched, shapes)] if fresh else []
-    training_only = [key for key in shapes if key.startswith(model.training_only)]
-    if training_only and not any(key in matched for key in training_only):
-        fresh += training_only
-        reasons.append("the file lacks what only training uses")
-    return tuple(fresh), "; ".join(reasons)
-
-
-def _class_count_differs(
-    model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
-) -> bool:
-    """Whether exactly the class dimension differs: the first, of a linear layer the last."""
-    wanted = shapes[key]
-    if not key.startswith(model.class_layers) or len(found) != len(wanted):
-        return False
-    if len(wanted) == 2:
-        found, wanted = found[::-1], wanted[::-1]
-    return found[0] != wanted[0] and found[1:] == wanted[1:]
-
-
-def _class_reason(
-    model: ImageModel,
-    key: str,
-    matched: Mapping[str, np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> str:
-    """Why class layers such as `key` start fresh, in classes where the layer shows them."""
-    axis = -1 if matched[key].ndim == 2 else 0
-    found, wanted = matched[key].shape[axis], shapes[key][axis]
-    if wanted == model.num_classes:
-        return f"class layers, the file knows {found} classes, the model {wanted}"
-    return (
-        f"class layers, they have {found} channels in the file and {wanted} in the model of "
-        f"{model.num_classes} classes"
-    )
-
-
-def _is_backbone_alone(matched: Mapping[str, np.ndarray], missing: list[str]) -> bool:
-    """Whether the file fills most of the backbone, in whole parts, and nothing else."""
-    lacking = [key for key in missing if key.startswith("backbone.")]
-    return (
-        bool(missing)
-        and all(key.startswith("backbone.") for key in matched)
-        and len(lacking) < len(matched)
-        and not {_part(key) for key in lacking} & {_part(key) for key in matched}
-    )
 
 
 def _refuse_other_designs(
@@ -588,6 +504,116 @@ def _refuse_other_designs(
         )
 
 
+def _copy_twins(
+    model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Gives each part that the file has nothing of the entries of its twin, and says so."""
+    said = []
+    for part, twin in model.twins:
+        own = [key for key in shapes if key.startswith(part)]
+        pairs = {key: twin + key.removeprefix(part) for key in own}
+        if any(key in matched for key in own) or not any(
+            each in matched for each in pairs.values()
+        ):
+            continue
+        matched |= {key: matched[each] for key, each in pairs.items() if each in matched}
+        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {twin[:-1]}")
+    return tuple(said)
+
+
+def _fresh(
+    model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[str, ...], str]:
+    """The model keys that may keep their initial values, and why."""
+    missing = [key for key in shapes if key not in matched]
+    if _is_backbone_alone(matched, missing):
+        absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
+        parts = ["the file holds a backbone alone", *(f"without {part}" for part in absent)]
+        return tuple(missing), ", ".join(parts)
+    fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
+    reasons = [_class_reason(model, fresh[0], matched, shapes)] if fresh else []
+    training_only = [key for key in shapes if key.startswith(model.training_only)]
+    if training_only and not any(key in matched for key in training_only):
+        fresh += training_only
+        reasons.append("the file lacks what only training uses")
+    return tuple(fresh), "; ".join(reasons)
+
+
+def _is_backbone_alone(matched: Mapping[str, np.ndarray], missing: list[str]) -> bool:
+    """Whether the file fills most of the backbone, in whole parts, and nothing else."""
+    lacking = [key for key in missing if key.startswith("backbone.")]
+    return (
+        bool(missing)
+        and all(key.startswith("backbone.") for key in matched)
+        and len(lacking) < len(matched)
+        and not {_part(key) for key in lacking} & {_part(key) for key in matched}
+    )
+
+
+def _part(key: str) -> str:
+    """What stands before the second dot, such as `backbone.stem`."""
+    return ".".join(key.split(".")[:2])
+
+
+def _class_count_differs(
+    model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
+) -> bool:
+    """Whether exactly the class dimension differs: the first, of a linear layer the last."""
+    wanted = shapes[key]
+    if not key.startswith(model.class_layers) or len(found) != len(wanted):
+        return False
+    if len(wanted) == 2:
+        found, wanted = found[::-1], wanted[::-1]
+    return found[0] != wanted[0] and found[1:] == wanted[1:]
+
+
+def _class_reason(
+    model: ImageModel,
+    key: str,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> str:
+    """Why class layers such as `key` start fresh, in classes where the layer shows them."""
+    axis = -1 if matched[key].ndim == 2 else 0
+    found, wanted = matched[key].shape[axis], shapes[key][axis]
+    if wanted == model.num_classes:
+        return f"class layers, the file knows {found} classes, the model {wanted}"
+    return (
+        f"class layers, they have {found} channels in the file and {wanted} in the model of "
+        f"{model.num_classes} classes"
+    )
+
+
+def _refuse_misfits(
+    path: Path,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    fresh: tuple[str, ...],
+) -> None:
+    """Entries that are missing or misshapen, and may not start fresh."""
+    problems = [
+        f"{key}: {list(shape)} in the model, not in the file"
+        for key, shape in shapes.items()
+        if key not in matched and key not in fresh
+    ]
+    for key, value in matched.items():
+        one_number = value.size == 1 == math.prod(shapes[key])  # shape [1] or []
+        if value.shape != shapes[key] and key not in fresh and not one_number:
+            problems.append(
+                f"{key}: {list(shapes[key])} in the model, {list(value.shape)} in the file"
+            )
+    if problems:
+        more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WeightsError(
+            "does not fit this model (check model.size and the rest of model:); "
+            f"{len(problems)} of {len(shapes)} entries differ:\n  "
+            + "\n  ".join(problems[:_SHOWN])
+            + more,
+            code="weights_shape_mismatch",
+            where=str(path),
+        )
+
+
 def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers as the model keeps them.  Raises: WeightsError: they are no weights."""
     numbers = as_numbers(value)
@@ -611,43 +637,23 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
     return numbers
 
 
-def _part(key: str) -> str:
-    return ".".join(key.split(".")[:2])
-
-
-def _refuse_misfits(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    matched: Mapping[str, np.ndarray],
-    missing: list[str],
-    fresh: tuple[str, ...],
-) -> None:
-    problems = [f"{key}: {_shape(shapes[key])} in the model, not in the file" for key in missing]
-    for key, value in matched.items():
-        one_number = value.size == 1 == int(np.prod(shapes[key]))  # shape [1] or []
-        if value.shape != shapes[key] and key not in fresh and not one_number:
-            problems.append(
-                f"{key}: {_shape(shapes[key])} in the model, {_shape(value.shape)} in the file"
-            )
-    if problems:
-        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise WeightsError(
-            "does not fit this model (check model.size and the rest of model:); "
-            f"{len(problems)} of {len(shapes)} entries differ:\n  "
-            + "\n  ".join(problems[:SHOWN])
-            + more,
-            code="weights_shape_mismatch",
-            where=str(path),
-        )
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
 def _some(keys: Collection[str]) -> str:
     return ", ".join(map(shown, list(keys)[:3])) + (", ..." if len(keys) > 3 else "") or "nothing"
 
 
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("paddle.")
+def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
+    """The model's entries under our keys, in our layout."""
+    return {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
+    """The model's entries as the original implementation keeps them: keys, layout, and where that
+    is a torch model also the counters its strict loading asks for (0)."""
+    official = model.official_keys()
+    result = {}
+    for key, value in arrays_of(model).items():
+        theirs = official[key]
+        result[theirs] = value if theirs == key else _swap_layout(value)
+        if theirs != key and theirs.endswith(".running_var"):
+            result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
+    return result

@@ -14,10 +14,11 @@ import paddle
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig, YOLOv5LossConfig
+from ppdist.losses.base import NOMINAL_BATCH
 from ppdist.losses.classification import ClassificationLoss
 from ppdist.losses.nms import multiclass_nms
 from ppdist.losses.ppyoloe import PPYOLOELoss
-from ppdist.losses.yolov5 import NOMINAL_BATCH, YOLOv5Loss
+from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
@@ -229,7 +230,7 @@ def _yolov5_training(model: YOLOv5, variant: str, empty: bool) -> Arrays:
     labels = []
     levels = criterion.matches(*truth, TRAIN_CASE[1:3])
     for level, matches in enumerate(levels):
-        image, anchor, slot = np.nonzero(matches.taken_BAS.numpy())
+        image, anchor, slot = np.nonzero(matches.is_positive_BAS.numpy())
         row, column = np.divmod(matches.cell_BS.numpy()[image, slot], 128 // model.strides[level])
         labels.append(matches.label_BS.numpy()[image, slot])
         rows = np.stack([image, anchor, row, column, labels[-1]], axis=1)

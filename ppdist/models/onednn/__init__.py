@@ -1,0 +1,1 @@
+"""oneDNN kernels for convolutions: C interface, layers, switch."""

@@ -3,7 +3,7 @@
 Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s; the
 same wheel carries oneDNN (libdnnl), whose kernels do 5-8 times that on one core and use several.
 Dygraph has no way to them, so this module is one: descriptors, layouts ("reorders") and the four
-primitives a convolutional detector needs.  `cpu_conv.py` builds layers from them.
+primitives a convolutional detector needs.  `layers.py` builds layers from them.
 
 A *buffer* here is a flat float32 Paddle tensor holding an activation in whatever layout its
 descriptor says (oneDNN likes channels in blocks of 16, zero padded); Paddle's allocator owns it.

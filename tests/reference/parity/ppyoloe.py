@@ -184,7 +184,7 @@ def _compare_assignment(
     values: Values,
 ) -> Iterator[Measurement]:
     slots = criterion.assign(outputs, *truth, 0)
-    image, slot = np.nonzero(slots.taken_BS.numpy())
+    image, slot = np.nonzero(slots.is_positive_BS.numpy())
     anchor, box = (x.numpy()[image, slot] for x in (slots.anchor_BS, slots.box_BS))
     boxes_BN4 = model.decode(outputs)[1].detach().numpy()
     batch, count, _ = boxes_BN4.shape

@@ -9,8 +9,9 @@ import paddle
 from ppdist.common.errors import DataError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
+from ppdist.losses.base import NOMINAL_BATCH
 from ppdist.losses.nms import multiclass_nms
-from ppdist.losses.yolov5 import NOMINAL_BATCH, Gains, Matches, YOLOv5Loss
+from ppdist.losses.yolov5 import Gains, Matches, YOLOv5Loss
 from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5, YOLOv5Outputs
 from tests.reference.parity.measure import (
     Measurement,
@@ -183,8 +184,8 @@ def _compare_matches(
     """Rows (image, anchor, row, column, class), box and anchor of every match, in one order."""
     counts, labels = [], []
     for level, matches in enumerate(levels):
-        taken_BAS, cell_BS = matches.taken_BAS.numpy(), matches.cell_BS.numpy()
-        image, anchor, slot = np.nonzero(taken_BAS)
+        is_positive_BAS, cell_BS = matches.is_positive_BAS.numpy(), matches.cell_BS.numpy()
+        image, anchor, slot = np.nonzero(is_positive_BAS)
         row, column = np.divmod(cell_BS[image, slot], width // criterion.strides[level])
         label = matches.label_BS.numpy()[image, slot]
         got_Q5 = np.stack([image, anchor, row, column, label], axis=1)

@@ -140,7 +140,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         fast = [type(x) for x in teacher._teacher.sublayers() if isinstance(x, nn.Conv2D)]
         assert (OneDNNConv2D in fast) == (switch is use_onednn_convolutions)
         student.distillation = None
-    plain, fast = ([*each.class_logits, *each.side_logits, *each.features] for each in said)
+    plain, fast = ([*each.class_logits, *each.reg_dist, *each.features] for each in said)
     for one, other in zip(plain, fast, strict=True):
         assert float((one - other).abs().max()) <= 1e-4 * float(one.abs().max())
 

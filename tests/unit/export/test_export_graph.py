@@ -103,10 +103,10 @@ def test_folded_norm_equals_single_convolution() -> None:
     block.eval()
     x = paddle.randn([2, 3, 9, 7])
     before = block(x)
-    block.fold_norm()
+    block.fuse_conv_bn()
     assert set(block.state_dict()) == {"conv.weight", "conv.bias"}
     np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
-    block.fold_norm()  # again: nothing more happens
+    block.fuse_conv_bn()  # again: nothing more happens
     np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.losses.assigners import Assignment, _nearest_cells, atss_assigner, task_aligned_assigner
+from ppdist.losses.assigners import Assignment, atss_assigner, nearest_cells, task_aligned_assigner
 
 STRIDES = (32, 16, 8)
 SIZES = [(4, 5), (8, 10), (16, 20)]  # a 128 x 160 image
 CLASSES = 4
+TAL = {"topk": 13, "alpha": 1.0, "beta": 6.0}  # as published
 
 
 def cells() -> tuple[np.ndarray, np.ndarray]:
@@ -104,14 +105,14 @@ def tal_by_loops(
 
 def planes(slots: Assignment, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Owner [B, N] (-1 none) and soft label [B, N]; a prediction may be taken only once."""
-    image, slot = np.nonzero(slots.taken_BS.numpy())
+    image, slot = np.nonzero(slots.is_positive_BS.numpy())
     anchor = slots.anchor_BS.numpy()[image, slot]
     assert len({*zip(image, anchor)}) == len(anchor)
     owner = np.full((slots.anchor_BS.shape[0], count), -1)
     score = np.zeros(owner.shape)
     owner[image, anchor] = slots.box_BS.numpy()[image, slot]
     score[image, anchor] = slots.score_BS.numpy()[image, slot]
-    assert not slots.score_BS.numpy()[slots.taken_BS.numpy() == 0].any()
+    assert not slots.score_BS.numpy()[slots.is_positive_BS.numpy() == 0].any()
     return owner, score
 
 
@@ -132,7 +133,7 @@ def test_atss_equals_loops_over_its_definition(
     truths = [random_truth(boxes, n, seed + at) for at, n in enumerate(real)]
     box, _, mask = batch(truths)
     slots = atss_assigner(
-        box, mask, SIZES, STRIDES, paddle.to_tensor(points), paddle.to_tensor(strides)
+        box, mask, SIZES, STRIDES, paddle.to_tensor(points), paddle.to_tensor(strides), topk=9
     )
     assert slots.anchor_BS.shape[1] == min(boxes * 27, 420)
     owner, score = planes(slots, 420)
@@ -157,6 +158,7 @@ def test_task_alignment_equals_loops_over_its_definition(
     slots = task_aligned_assigner(
         *(paddle.to_tensor(x) for x in (scores, pred, points)),
         *batch(truths),
+        **TAL,
         reach_N1=None if radius is None else paddle.to_tensor(strides * radius),
     )
     owner, score = planes(slots, 420)
@@ -176,9 +178,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = rng.uniform(0, 1, (2, CLASSES, 420)).astype("float32")
     truth = batch([random_truth(9, 9, 1), random_truth(9, 5, 2)])
     tensors = [paddle.to_tensor(x) for x in (scores, pred, points)]
-    whole = task_aligned_assigner(*tensors, *truth)
+    whole = task_aligned_assigner(*tensors, *truth, **TAL, reach_N1=None)
     monkeypatch.setattr("ppdist.losses.assigners.CHUNK", 2 * 420 * 2)
-    for a, b in zip(whole, task_aligned_assigner(*tensors, *truth)):
+    for a, b in zip(whole, task_aligned_assigner(*tensors, *truth, **TAL, reach_N1=None)):
         assert np.array_equal(a.numpy(), b.numpy())
 
 
@@ -190,7 +192,7 @@ def test_the_window_holds_the_nearest_cells_of_any_grid(topk: int) -> None:
         centre = rng.uniform(0, 1, (1, 8, 2)) * [width * 8, height * 8]
         centre[0, :3] = [[0.1, 0.2], [width * 8 - 0.1, 0.3], [width * 4.1, height * 8 - 0.2]]
         box = np.concatenate([centre - 3, centre + 3], -1).astype("float32")
-        got = _nearest_cells(paddle.to_tensor(box), [(height, width)], (8,), topk).numpy()[0]
+        got = nearest_cells(paddle.to_tensor(box), [(height, width)], (8,), topk).numpy()[0]
         y, x = np.divmod(np.arange(height * width), width)
         for m in range(8):
             far = np.hypot((x + 0.5) * 8 - centre[0, m, 0], (y + 0.5) * 8 - centre[0, m, 1])

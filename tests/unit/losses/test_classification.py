@@ -1,5 +1,3 @@
-import importlib.util
-
 import numpy as np
 import paddle
 import pytest
@@ -8,6 +6,7 @@ from ppdist.config.loss import ClassificationLossConfig
 from ppdist.config.model import YOLOv5ClsConfig
 from ppdist.losses.classification import ClassificationLoss
 from ppdist.models.yolov5 import YOLOv5Classifier
+from tests.reference.parity.reference import read_formulas, set_weights
 
 RNG = np.random.RandomState(0)
 LOGITS_BC = RNG.standard_normal((5, 7)).astype("float32") * 3
@@ -83,18 +82,13 @@ def test_two_halves_add_up_to_the_whole():
 
 def test_original_classifier_gives_same_gradients(shared_dir):
     folder = shared_dir / "parity"
-    module = importlib.util.spec_from_file_location("weights", folder / "parity_weights.py")
-    weights = importlib.util.module_from_spec(module)
-    module.loader.exec_module(weights)
+    formulas = read_formulas(folder)
     reference = np.load(folder / "yolov5s_cls.npz")
     model = YOLOv5Classifier(YOLOv5ClsConfig())
     names = model.official_keys()
-    for key, value in model.state_dict().items():
-        linear = key.endswith("linear.weight")  # the original keeps [out, in]
-        array = weights.parity_value(names[key], value.shape[::-1] if linear else value.shape)
-        value.set_value(array.T if linear else array)
+    set_weights(model, formulas)
     model.train()
-    logits = model(paddle.to_tensor(weights.parity_image("unit", 2, 224, 224, 14)))
+    logits = model(paddle.to_tensor(formulas.parity_image("unit", 2, 224, 224, 14)))
     loss = ClassificationLoss.build(ClassificationLossConfig(label_smoothing=0), model, 1)
     label_B1 = paddle.to_tensor(reference["train_labels"].astype("int64")).unsqueeze(1)
     output = loss(logits, paddle.zeros([2, 1, 4]), label_B1, paddle.ones([2, 1]), 0)

@@ -162,7 +162,7 @@ def test_a_ppyoloe_learns_by_the_gains_of_its_own_loss() -> None:
     s, t = joined(ours.class_logits), joined(theirs.class_logits)
     logits = quality_distillation(*tensors(s, t), 1.5)
     side_S, side_T = (
-        joined(each.side_logits).transpose(0, 2, 1).reshape(2, -1, 4, 17) for each in (ours, theirs)
+        joined(each.reg_dist).transpose(0, 2, 1).reshape(2, -1, 4, 17) for each in (ours, theirs)
     )
     score = sigmoid(t).max(1)
     weight = np.where(score >= SURE, score, 0).astype("float32")

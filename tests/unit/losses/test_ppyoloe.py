@@ -26,7 +26,7 @@ def test_images_without_objects_still_reach_every_output(step: int) -> None:
     assert float(result.parts["loss_cls"]) > 0
     for x in outputs.class_logits:
         assert np.isfinite(x.grad.numpy()).all() and float(x.grad.abs().sum()) > 0
-    for x in outputs.side_logits:  # connected, and with nothing to learn
+    for x in outputs.reg_dist:  # connected, and with nothing to learn
         assert x.grad is not None and not x.grad.numpy().any()
 
 

@@ -25,11 +25,11 @@ def with_auxiliary(images: int = 2, same: bool = False) -> PPYOLOEOutputs:
 
 
 def main_part(outputs: PPYOLOEOutputs) -> PPYOLOEOutputs:
-    return PPYOLOEOutputs(outputs.class_logits, outputs.side_logits)
+    return PPYOLOEOutputs(outputs.class_logits, outputs.reg_dist)
 
 
 def auxiliary_part(outputs: PPYOLOEOutputs) -> PPYOLOEOutputs:
-    return PPYOLOEOutputs(outputs.aux_class_logits, outputs.aux_side_logits)
+    return PPYOLOEOutputs(outputs.aux_class_logits, outputs.aux_reg_dist)
 
 
 def tensors(arrays: list[np.ndarray]) -> list[paddle.Tensor]:
@@ -44,7 +44,7 @@ def test_images_without_objects_reach_aux_outputs(step: int) -> None:
     assert float(result.normalizer) == 0
     for x in outputs.class_logits + outputs.aux_class_logits:
         assert np.isfinite(x.grad.numpy()).all() and float(x.grad.abs().sum()) > 0
-    for x in outputs.side_logits + outputs.aux_side_logits:
+    for x in outputs.reg_dist + outputs.aux_reg_dist:
         assert x.grad is not None and not x.grad.numpy().any()
 
 
@@ -128,6 +128,6 @@ def test_the_strides_are_those_of_the_model() -> None:
     outputs, real = model(paddle.randn([2, 3, 64, 96])), tensors(truth())
     for step in (0, 100):
         slots = loss.assign(outputs, *real, step)
-        assert int(slots.anchor_BS.max()) >= 126 and float(slots.taken_BS.sum()) > 0
+        assert int(slots.anchor_BS.max()) >= 126 and float(slots.is_positive_BS.sum()) > 0
         result = loss(outputs, *real, step)
         assert np.isfinite(float(result.total)) and float(result.normalizer) > 0

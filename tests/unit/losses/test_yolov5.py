@@ -1,6 +1,5 @@
 """The YOLOv5 loss against numpy and the original's values, and its laws: batches, padding, sync."""
 
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import LossOutput
 from ppdist.losses.yolov5 import Gains, YOLOv5Loss, match_anchors
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+from tests.reference.parity.reference import read_formulas, set_weights
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
 PIXELS = [
@@ -173,7 +173,7 @@ def test_obj_and_class_gradient_equals_difference() -> None:
     matches = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)
     checked = 0
     for level, x in enumerate(outputs.logits):
-        for anchor, slot in np.argwhere(matches[level].taken_BAS.numpy()[0] > 0)[:2]:
+        for anchor, slot in np.argwhere(matches[level].is_positive_BAS.numpy()[0] > 0)[:2]:
             row, column = divmod(int(matches[level].cell_BS[0, slot]), x.shape[3])
             for channel in range(4, 5 + CLASSES):
                 place, totals = (0, anchor * (5 + CLASSES) + channel, row, column), []
@@ -252,7 +252,7 @@ def test_box_assigned_to_cell_and_nearer_neighbours(
 ) -> None:
     arrays = [np.float32([[box]]), np.int64([[0]]), np.float32([[1]])]
     match = criterion().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)[0]
-    taken = match.taken_BAS.numpy()[0].any(axis=0)
+    taken = match.is_positive_BAS.numpy()[0].any(axis=0)
     rows, columns = np.divmod(match.cell_BS.numpy()[0][taken], SIZE[1] // 8)
     assert sorted(zip(rows.tolist(), columns.tolist())) == sorted(cells)  # each once
 
@@ -268,7 +268,7 @@ def test_an_anchor_does_not_fit_from_the_threshold_on(side: float, fits: bool) -
         (8, 12),
         8,
         4.0,
-    ).taken_BAS
+    ).is_positive_BAS
     assert bool(taken.any()) == fits
 
 
@@ -328,11 +328,7 @@ def test_anchors_of_weights_loaded_later_count() -> None:
 
 def original(shared_dir: Path) -> tuple[ModuleType, dict[str, np.ndarray]]:
     """The formulas of the reference values, and those of yolov5n."""
-    spec = importlib.util.spec_from_file_location(
-        "parity_weights", shared_dir / "parity" / "parity_weights.py"
-    )
-    formulas = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(formulas)
+    formulas = read_formulas(shared_dir / "parity")
     with np.load(shared_dir / "parity" / "yolov5n.npz") as archive:
         return formulas, {key: archive[key] for key in archive.files}
 
@@ -360,7 +356,7 @@ def test_matches_are_the_originals(shared_dir: Path, variant: str) -> None:
     counts = loss.counts(*truth, (height, width)).numpy()
     np.testing.assert_array_equal(counts, [2, *values[f"{variant}_num_pos"]])
     for level, match in enumerate(loss.matches(*truth, (height, width))):
-        image, anchor, slot = np.nonzero(match.taken_BAS.numpy())
+        image, anchor, slot = np.nonzero(match.is_positive_BAS.numpy())
         cell, target = match.cell_BS.numpy()[image, slot], match.target_BS4.numpy()[image, slot]
         row, column = np.divmod(cell, width // STRIDES[level])
         label = match.label_BS.numpy()[image, slot]
@@ -380,10 +376,7 @@ def test_loss_and_gradients_are_the_originals(shared_dir: Path, variant: str) ->
     formulas, values = original(shared_dir)
     model = YOLOv5(YOLOv5Config(size="n", image_size=formulas.TRAIN_CASE[1:3]))
     keys = model.official_keys()
-    for key, entry in model.state_dict().items():
-        value = formulas.parity_value(keys[key], entry.shape)
-        if value is not None:
-            entry.set_value(value)
+    set_weights(model, formulas)
     model.train()
     loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
     outputs = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.TRAIN_CASE)))

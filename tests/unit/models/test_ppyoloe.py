@@ -10,20 +10,14 @@ from ppdist.common.errors import UserError
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model
 from ppdist.models.base import anchor_points
-from ppdist.models.ppyoloe import PPYOLOE, decode_boxes
+from ppdist.models.ppyoloe import decode_boxes
 from tests.unit.models.saved_graph import Decoded, saved_graph
-from tests.unit.models.tiny import shake
+from tests.unit.models.tiny import shake, tiny
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}
 TRAIN = {"s": (8_084_605, 8_084_611), "m": (24_134_909, 24_134_921),
          "l": (54_078_573, 54_078_591), "x": (102_331_501, 102_331_525)}  # fmt: skip
 SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in "lx"]
-
-
-def tiny(variant: str = "plus", num_classes: int = 3) -> PPYOLOE:
-    paddle.seed(0)
-    config = {"variant": variant, "size": "t", "width_multiple": 0.125, "num_classes": num_classes}
-    return build_model(PPYOLOEConfig.model_validate(config))
 
 
 @pytest.mark.parametrize("size", ["s", pytest.param("m", marks=pytest.mark.slow), *SLOW])
@@ -38,7 +32,7 @@ def test_parameter_counts_are_the_published_ones(size: str) -> None:
 
 @pytest.mark.parametrize("variant", ["crn", "plus"])
 def test_fusing_keeps_the_outputs_of_every_level(variant: str) -> None:
-    model = tiny(variant)
+    model = tiny(variant=variant)
     shake(model)
     model.eval()
     image = paddle.randn([2, 3, 96, 64])
@@ -52,7 +46,7 @@ def test_fusing_keeps_the_outputs_of_every_level(variant: str) -> None:
 
 
 def test_untrained_head_gives_one_percent_scores() -> None:
-    model = tiny()
+    model = tiny(variant="plus")
     scores, boxes = model.decode(model(paddle.randn([1, 3, 64, 96])))
     assert scores.shape == [1, 126, 3] and boxes.shape == [1, 126, 4]
     np.testing.assert_allclose(scores.numpy(), 0.01, rtol=1e-5)
@@ -74,15 +68,17 @@ def test_initial_convs_he_normal_and_attention_faint() -> None:
 def test_plus_divides_by_255_first_uses_imagenet() -> None:
     image = paddle.to_tensor(np.arange(256, dtype="uint8").reshape(1, 1, 16, 16).repeat(3, axis=1))
     plain = image.numpy().astype("float32")
-    np.testing.assert_allclose(tiny("plus").normalize(image).numpy(), plain / 255, atol=1e-6)
+    np.testing.assert_allclose(
+        tiny(variant="plus").normalize(image).numpy(), plain / 255, atol=1e-6
+    )
     mean = np.array([0.485, 0.456, 0.406], "float32").reshape(1, 3, 1, 1)
     std = np.array([0.229, 0.224, 0.225], "float32").reshape(1, 3, 1, 1)
-    got = tiny("crn").normalize(image).numpy()
+    got = tiny(variant="crn").normalize(image).numpy()
     np.testing.assert_allclose(got, (plain / 255 - mean) / std, atol=1e-5)
 
 
 def test_train_and_eval_outputs_alike_at_any_size() -> None:
-    model = tiny()
+    model = tiny(variant="plus")
     for height, width in ((64, 64), (32, 96)):
         image = paddle.randn([2, 3, height, width])
         model.train()
@@ -114,7 +110,7 @@ def test_decoding_measures_sides_outwards_in_strides() -> None:
 
 @pytest.mark.slow
 def test_a_saved_graph_takes_any_batch_and_size(tmp_path: Path) -> None:
-    model = tiny()
+    model = tiny(variant="plus")
     shake(model)
     loaded = saved_graph(Decoded(model), tmp_path)
     for shape in ([1, 3, 64, 64], [2, 3, 96, 32]):

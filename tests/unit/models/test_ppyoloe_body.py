@@ -9,8 +9,8 @@ import pytest
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.onednn.convert import self_check
-from ppdist.models.weights import load_weights
-from tests.unit.models.tiny import arrays, loss_of, shake, static_outputs, tiny
+from ppdist.models.weights import arrays_of, load_weights
+from tests.unit.models.tiny import loss_of, shake, static_outputs, tiny
 
 
 @pytest.mark.parametrize(("levels", "size"), [("P3-P5", "s"), ("P3-P6", "s6")])
@@ -53,20 +53,20 @@ def test_it_trains_and_gives_maps_of_its_strides(levels: str) -> None:
 
 
 def test_it_is_fused_and_saved_like_any_other(tmp_path: Path) -> None:
-    model, image = tiny(body="yolov5"), paddle.randn([2, 3, 64, 96])
+    model, image = tiny(body="yolov5", depth_multiple=0.1), paddle.randn([2, 3, 64, 96])
     shake(model)
     model.eval()
     with paddle.no_grad():
         before = [x.numpy() for x in model.decode(model(image))]
     model.fuse()
-    model.fold_norms()
+    model.fuse_conv_bn()
     for got, want in zip(static_outputs(model, tmp_path, image), before):
         np.testing.assert_allclose(got, want, atol=1e-2, rtol=1e-4)
 
 
 def test_a_backbone_of_yolov5_starts_it(tmp_path: Path) -> None:
     original = build_model(YOLOv5Config(size="n", width_multiple=0.125))
-    backbone = {k: v for k, v in arrays(original).items() if k.startswith("backbone.")}
+    backbone = {k: v for k, v in arrays_of(original).items() if k.startswith("backbone.")}
     np.savez(tmp_path / "backbone.npz", **backbone)
     report = load_weights(tiny(body="yolov5"), tmp_path / "backbone.npz")
     assert set(report.loaded) == set(backbone)

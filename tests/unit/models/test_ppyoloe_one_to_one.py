@@ -13,9 +13,9 @@ from ppdist.engine.train_step import normalise_losses
 from ppdist.export.predictor import load_all_weights
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_weights
+from ppdist.models.weights import arrays_of, load_weights
 from tests.unit.engine.tiny import tiny_config
-from tests.unit.models.tiny import arrays, shake, static_outputs, tiny
+from tests.unit.models.tiny import shake, static_outputs, tiny
 
 HEADS = ("yolo_head.", "one_to_one_head.")
 
@@ -44,7 +44,7 @@ def trained_once(model: PPYOLOE, image: paddle.Tensor, step: int = 0, **keys: ob
 
 
 def test_second_head_starts_as_copy_rest_unchanged() -> None:
-    plain, both = arrays(tiny()), arrays(tiny(one_to_one=True))
+    plain, both = arrays_of(tiny()), arrays_of(tiny(one_to_one=True))
     assert set(plain) == {key for key in both if not key.startswith(HEADS[1])}
     for key, value in plain.items():
         assert np.array_equal(both[key], value), key
@@ -58,7 +58,7 @@ def test_rest_learns_the_same_without_second_head() -> None:
     plain, model = tiny(), tiny(one_to_one=True)
     for each in (plain, model):
         shake(each)
-        state = arrays(plain)
+        state = arrays_of(plain)
         for key, value in each.state_dict().items():
             if key in state:
                 value.set_value(state[key])
@@ -155,14 +155,14 @@ def test_only_second_head_predicts_and_is_deployed(tmp_path: Path) -> None:
 def test_plain_weights_start_both_heads_and_say_so(tmp_path: Path) -> None:
     plain = tiny()
     shake(plain)
-    np.savez(tmp_path / "plain.npz", **arrays(plain))
+    np.savez(tmp_path / "plain.npz", **arrays_of(plain))
     model = tiny(one_to_one=True)
     report = load_weights(model, tmp_path / "plain.npz")
     assert not report.fresh and not report.ignored
     assert str(report).count("one_to_one_head") == 1 and "\n" not in str(report)
     assert "starts as a copy of its yolo_head" in str(report)
-    state = arrays(model)
-    for key, value in arrays(plain).items():
+    state = arrays_of(model)
+    for key, value in arrays_of(plain).items():
         assert np.array_equal(state[key], value)
         if key.startswith("yolo_head."):
             assert np.array_equal(state[key.replace(*HEADS)], value)
@@ -172,7 +172,7 @@ def test_plain_weights_start_both_heads_and_say_so(tmp_path: Path) -> None:
 
 
 def test_other_class_count_leaves_both_heads_fresh(tmp_path: Path) -> None:
-    np.savez(tmp_path / "five.npz", **arrays(tiny(num_classes=5)))
+    np.savez(tmp_path / "five.npz", **arrays_of(tiny(num_classes=5)))
     report = load_weights(tiny(one_to_one=True), tmp_path / "five.npz")
     assert {key.rpartition(".")[0] for key in report.fresh} == {
         f"{head}pred_cls.{level}" for head in HEADS for level in range(3)
@@ -182,11 +182,11 @@ def test_other_class_count_leaves_both_heads_fresh(tmp_path: Path) -> None:
 def test_own_weights_load_whole_and_into_plain_model(tmp_path: Path) -> None:
     model = tiny(one_to_one=True)
     shake(model)
-    np.savez(tmp_path / "both.npz", **arrays(model))
+    np.savez(tmp_path / "both.npz", **arrays_of(model))
     again = tiny(one_to_one=True)
     load_all_weights(again, tmp_path / "both.npz")
-    want = arrays(model)
-    for key, value in arrays(again).items():
+    want = arrays_of(model)
+    for key, value in arrays_of(again).items():
         assert np.array_equal(value, want[key])
     report = load_weights(tiny(), tmp_path / "both.npz")
     assert report.ignored and all(key.startswith(HEADS[1]) for key in report.ignored)

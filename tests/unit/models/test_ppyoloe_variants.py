@@ -9,8 +9,8 @@ import pytest
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model
 from ppdist.models.onednn.convert import self_check
-from ppdist.models.weights import load_weights
-from tests.unit.models.tiny import arrays, loss_of, shake, static_outputs, tiny
+from ppdist.models.weights import arrays_of, load_weights
+from tests.unit.models.tiny import loss_of, shake, static_outputs, tiny
 
 LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
           "P3-P6": (64, 32, 16, 8), "P2-P6": (64, 32, 16, 8, 4)}  # fmt: skip
@@ -19,7 +19,7 @@ LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
 def test_t_has_the_published_number_of_parameters() -> None:
     model = build_model(PPYOLOEConfig(size="t", auxiliary=True))
     assert model.parameter_count() == 7_946_706
-    kept = {k: v for k, v in arrays(model).items() if not k.startswith(model.training_only)}
+    kept = {k: v for k, v in arrays_of(model).items() if not k.startswith(model.training_only)}
     counted = [v.size for k, v in kept.items() if not k.endswith(("._mean", "._variance"))]
     assert sum(counted) == 4_851_419  # published as 4.85 M: before fusion, unlike the other sizes
     model.fuse()
@@ -49,7 +49,7 @@ def test_aux_head_gives_no_outputs_without_gradient() -> None:
     with paddle.no_grad():
         outputs = model(image)
         decoded = model.decode(outputs)
-        assert outputs.aux_class_logits == outputs.aux_side_logits == ()
+        assert outputs.aux_class_logits == outputs.aux_reg_dist == ()
         del model.aux_neck, model.aux_head
         model.aux_neck = model.aux_head = None
         without = model(image)
@@ -77,7 +77,7 @@ def test_detaching_keeps_aux_gradient_to_aux_head() -> None:
         shake(model)
         model.detach_auxiliary = detached
         outputs = model(paddle.randn([2, 3, 64, 64]))
-        auxiliary = outputs.aux_class_logits + outputs.aux_side_logits
+        auxiliary = outputs.aux_class_logits + outputs.aux_reg_dist
         paddle.add_n([x.square().mean() for x in auxiliary]).backward()
         reached = {key.split(".")[0] for key, p in model.named_parameters() if p.grad is not None}
         own = {"aux_neck", "aux_head"}
@@ -110,22 +110,22 @@ def test_weights_without_aux_head_leave_it_fresh(
 ) -> None:
     trained = tiny(auxiliary=True)
     shake(trained)
-    deployed = {k: v for k, v in arrays(trained).items() if not k.startswith("aux_")}
+    deployed = {k: v for k, v in arrays_of(trained).items() if not k.startswith("aux_")}
     np.savez(tmp_path / "deployed.npz", **deployed)
     model = tiny(auxiliary=True)
-    start = arrays(model)
+    start = arrays_of(model)
     report = load_weights(model, tmp_path / "deployed.npz")
     assert set(report.loaded) == set(deployed)
     assert {key.split(".")[0] for key in report.fresh} == {"aux_neck", "aux_head"}
     assert "training" in str(report) and "\n" not in str(report)
-    for key, value in arrays(model).items():
+    for key, value in arrays_of(model).items():
         expected = deployed[key] if key in deployed else start[key]
         assert np.array_equal(value, expected), key
 
 
 def test_other_class_count_leaves_aux_classes_fresh(tmp_path: Path) -> None:
     other = tiny(auxiliary=True, num_classes=5)
-    np.savez(tmp_path / "five.npz", **arrays(other))
+    np.savez(tmp_path / "five.npz", **arrays_of(other))
     report = load_weights(tiny(auxiliary=True), tmp_path / "five.npz")
     assert {key.rpartition(".")[0] for key in report.fresh} == {
         "aux_head.gfl_cls", *(f"yolo_head.pred_cls.{level}" for level in range(3))

@@ -8,9 +8,11 @@ import random
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,19 @@ def refused(path: Path, code: str) -> str:
     assert message.startswith(f"{path}: ") and len(message) < 600
     message.encode("ascii")  # the file's own words cannot play with a terminal
     return message.removeprefix(f"{path}: ")
+
+
+DEEP = 30_000  # levels: what recurses once a level overflows STACK from about 20,000 on
+STACK = 1 << 20  # bytes
+
+
+def refused_in_a_small_stack(path: Path, code: str) -> str:
+    before = threading.stack_size(STACK)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(refused, path, code).result()
+    finally:
+        threading.stack_size(before)
 
 
 def touch(folder: Path) -> str:
@@ -288,20 +303,22 @@ def test_endless_trees_of_modules_are_refused(tmp_path: Path) -> None:
 
 
 def test_deep_nesting_neither_crashes_nor_recurses(tmp_path: Path) -> None:
-    nested = b"N" + b"\x85" * 100_000  # hashing such a key overflows the stack of an interpreter
-    refused(zip_of(tmp_path / "deep.pt", b"(d" + nested + b"Ns.", []), "weights_no_state_dict")
-    deep = dict_of(b"]" * 20_000 + b"a" * 19_999)
-    refused(zip_of(tmp_path / "deep.pt", deep, []), "weights_no_state_dict")
+    for content in (
+        b"(d" + b"N" + b"\x85" * DEEP + b"Ns.",  # hashing such a key overflows the stack
+        dict_of(b"]" * DEEP + b"a" * (DEEP - 1)),
+    ):
+        path = zip_of(tmp_path / "deep.pt", content, [])
+        refused_in_a_small_stack(path, "weights_no_state_dict")
 
 
-@pytest.mark.parametrize("depth", [1000, 200_000])
+@pytest.mark.parametrize("depth", [1000, DEEP])
 def test_legacy_storages_are_called_by_text_alone(tmp_path, monkeypatch, depth: int) -> None:
     torch = FakeTorch(monkeypatch)
     path = torch.save_legacy(tmp_path / "old.pt", {"w": torch.tensor(SIX)})
     keys = pickle.dumps(["0"], 2)
     nested = b"\x80\x02])" + b"\x85" * depth + b"a."
     path.write_bytes(path.read_bytes().replace(keys, nested))
-    assert "a storage called by a tuple" in refused(path, "weights_damaged")
+    assert "a storage called by a tuple" in refused_in_a_small_stack(path, "weights_damaged")
 
 
 def test_error_quoting_deep_value_is_one_message(tmp_path, monkeypatch) -> None:
@@ -377,8 +394,13 @@ def test_an_npz_entry_is_as_large_as_its_bytes(tmp_path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("w.npy", data.replace(old, new))
         refused(path, "weights_damaged")
-    np.savez(path, w=np.array(["text"]))
-    assert "expected arrays of numbers; found w.npy" in refused(path, "weights_not_arrays")
+
+
+def test_an_npz_with_objects_is_refused_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "evil.npz"
+    for array in (["text"], np.array([Reduced(os.system, (touch(tmp_path),))], dtype=object)):
+        np.savez(path, w=np.array(array))
+        assert "expected arrays of numbers; found w.npy" in refused(path, "weights_not_arrays")
 
 
 def test_random_damage_is_always_one_clear_error(tmp_path: Path, monkeypatch) -> None:

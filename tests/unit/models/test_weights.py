@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -15,18 +14,21 @@ from ppdist.common.errors import WeightsError
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
+from ppdist.models.weights import (
+    arrays_of,
+    load_weights,
+    official_arrays_of,
+    write_arrays,
+)
+from tests.unit.models.kept import built_once
 
 
+@built_once
 def tiny(num_classes: int = 3, width: float = 0.125, seed: int = 0) -> PPYOLOE:
     paddle.seed(seed)
     return build_model(
         PPYOLOEConfig(size="t", width_multiple=width, num_classes=num_classes, variant="plus")
     )
-
-
-def arrays_of(model: PPYOLOE) -> dict[str, np.ndarray]:
-    return {key: value.numpy() for key, value in model.state_dict().items()}
 
 
 def assert_same(model: PPYOLOE, other: PPYOLOE) -> None:
@@ -199,35 +201,6 @@ def test_output_dir_without_checkpoint_says_searched(tmp_path: Path) -> None:
     ) as error:
         load_weights(tiny(), tmp_path)
     assert error.value.code == "not_a_checkpoint"
-
-
-class Evil:
-    """What a hostile file asks the reader to run."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.target}",)
-
-
-def test_pickle_with_code_refused_and_not_run(tmp_path: Path) -> None:
-    trace = tmp_path / "ran"
-    path = tmp_path / "evil.pdparams"
-    path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": Evil(trace)}))
-    with pytest.raises(WeightsError, match=r"refused: it asks to run \w+\.system") as error:
-        load_weights(tiny(), path)
-    assert error.value.code == "weights_unsafe"
-    assert not trace.exists()
-
-
-def test_an_npz_with_pickled_objects_is_refused(tmp_path: Path) -> None:
-    trace = tmp_path / "ran"
-    np.savez(tmp_path / "evil.npz", w=np.array([Evil(trace)], dtype=object))
-    with pytest.raises(WeightsError, match=r"expected arrays of numbers; found w\.npy") as error:
-        load_weights(tiny(), tmp_path / "evil.npz")
-    assert error.value.code == "weights_not_arrays"
-    assert not trace.exists()
 
 
 MISTAKEN = [

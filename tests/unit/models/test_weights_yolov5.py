@@ -18,16 +18,19 @@ from ppdist.models.weights import (
     write_arrays,
 )
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
+from tests.unit.models.kept import built_once
 from tests.unit.models.torch_lookalikes import FakeTorch
 
 WIDTH = 0.0625
 
 
+@built_once
 def detector(seed: int, num_classes: int = 80, size: str = "n") -> YOLOv5:
     paddle.seed(seed)
     return build_model(YOLOv5Config(size=size, width_multiple=WIDTH, num_classes=num_classes))
 
 
+@built_once
 def classifier(seed: int, num_classes: int = 10) -> YOLOv5Classifier:
     paddle.seed(seed)
     config = YOLOv5ClsConfig(size="n", width_multiple=WIDTH, num_classes=num_classes)

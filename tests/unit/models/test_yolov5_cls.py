@@ -12,7 +12,7 @@ from ppdist.models import build_model
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.convert import self_check
 from ppdist.models.yolov5 import YOLOv5Classifier
-from tests.unit.models.formulas import load_formulas
+from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import saved_graph
 
 
@@ -27,14 +27,12 @@ def test_small_model_has_published_parameter_count() -> None:
 
 
 def test_keys_shapes_and_logits_are_the_original_s(shared_dir: Path) -> None:
-    formulas = load_formulas(shared_dir / "parity")
+    formulas = read_formulas(shared_dir / "parity")
     listed = json.loads((shared_dir / "parity" / "yolov5_keys.json").read_text())["yolov5s_cls"]
     model = build_model(YOLOv5ClsConfig())
     official, state = model.official_keys(), model.state_dict()
     assert [official[key] for key in state] == [k for k in listed if "num_batches" not in k]
-    for key, value in state.items():
-        array = formulas.parity_value(official[key], listed[official[key]])
-        value.set_value(array.T if key == "head.linear.weight" else array)
+    set_weights(model, formulas)
     model.eval()
     with paddle.no_grad():
         logits = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.CLS_CASE)))

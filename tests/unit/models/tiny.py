@@ -30,10 +30,6 @@ def tiny(**keys: object) -> PPYOLOE:
     return build_model(PPYOLOEConfig.model_validate(config))
 
 
-def arrays(model: PPYOLOE) -> dict[str, np.ndarray]:
-    return {key: value.numpy() for key, value in model.state_dict().items()}
-
-
 def loss_of(model: PPYOLOE, size: int = 64) -> paddle.Tensor:
     paddle.seed(2)
     criterion = PPYOLOELoss.build(PPYOLOELossConfig(static_assigner_epochs=0), model, 1)
