@@ -20,19 +20,19 @@ MADE = StepResult(
 
 
 def steps(slow):
-    """50 steps of two ranks; one sleeps longer before the sum of a step."""
+    """30 steps of two ranks, two comparisons; one sleeps before the sum of a step."""
     comm.init("cpu", DistributedConfig())
     said: list[str] = []
     monitor = StragglerMonitor(SimpleNamespace(warning=said.append))
-    for step in range(1, 51):
+    for step in range(1, 31):
         watch = Stopwatch()
-        time.sleep(0.05 if comm.rank() == slow else 0.02)
+        time.sleep(0.03 if comm.rank() == slow else 0.0)
         comm.all_reduce_sum(paddle.to_tensor([1.0]))
         monitor.on_step_end(step, MADE, 0.1, watch.stop(0.0))
     return said
 
 
-def test_a_slow_rank_is_named_within_50_steps(record_property):
+def test_a_slow_rank_is_named_within_30_steps(record_property):
     first, second = run_on_ranks(2, "tests.unit.engine.test_monitor_stragglers:steps", 1, hosts=1)
     assert first == second and len(first) == 1
     (warning,) = first
@@ -66,7 +66,7 @@ def test_time_in_collectives_is_not_a_ranks_own():
     with heartbeat.Waiting("sum"):
         time.sleep(0.1)
     seconds = watch.stop(0.0)
-    assert seconds.compute < 0.05 < seconds.wall
+    assert seconds.wall >= 0.1 and 0 <= seconds.compute <= seconds.wall - 0.1
 
 
 def test_each_step_is_told_to_fleetrun(monkeypatch):
@@ -85,4 +85,4 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
     assert [each["bad"] for each in told] == [False, True, False]  # the last looks for its scale
     for each in told:
         assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)
-        assert 0 < each["own_seconds"] < each["step_seconds"] - 0.019
+        assert 0 < each["own_seconds"] <= each["step_seconds"] - 0.02
