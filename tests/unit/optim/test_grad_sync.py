@@ -18,7 +18,7 @@ from ppdist.optim.grad_sync import (
     LowPrecision,
     PowerSGD,
     TopKSparsify,
-    _float16_scale,
+    float16_scale,
     share_out,
 )
 from tests.distributed import run_on_ranks
@@ -288,11 +288,11 @@ def test_share_out_balances_parameter_sizes():
 
 
 def test_float16_scale_worked_out_by_hand(monkeypatch):
-    assert _float16_scale(16.0) == 8192.0  # one rank, |g| <= 4: 4 * 8192 = 32768
+    assert float16_scale(16.0) == 8192.0  # one rank, |g| <= 4: 4 * 8192 = 32768
     monkeypatch.setattr(comm, "world_size", lambda: 4)
-    assert _float16_scale(16.0) == 4096.0  # four ranks with |g| of 2 each: a sum of 8 at most
-    assert _float16_scale(0.0) == 1.0
-    assert _float16_scale(float("inf")) == 1.0
+    assert float16_scale(16.0) == 4096.0  # four ranks with |g| of 2 each: a sum of 8 at most
+    assert float16_scale(0.0) == 1.0
+    assert float16_scale(float("inf")) == 1.0
 
 
 def test_what_was_kept_for_another_model_is_refused():
