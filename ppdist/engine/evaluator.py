@@ -26,7 +26,7 @@ from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.classification import Ranking, accuracy, analyse_classes, rank, write_ranking
-from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
+from ppdist.metrics.coco import evaluate_boxes, fitness, metric_names, write_detections
 from ppdist.models.base import Detector, ImageModel
 from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
@@ -203,7 +203,7 @@ class Evaluator:
         Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `fitness` = 0.1 mAP50 + 0.9 mAP.
         """
         metrics = evaluate_boxes(self._dataset, found_R7)
-        return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
+        return {**metrics, "fitness": fitness(metrics)}
 
     def analyse(self, found_R7: np.ndarray, step: int | None = None) -> dict[str, Any]:
         """See `ppdist.metrics.analysis.analyse`.  Local."""
