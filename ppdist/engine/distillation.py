@@ -27,43 +27,7 @@ from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import checkpoint_of, load_weights
 
-BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
-
-
-def teaching_of(config: DistillConfig) -> Teaching:
-    """The terms of the distillation loss, for `Loss.distil`."""
-
-    def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
-        if config is None:
-            return None
-        return Term(config.weight, config.temperature or BOXES_TEMPERATURE)
-
-    return Teaching(term(config.logits), term(config.features), term(config.boxes))
-
-
-class Adapters(nn.Layer):
-    """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
-
-    def __init__(self, widths: list[int], targets: list[int]) -> None:
-        """Args: widths, targets: channels of student and teacher, level by level."""
-        super().__init__()
-        self.levels = nn.LayerList(
-            [
-                # No bias: the loss is a softmax over the cells of a channel and would not see it.
-                nn.Identity() if width == target else nn.Conv2D(width, target, 1, bias_attr=False)
-                for width, target in zip(widths, targets, strict=True)
-            ]
-        )
-
-    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(level(x) for level, x in zip(self.levels, features, strict=True))
-
-
-class Unchanged(nn.Layer):
-    """Passes features on unchanged: a teacher's."""
-
-    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(features)
+_BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
 
 
 class Distillation:
@@ -114,6 +78,31 @@ class Distillation:
         return loss.distil(output, outputs, taught, self.teaching, totals)
 
 
+class Adapters(nn.Layer):
+    """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
+
+    def __init__(self, widths: list[int], targets: list[int]) -> None:
+        """Args: widths, targets: channels of student and teacher, level by level."""
+        super().__init__()
+        self.levels = nn.LayerList(
+            [
+                # No bias: the loss is a softmax over the cells of a channel and would not see it.
+                nn.Identity() if width == target else nn.Conv2D(width, target, 1, bias_attr=False)
+                for width, target in zip(widths, targets, strict=True)
+            ]
+        )
+
+    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(level(x) for level, x in zip(self.levels, features, strict=True))
+
+
+class Unchanged(nn.Layer):
+    """Passes features on unchanged: a teacher's."""
+
+    def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(features)
+
+
 def build_distillation(
     config: DistillConfig | None, section: Any, student: Detector, seed: int
 ) -> Distillation | None:
@@ -131,7 +120,7 @@ def build_distillation(
     source, teacher = comm.run_on_all_ranks(
         lambda: read_teacher(Path(config.teacher), section, student)
     )
-    teaching = teaching_of(config)
+    teaching = _teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)
     about = (
@@ -194,6 +183,17 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
     load_weights(teacher, source)
     teacher.become_teacher()
     return source, teacher
+
+
+def _teaching_of(config: DistillConfig) -> Teaching:
+    """The terms of the distillation loss, for `Loss.distil`."""
+
+    def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
+        if config is None:
+            return None
+        return Term(config.weight, config.temperature or _BOXES_TEMPERATURE)
+
+    return Teaching(term(config.logits), term(config.features), term(config.boxes))
 
 
 @paddle.no_grad()

@@ -196,7 +196,6 @@ def test_what_needs_a_number_says_so(tmp_path):
 
 
 def test_unevenly_divisible_total_batch_is_error():
-    assert images_per_rank(None, 3) is None
     assert images_per_rank(12, 3) == 4
     with pytest.raises(ConfigError) as caught:
         images_per_rank(64, 3)
