@@ -12,16 +12,13 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.train import EarlyStoppingConfig
-from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
-from ppdist.engine.build import build_training
 from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingState, LossCurves
 from tests.distributed import run_on_ranks
 from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.runs import build_run
 
 
 def stops_after(values, *, default="mAP", **keys):
@@ -130,14 +127,8 @@ SLOW = 0.2  # seconds before each step of a rank
 
 def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
     """Exit code and trainer of a run whose evaluations score as above."""
-    comm.init("cpu", DistributedConfig())
-    experiment = build_training(
-        tiny_config(data, [*OVERRIDES, *overrides]),
-        output_dir=output,
-        evaluate=True,
-        resume=resume,
-        command=["test"],
-        callbacks=callbacks,
+    experiment = build_run(
+        data, output, *OVERRIDES, *overrides, evaluate=True, resume=resume, callbacks=callbacks
     )
     trainer = experiment.trainer
     inner = trainer.evaluator.evaluate
@@ -174,13 +165,6 @@ def two_ranks(argument):
     assert len(trainer.evaluator.pictures) == 2 * comm.is_main(), "rank 0 alone draws its share"
     again, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
     return [*found, [stopped, again, trainer.progress.step]]
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=3, size=64, seed=0)
-    return folder
 
 
 def lines_of(folder):
@@ -246,15 +230,8 @@ def test_early_stopping_restarts_after_gap(shapes, tmp_path):
 
 
 def test_without_evaluations_it_is_refused(shapes, tmp_path):
-    comm.init("cpu", DistributedConfig())
     with pytest.raises(ConfigError, match=r"early_stopping needs evaluations; start with --eval"):
-        build_training(
-            tiny_config(shapes, OVERRIDES),
-            output_dir=tmp_path / "run",
-            evaluate=False,
-            resume=None,
-            command=["test"],
-        )
+        build_run(shapes, tmp_path / "run", *OVERRIDES)
 
 
 def test_metric_unknown_to_model_is_refused(tmp_path):

@@ -1,34 +1,26 @@
 """A rank that is slower than the others is named, once."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import paddle
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.monitor import HeartbeatCallback, Stopwatch, StragglerMonitor
-from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
-
-MADE = StepResult(
-    losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True, synchronised=True,
-    stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, too_large=False,
-    ran_out=False, own_loss=9.0, own_images=[],
-)  # fmt: skip
+from tests.unit.engine.tiny import init_cpu, step_result
 
 
 def steps(slow):
     """30 steps of two ranks, two comparisons; one sleeps before the sum of a step."""
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     said: list[str] = []
     monitor = StragglerMonitor(SimpleNamespace(warning=said.append))
     for step in range(1, 31):
         watch = Stopwatch()
         time.sleep(0.03 if comm.rank() == slow else 0.0)
         comm.all_reduce_sum(paddle.to_tensor([1.0]))
-        monitor.on_step_end(step, MADE, 0.1, watch.stop(0.0))
+        monitor.on_step_end(step, step_result(), 0.1, watch.stop(0.0))
     return said
 
 
@@ -73,15 +65,11 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
     told = []
     monkeypatch.setattr(heartbeat, "made", lambda **words: told.append(words))
     callback = HeartbeatCallback()
-    for result in (
-        MADE,
-        replace(MADE, applied=False),
-        replace(MADE, applied=False, searching=True),
-    ):
+    for changes in ({}, {"applied": False}, {"applied": False, "searching": True}):
         watch = Stopwatch()
         with heartbeat.Waiting("sum"):
             time.sleep(0.02)
-        callback.on_step_end(1, result, 0.1, watch.stop(0.001))
+        callback.on_step_end(1, step_result(**changes), 0.1, watch.stop(0.001))
     assert [each["bad"] for each in told] == [False, True, False]  # the last looks for its scale
     for each in told:
         assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)

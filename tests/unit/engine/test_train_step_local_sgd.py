@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.distributed import comm
-from ppdist.engine.build import build_training
 from ppdist.engine.train_step import Clock
 from ppdist.optim.optimizer import optimizer_arrays
 from tests.distributed import run_on_ranks
+from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
 
 HERE = "tests.unit.engine.test_train_step_local_sgd"
@@ -172,22 +172,13 @@ def test_sharded_optimizer_state_gives_same_weights():
 
 def whole_runs(argument):
     """Trains as told, one run after another, on the ranks of one start."""
-    init_cpu()
+    common = ("train.batch_size_per_card=3", "train.epochs=5", "optimizer.reference_batch_size=8",
+              "log.every_steps=1", "checkpoint.every_steps=3")  # fmt: skip
     for output, overrides, resume, interrupt in argument["runs"]:
-        output = Path(output)
-        config = tiny_config(
-            Path(argument["shapes"]),
-            ["train.batch_size_per_card=3", "train.epochs=5", "optimizer.reference_batch_size=8",
-             "log.every_steps=1", "checkpoint.every_steps=3", *overrides],
+        experiment = build_run(
+            argument["shapes"], output, *common, *overrides,
+            evaluate=argument["evaluate"], resume=resume, changed=resume,
         )  # fmt: skip
-        experiment = build_training(
-            config,
-            output_dir=output,
-            evaluate=argument["evaluate"],
-            resume=output if resume else None,
-            command=["test"],
-            resume_changed=resume,
-        )
         with experiment.log:
             if interrupt and comm.rank() == 1:
                 signals_itself(experiment.trainer)
