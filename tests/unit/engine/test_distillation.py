@@ -82,7 +82,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     kept = load_file(teachers[model] / "checkpoints" / "last" / "ema.safetensors")
     start = arrays_of(step.model)
     results = []
-    for number in range(4):
+    for number in range(2):
         batch = iter([fixed_batch(0, 0, IMAGES)])
         results.append(step(batch, 1, number, rates, False, Clock()))
     after = arrays_of(teacher)

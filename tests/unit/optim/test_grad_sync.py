@@ -59,7 +59,11 @@ ENTRIES = sum(int(np.prod(shape)) for shape in LARGE)
 
 def bytes_of_modes():
     """Bytes that this rank sends in a step, per mode."""
-    found = {}
+    found, large = {}, drawn(0, comm.rank(), LARGE)
+
+    def exchange(averaging):
+        averaging.gradients([gradient.clone() for gradient in large], 1.0)
+
     modes = (
         {"float32": lambda parameters: AllReduceSync()}
         | MODES
@@ -70,10 +74,10 @@ def bytes_of_modes():
     )
     for name, build in modes.items():
         averaging = build(parameters(LARGE))
-        averaging.gradients(drawn(0, comm.rank(), LARGE), 1.0)  # opens connections
+        exchange(averaging)  # opens connections
         sent = [sent_bytes()]
-        for step in range(3):
-            averaging.gradients(drawn(step, comm.rank(), LARGE), 1.0)
+        for _ in range(3):
+            exchange(averaging)
             sent.append(sent_bytes())
         found[name] = np.median(np.diff(sent))  # on a busy machine the kernel may send some again
     return found
