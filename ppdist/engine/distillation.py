@@ -43,18 +43,18 @@ class Distillation:
             adapts: the student has adapters that learn.
             about: a line for the log.
         """
+        self.teacher = teacher
         self.teaching = teaching
         self.source = source
         self.adapts = adapts
         self.about = about
-        self._teacher = teacher
 
     def check(self, loss: Loss) -> None:
         """Checks that outputs of both models are comparable, once the student has its anchors.
 
         Raises: ConfigError, on every rank: they are not.
         """
-        if problem := loss.misfit(self._teacher):
+        if problem := loss.misfit(self.teacher):
             raise ConfigError(
                 problem,
                 code="teacher_unsuitable",
@@ -64,7 +64,7 @@ class Distillation:
     @paddle.no_grad()
     def ask(self, images_B3HW: Tensor) -> Any:
         """The teacher's raw outputs for images 0..255, which it normalises its own way."""
-        return self._teacher(self._teacher.normalize(images_B3HW))
+        return self.teacher(self.teacher.normalize(images_B3HW))
 
     def teach(
         self,

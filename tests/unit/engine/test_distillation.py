@@ -77,7 +77,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     init_cpu()
     config = distilled_config(tmp_path, teachers[model], model=model)
     step, rates = build_step(config, frozen=False)
-    teacher = step.distillation._teacher
+    teacher = step.distillation.teacher
     before = arrays_of(teacher)
     kept = load_file(teachers[model] / "checkpoints" / "last" / "ema.safetensors")
     start = arrays_of(step.model)
@@ -136,7 +136,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         switch(student)
         teacher = build_distillation(config.distill, config.model, student, config.seed)
         said.append(teacher.ask(images))
-        fast = [type(x) for x in teacher._teacher.sublayers() if isinstance(x, nn.Conv2D)]
+        fast = [type(x) for x in teacher.teacher.sublayers() if isinstance(x, nn.Conv2D)]
         assert (OneDNNConv2D in fast) == (switch is use_onednn_convolutions)
         student.distillation = None
     plain, fast = ([*each.class_logits, *each.side_logits, *each.features] for each in said)
@@ -193,7 +193,7 @@ def train(case: str, teachers: dict[str, str]) -> dict:
         for number in range(STEPS)
     ]
     assert all(result.applied for result in results)
-    plain = type(norms_of(step.distillation._teacher)[0]).__name__
+    plain = type(norms_of(step.distillation.teacher)[0]).__name__
     weights = {k: p for k, p in step.model.state_dict().items() if "._" not in k}
     flat = np.concatenate([p.numpy().astype("float64").ravel() for p in weights.values()])
     return {
@@ -258,7 +258,7 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     student = ["model.one_to_one=true"]
     teacher = write_teacher(tmp_path / "teacher", *student, seen=False)
     step, rates = build_step(distilled_config(tmp_path, teacher, *student), frozen=False)
-    head = arrays_of(step.distillation._teacher)["yolo_head.pred_cls.0.weight"]
+    head = arrays_of(step.distillation.teacher)["yolo_head.pred_cls.0.weight"]
     ema = load_file(teacher / "checkpoints" / "last" / "ema.safetensors")
     assert (head == ema["yolo_head.pred_cls.0.weight"]).all()
     assert (head != ema["one_to_one_head.pred_cls.0.weight"]).any()

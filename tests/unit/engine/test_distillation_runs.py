@@ -71,7 +71,7 @@ def taught(shapes, teacher, tmp_path_factory):
     """The output_dir of a run of four steps."""
     folder = tmp_path_factory.mktemp("taught")
     experiment = run(shapes, folder, *teach(teacher))
-    layers = experiment.trainer.train_step.distillation._teacher.sublayers()
+    layers = experiment.trainer.train_step.distillation.teacher.sublayers()
     fast = any(
         type(layer) is OneDNNConv2D for layer in experiment.trainer.train_step.model.sublayers()
     )
