@@ -188,10 +188,10 @@ def gains(
 ) -> dict[str, float | None]:
     """How much mAP50 would rise with one error type mended, all others left.
 
-    Of all detections, however unsure.
-    A wrong place or class is put right where no detection found the object, of several about one
-    object that of the surest; the others of the kind are left out.  Duplicates and background are
-    left out; missed objects are not asked for.
+    All detections count, however unsure.  A wrong place or class is put right where no detection
+    found the object, of several about one object that of the surest; the others of the kind are
+    left out.  Duplicates and background are left out; missed objects are not asked for.
+
     Returns: None for each where the set has no object.
     Source: as `kinds_of`, section 2.3, and its reference implementation (tidecv 1.0.1), with
         COCO's recalls, which it takes a last digit differently.
