@@ -1,4 +1,4 @@
-"""Auto batch: the largest micro-batch that memory allows, and estimates.
+"""Auto batch: the largest micro-batch that memory allows, and an estimate.
 
 `train.batch_size_per_card: auto` (`settle_batch`): each rank trains with a few batches in a process
 of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory killer, a
@@ -56,7 +56,6 @@ Bytes = Mapping[str, int]  # by kind
 # What each batch took, by kind; and why one of those asked for is missing, with a remedy, or "".
 Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
-
 _DRAWS = 10_000  # of images that are combined to one
 _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
 _LADDER = (1, 2, 4)  # a line through two of them is long enough
@@ -107,7 +106,8 @@ def settle_batch(
                 f"{saved.state['total_batch']} images of a step of the checkpoint"
             )
         return config, [f"train.batch_size_per_card: {said}"]
-    share = images_per_rank(train.total_batch, world)
+    total = train.total_batch
+    share = None if total is None else images_per_rank(total, world)
     once = -(-images // (world * train.accumulate_steps))  # deals out an epoch's images
     most = min(train.auto_batch_most, share or max(1, once))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
@@ -125,6 +125,76 @@ def settle_batch(
     if batch != least:
         said += f"; {batch} divides the {share} images of each rank in train.total_batch"
     return _with_batch(config, batch, {}), [f"train.batch_size_per_card: {said}"]
+
+
+def batch_of_checkpoint(
+    state: Mapping[str, Any], world: int, asked: int | None, accumulate_steps: int
+) -> tuple[int, dict[str, int]]:
+    """Images per rank and micro-step of a run that resumes.
+
+    Another number of ranks shares the same total batch, in micro-batches that are no larger; the
+    second value is what else changes in `train`.
+
+    Args:
+        state: of the checkpoint.
+        asked: `train.total_batch`; if it differs from the checkpoint's, `settle_run` refuses it.
+        accumulate_steps: those of the configuration, kept where micro-batches stay small enough.
+    Raises: UserError: the ranks cannot share a step evenly.
+    """
+    total = state["total_batch"]
+    # Absent in older checkpoints; what does not fit then is halved as it shows.
+    before = state.get("batch_size_per_card", total // state["world"])
+    if asked is not None and asked != total:
+        return largest_divisor(images_per_rank(asked, world), before), {}
+    if total % world:
+        raise CheckpointError(
+            f"a step of the checkpoint has {total} images, which {world} ranks cannot share evenly",
+            code="batch_indivisible",
+            fix="start a number of ranks that divides it",
+        )
+    share = total // world
+    if asked is not None:
+        return largest_divisor(share, before), {}
+    if share % accumulate_steps == 0 and share // accumulate_steps <= before:
+        return share // accumulate_steps, {}
+    return largest_divisor(share, before), {"total_batch": total, "accumulate_steps": 1}
+
+
+def images_per_rank(total_batch: int, world: int) -> int:
+    """Images of a step on each rank.
+
+    Raises: ConfigError: they cannot share it evenly.
+    """
+    if total_batch % world:
+        raise ConfigError(
+            f"{total_batch} images of a step cannot be shared evenly by {world} ranks",
+            code="batch_indivisible",
+            where="train.total_batch",
+            fix=f"start a number of ranks that divides it, or take a multiple of {world}",
+        )
+    return total_batch // world
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number up to `most`; at least 1."""
+    return max(each for each in range(1, max(1, min(number, most)) + 1) if number % each == 0)
+
+
+def _with_batch(
+    config: ExperimentConfig, batch: int, changes: Mapping[str, Any]
+) -> ExperimentConfig:
+    train = config.train.model_copy(update={"batch_size_per_card": batch, **changes})
+    return config.model_copy(update={"train": train})
+
+
+def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
+    """The most boxes an image of a batch can have, by drawing many."""
+    composed: int = augment.mosaic_images if augment.mosaic else 1
+    partners = (augment.mixup > 0) + (augment.cutmix > 0)
+    images = composed * (1 + partners) + (augment.copy_paste > 0)
+    counts_N = np.array(objects_N, np.int64)
+    drawn = np.random.default_rng(0).choice(counts_N, (_DRAWS, images)).sum(1).max()
+    return int(max(1, drawn, counts_N.max()))
 
 
 def _limits(share: float) -> dict[str, int]:
@@ -163,76 +233,7 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     }
 
 
-def batch_of_checkpoint(
-    state: Mapping[str, Any], world: int, asked: int | None, accumulate_steps: int
-) -> tuple[int, dict[str, int]]:
-    """Images per rank and micro-step of a run that resumes.
-
-    Another number of ranks shares the same total batch, in micro-batches that are no larger; the
-    second value is what else changes in `train`.
-
-    Args:
-        state: of the checkpoint.
-        asked: `train.total_batch`; if it differs from the checkpoint's, `settle_run` refuses it.
-        accumulate_steps: those of the configuration, kept where micro-batches stay small enough.
-    Raises: UserError: the ranks cannot share a step evenly.
-    """
-    total = state["total_batch"]
-    # Absent in older checkpoints; what does not fit then is halved as it shows.
-    before = state.get("batch_size_per_card", total // state["world"])
-    if asked not in (None, total):
-        return largest_divisor(images_per_rank(asked, world) or 1, before), {}
-    if total % world:
-        raise CheckpointError(
-            f"a step of the checkpoint has {total} images, which {world} ranks cannot share evenly",
-            code="batch_indivisible",
-            fix="start a number of ranks that divides it",
-        )
-    share = total // world
-    if asked is not None:
-        return largest_divisor(share, before), {}
-    if share % accumulate_steps == 0 and share // accumulate_steps <= before:
-        return share // accumulate_steps, {}
-    return largest_divisor(share, before), {"total_batch": total, "accumulate_steps": 1}
-
-
-def images_per_rank(total_batch: int | None, world: int) -> int | None:
-    """Images of a step on each rank; None: `train.total_batch` is not set.
-
-    Raises: ConfigError: they cannot share it evenly.
-    """
-    if total_batch is None:
-        return None
-    if total_batch % world:
-        raise ConfigError(
-            f"{total_batch} images of a step cannot be shared evenly by {world} ranks",
-            code="batch_indivisible",
-            where="train.total_batch",
-            fix=f"start a number of ranks that divides it, or take a multiple of {world}",
-        )
-    return total_batch // world
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number up to `most`; at least 1."""
-    return max(each for each in range(1, max(1, min(number, most)) + 1) if number % each == 0)
-
-
-def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
-    """The most boxes an image of a batch can have, by drawing many."""
-    composed: int = augment.mosaic_images if augment.mosaic else 1
-    partners = (augment.mixup > 0) + (augment.cutmix > 0)
-    images = composed * (1 + partners) + (augment.copy_paste > 0)
-    counts_N = np.array(objects_N, np.int64)
-    drawn = np.random.default_rng(0).choice(counts_N, (_DRAWS, images)).sum(1).max()
-    return int(max(1, drawn, counts_N.max()))
-
-
-def _with_batch(
-    config: ExperimentConfig, batch: int, changes: Mapping[str, Any]
-) -> ExperimentConfig:
-    train = config.train.model_copy(update={"batch_size_per_card": batch, **changes})
-    return config.model_copy(update={"train": train})
+# Search
 
 
 @dataclass(frozen=True)
@@ -283,6 +284,40 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
     images = max(good)
     limit = "" if images < most else f", and more than {most} are of no use"
     return SearchResult(images, f"{images} take {tightest(good[images], limits)}{limit}")
+
+
+def fits(used: Bytes, limits: Bytes) -> bool:
+    """Whether no kind is above its limit."""
+    return all(used.get(kind, 0) <= limit for kind, limit in limits.items())
+
+
+def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> int:
+    """The largest batch up to `most` that should fit, by what measured ones took.
+
+    Memory is a constant and an amount for each image, so it follows, of each kind by itself, from a
+    line through the two largest batches; of one alone, from a line through zero, which gives less.
+
+    Args:
+        measured: batch -> what it took; at least one.
+    Returns: 0: not even one image.
+    """
+    (*_, before, last) = [0, *sorted(measured)]
+    result = most
+    for kind, limit in limits.items():
+        used = measured[last].get(kind, 0)
+        lower = measured[before].get(kind, 0) if before else 0
+        each = (used - lower) / (last - before)
+        if each > 0:
+            result = min(result, last + int((limit - used) // each))
+        elif used > limit:
+            result = 0
+    return max(0, result)
+
+
+def tightest(used: Bytes, limits: Bytes) -> str:
+    """`1.5 GiB of 2 GiB memory of the host`: the kind that is nearest its limit."""
+    kind = max(limits, key=lambda each: used.get(each, 0) / max(1, limits[each]))
+    return f"{shown(used.get(kind, 0))} of {shown(limits[kind])} {kind}"
 
 
 def trial_of(
@@ -362,6 +397,9 @@ def _why_it_ended(code: int, folder: Path, output: Path) -> str:
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
         return f"{words}; {_SMALLER}"
     return f"{words}; if that is no lack of memory, give a number: training then tells more"
+
+
+# Estimate
 
 
 @dataclass(frozen=True)
@@ -507,6 +545,19 @@ def saved_bytes(model: ImageModel, side: int, amp: AmpConfig) -> tuple[int, int]
     return saved, sum(map(_bytes, _tensors(outputs)))
 
 
+def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
+    """All in nested tuples, lists and dictionaries."""
+    if isinstance(outputs, paddle.Tensor):
+        yield outputs
+    elif outputs is not None:
+        for part in outputs.values() if isinstance(outputs, dict) else outputs:
+            yield from _tensors(part)
+
+
+def _bytes(tensor: paddle.Tensor) -> int:
+    return math.prod(tensor.shape) * int(tensor.element_size())
+
+
 def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
     """A warning for each kind of memory of which this rank has too little.
 
@@ -523,17 +574,7 @@ def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
             )
 
 
-def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
-    """All in nested tuples, lists and dictionaries."""
-    if isinstance(outputs, paddle.Tensor):
-        yield outputs
-    elif outputs is not None:
-        for part in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from _tensors(part)
-
-
-def _bytes(tensor: paddle.Tensor) -> int:
-    return math.prod(tensor.shape) * int(tensor.element_size())
+# Memory there is, and memory taken
 
 
 def free_memory(ranks_on_host: int) -> dict[str, int]:
@@ -549,6 +590,14 @@ def free_memory(ranks_on_host: int) -> dict[str, int]:
         free = _free_on_card()
         found |= {} if free is None else {CARD: free}
     return found
+
+
+def _free_on_card() -> int | None:
+    """Bytes; None: unknown.  Not run on a GPU."""
+    try:
+        return int(paddle.cuda.mem_get_info()[0])
+    except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
+        return None
 
 
 class Meter:
@@ -570,48 +619,6 @@ class Meter:
         return found
 
 
-def fits(used: Bytes, limits: Bytes) -> bool:
-    """Whether no kind is above its limit."""
-    return all(used.get(kind, 0) <= limit for kind, limit in limits.items())
-
-
-def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> int:
-    """The largest batch up to `most` that should fit, by what measured ones took.
-
-    Memory is a constant and an amount for each image, so it follows, of each kind by itself, from a
-    line through the two largest batches; of one alone, from a line through zero, which gives less.
-
-    Args:
-        measured: batch -> what it took; at least one.
-    Returns: 0: not even one image.
-    """
-    (*_, before, last) = [0, *sorted(measured)]
-    result = most
-    for kind, limit in limits.items():
-        used = measured[last].get(kind, 0)
-        lower = measured[before].get(kind, 0) if before else 0
-        each = (used - lower) / (last - before)
-        if each > 0:
-            result = min(result, last + int((limit - used) // each))
-        elif used > limit:
-            result = 0
-    return max(0, result)
-
-
 def shown(amount: float) -> str:
     """`1.25 GiB`, `640 MiB`"""
     return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"
-
-
-def tightest(used: Bytes, limits: Bytes) -> str:
-    """`1.5 GiB of 2 GiB memory of the host`: the kind that is nearest its limit."""
-    kind = max(limits, key=lambda each: used.get(each, 0) / max(1, limits[each]))
-    return f"{shown(used.get(kind, 0))} of {shown(limits[kind])} {kind}"
-
-
-def _free_on_card() -> int | None:
-    """Bytes; None: unknown.  Not run on a GPU."""
-    try:
-        return int(paddle.cuda.mem_get_info()[0])
-    except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
-        return None

@@ -27,18 +27,55 @@ from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import checkpoint_of, load_weights
 
-BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
+_BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
 
 
-def teaching_of(config: DistillConfig) -> Teaching:
-    """The terms of the distillation loss, for `Loss.distil`."""
+class Distillation:
+    """The teacher of a training step.  Local: nothing here communicates."""
 
-    def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
-        if config is None:
-            return None
-        return Term(config.weight, config.temperature or BOXES_TEMPERATURE)
+    def __init__(
+        self, teacher: Detector, teaching: Teaching, source: Path, adapts: bool, about: str
+    ) -> None:
+        """
+        Args:
+            teacher: frozen, in eval mode.
+            source: its checkpoint, for messages.
+            adapts: the student has adapters that learn.
+            about: a line for the log.
+        """
+        self.teacher = teacher
+        self.teaching = teaching
+        self.source = source
+        self.adapts = adapts
+        self.about = about
 
-    return Teaching(term(config.logits), term(config.features), term(config.boxes))
+    def check(self, loss: Loss) -> None:
+        """Checks that outputs of both models are comparable, once the student has its anchors.
+
+        Raises: ConfigError, on every rank: they are not.
+        """
+        if problem := loss.misfit(self.teacher):
+            raise ConfigError(
+                problem,
+                code="teacher_unsuitable",
+                where=f"distill.teacher: {self.source}",
+            )
+
+    @paddle.no_grad()
+    def ask(self, images_B3HW: Tensor) -> Any:
+        """The teacher's raw outputs for images 0..255, which it normalises its own way."""
+        return self.teacher(self.teacher.normalize(images_B3HW))
+
+    def teach(
+        self,
+        loss: Loss,
+        output: LossOutput,
+        outputs: Any,
+        taught: Any,
+        totals: Tensor | None,
+    ) -> LossOutput:
+        """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
+        return loss.distil(output, outputs, taught, self.teaching, totals)
 
 
 class Adapters(nn.Layer):
@@ -66,54 +103,6 @@ class Unchanged(nn.Layer):
         return tuple(features)
 
 
-class Distillation:
-    """The teacher of a training step.  Local: nothing here communicates."""
-
-    def __init__(
-        self, teacher: Detector, teaching: Teaching, source: Path, adapts: bool, about: str
-    ) -> None:
-        """
-        Args:
-            teacher: frozen, in eval mode.
-            source: its checkpoint, for messages.
-            adapts: the student has adapters that learn.
-            about: a line for the log.
-        """
-        self.teaching = teaching
-        self.source = source
-        self.adapts = adapts
-        self.about = about
-        self._teacher = teacher
-
-    def check(self, loss: Loss) -> None:
-        """Checks that outputs of both models are comparable, once the student has its anchors.
-
-        Raises: ConfigError, on every rank: they are not.
-        """
-        if problem := loss.misfit(self._teacher):
-            raise ConfigError(
-                problem,
-                code="teacher_unsuitable",
-                where=f"distill.teacher: {self.source}",
-            )
-
-    @paddle.no_grad()
-    def ask(self, images_B3HW: Tensor) -> Any:
-        """The teacher's raw outputs for images 0..255, which it normalises its own way."""
-        return self._teacher(self._teacher.normalize(images_B3HW))
-
-    def teach(
-        self,
-        loss: Loss,
-        output: LossOutput,
-        outputs: Any,
-        taught: Any,
-        totals: Tensor | None,
-    ) -> LossOutput:
-        """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
-        return loss.distil(output, outputs, taught, self.teaching, totals)
-
-
 def build_distillation(
     config: DistillConfig | None, section: Any, student: Detector, seed: int
 ) -> Distillation | None:
@@ -131,7 +120,7 @@ def build_distillation(
     source, teacher = comm.run_on_all_ranks(
         lambda: read_teacher(Path(config.teacher), section, student)
     )
-    teaching = teaching_of(config)
+    teaching = _teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)
     about = (
@@ -194,6 +183,17 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
     load_weights(teacher, source)
     teacher.become_teacher()
     return source, teacher
+
+
+def _teaching_of(config: DistillConfig) -> Teaching:
+    """The terms of the distillation loss, for `Loss.distil`."""
+
+    def term(config: LogitsConfig | FeaturesConfig | BoxesConfig | None) -> Term | None:
+        if config is None:
+            return None
+        return Term(config.weight, config.temperature or _BOXES_TEMPERATURE)
+
+    return Teaching(term(config.logits), term(config.features), term(config.boxes))
 
 
 @paddle.no_grad()

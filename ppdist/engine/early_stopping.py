@@ -10,7 +10,7 @@ from statistics import median
 
 from ppdist.config.train import EarlyStoppingConfig
 
-LOWER_IS_BETTER = ("val_loss",)
+_LOWER_IS_BETTER = ("val_loss",)
 # Losses are smoothed by the median of the last fifth of all evaluations, of five at least.
 _FEWEST, _SHARE = 5, 5
 _RISE = 0.2  # of the validation loss above its lowest
@@ -47,7 +47,7 @@ class EarlyStopping:
         if state is None or state.metric != self._metric:
             state = EarlyStoppingState(self._metric)
         value = metrics[self._metric]
-        sign = -1.0 if self._metric in LOWER_IS_BETTER else 1.0
+        sign = -1.0 if self._metric in _LOWER_IS_BETTER else 1.0
         better = math.isfinite(value) and (
             state.best is None or sign * (value - state.best) > self._min_delta
         )

@@ -7,10 +7,11 @@ each other as long as `distributed.timeout_seconds` allows.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import paddle
@@ -25,14 +26,21 @@ from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.analysis import analyse
-from ppdist.metrics.classification import Ranking, accuracy, analyse_classes, rank, write_ranking
-from ppdist.metrics.coco import evaluate_boxes, metric_names, write_detections
+from ppdist.metrics.classification import (
+    BEST,
+    Ranking,
+    accuracy,
+    analyse_classes,
+    rank,
+    write_ranking,
+)
+from ppdist.metrics.coco import evaluate_boxes, fitness, metric_names, write_detections
 from ppdist.models.base import Detector, ImageModel
 from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
 _LOGGER = logging.getLogger("ppdist")
 _REPORT_SECONDS = 30.0
-_DRAWN_SCORE = 0.3
+_DRAWN_SCORE = 0.3  # predictions that are less sure are not drawn
 _SEEN = -1  # in place of a class: the row only says that its rank has seen the image
 _STOPPED = -1  # in place of the position of an image: the rank was asked to stop
 
@@ -118,18 +126,183 @@ def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
     return {f"val_{name}": value for name, value in losses.items()}
 
 
-class Evaluator:
-    """Runs a detector over a set.
+Found = TypeVar("Found")
+
+
+class DatasetEvaluator(ABC, Generic[Found]):
+    """Runs a model over a set; what it finds and how that is measured, a subclass says.
 
     Attributes:
         headline: names of metrics for the log; the best is by default chosen by the first.
         metrics: names of what `measure` gives.
         images: in the whole set.
-        pictures: after an evaluation, the first images of this rank's share with true and
-            predicted boxes, for `RunLog.images`.
+        pictures: after an evaluation, the first images of this rank's share: the truth on the left,
+            what the model says on the right, for `RunLog.images`.
         clock: after an evaluation, this rank's seconds by part: `images` (waiting for them),
-            `forward`, `boxes` (decoding, NMS), `loss`, `rows` (boxes to pixels of the original,
-            pictures), `ranks` (waiting for the others), `metrics`.
+            `forward`, `boxes` (decoding, NMS), `rows` (boxes to pixels of the original, pictures),
+            `loss`, `ranks` (waiting for the others), `metrics`.
+    """
+
+    headline: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+    def __init__(
+        self,
+        dataset: DetectionSet,
+        loader: Iterable[Batch],
+        *,
+        max_pictures: int = 0,
+        loss: ValidationLoss | None = None,
+    ) -> None:
+        """
+        Args:
+            dataset: the whole set, the same on every rank.
+            loader: gives this rank's share of it anew at each iteration; `image_index_B` is the
+                position in `dataset.records`, or -1 for padding.
+            max_pictures: how many images to draw.
+            loss: measured by `evaluate`, too; None: no loss.
+        """
+        self.images = len(dataset.records)
+        self.pictures: list[np.ndarray] = []
+        self.clock = Clock()
+        self._dataset = dataset
+        self._loader = loader
+        self._max_pictures = max_pictures
+        self._loss = loss
+
+    def evaluate(
+        self, model: ImageModel, stopped: Callable[[], bool] = _never, step: int = 0
+    ) -> dict[str, float]:
+        """Metrics of the model, the same on every rank.  Collective.
+
+        Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
+        as before when it returns.
+
+        Args:
+            model: the model itself, not its data-parallel wrapper.
+            stopped: whether this rank was asked to stop; called after each batch.
+            step: optimizer steps done, on which the loss depends.
+        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
+            `eval_seconds` (rank 0's wall time).
+        Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
+        """
+        began, self.clock = time.monotonic(), Clock()
+        if self._loss is not None:
+            self._loss.begin(step)
+        found, losses = self._over_ranks(model, stopped, self._loss)
+
+        def measure() -> dict[str, float]:
+            if not comm.is_main():
+                return {}
+            self._last = found
+            metrics = self.measure(found)
+            self.clock.lap("metrics")
+            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
+
+        metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
+        self.clock.lap("ranks")
+        return metrics
+
+    def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Found:
+        """What the model finds in the whole set, all of it on every rank.  Collective.
+
+        Args: stopped: see `evaluate`.
+        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
+            EvaluationFailed.
+        """
+        return self._over_ranks(model, stopped, None)[0]
+
+    @abstractmethod
+    def measure(self, found: Found) -> dict[str, float]:
+        """Metrics of what `predict` found.  Local."""
+
+    @abstractmethod
+    def analyse(self, found: Found, step: int | None = None) -> dict[str, Any]:
+        """The content of evaluation.json.  Local."""
+
+    def analyse_last(self, step: int) -> dict[str, Any]:
+        """`analyse` of what `evaluate` measured last; rank 0 alone."""
+        return self.analyse(self._last, step)
+
+    @abstractmethod
+    def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
+        """Score of each class, None where the set has no object of it; None: there are none."""
+
+    @abstractmethod
+    def save(self, path: Path, found: Found) -> None:
+        """Writes what `predict` found."""
+
+    def _over_ranks(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> tuple[Found, dict[str, float]]:
+        """What `predict` returns, and the losses.  Collective."""
+        share = evaluate_on_all_ranks(
+            lambda: self._share(model, stopped, loss),
+            say=lambda _: None if loss is None else loss.sums,
+        )
+        rows_RX = comm.all_gather_rows(share.value)
+        self.clock.lap("ranks")
+        rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
+        if _STOPPED in rows_RX[:1, 0]:
+            raise EvaluationStopped
+        return self._found_in(rows_RX), {} if loss is None else normalised(share.said_W)
+
+    def _share(
+        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
+    ) -> np.ndarray:
+        """Rows of this rank's images; after a signal also one at position _STOPPED."""
+        nothing = self._no_rows()
+        rows = [nothing]
+        self.pictures = []
+        progress = _Progress(len(self._dataset.records))
+        with in_eval_mode(model):
+            for batch in self._loader:
+                self.clock.lap("images")
+                outputs, rows_RX = self._rows_of(model, batch)
+                rows.append(rows_RX)
+                self.clock.lap("rows")
+                if loss is not None:
+                    loss.add(outputs, batch)
+                    self.clock.lap("loss")
+                progress.add(int((batch.image_index_B.numpy() >= 0).sum()))
+                if stopped():
+                    rows.append(np.full((1, nothing.shape[1]), _STOPPED, nothing.dtype))
+                    break
+        return np.concatenate(rows)
+
+    @abstractmethod
+    def _no_rows(self) -> np.ndarray:
+        """[0, X], of the type of `_rows_of`."""
+
+    @abstractmethod
+    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
+        """Raw outputs of a model in eval mode, and rows of the batch without its padding.
+
+        Draws pictures, too.
+        Returns: the second: [R, X], the position in dataset.records in front.
+        """
+
+    @abstractmethod
+    def _found_in(self, rows_RX: np.ndarray) -> Found:
+        """What `predict` returns, from the rows of all ranks, ordered by position."""
+
+    def _check_each_once(self, seen_S: np.ndarray) -> None:
+        """Raises: RuntimeError: these positions are not those of all images, each once."""
+        counts_N = np.bincount(seen_S.astype(np.int64), minlength=len(self._dataset.records))
+        wrong = np.flatnonzero(counts_N != 1)
+        if wrong.size:
+            first = self._dataset.records[wrong[0]].path
+            raise RuntimeError(
+                f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
+                f"not, first {first} ({counts_N[wrong[0]]} times)"
+            )
+
+
+class Evaluator(DatasetEvaluator[np.ndarray]):
+    """Runs a detector over a set.
+
+    What it finds is float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
+    pixels of the original image, ordered by position.
     """
 
     headline = DETECTION_METRICS
@@ -143,141 +316,44 @@ class Evaluator:
         max_pictures: int = 0,
         loss: ValidationLoss | None = None,
     ) -> None:
-        """
-        Args:
-            dataset: the whole set, the same on every rank.
-            loader: gives this rank's share of it anew at each iteration; `image_index_B` is the
-                position in `dataset.records`, or -1 for padding.
-            nms: bounds the time of an untrained model too: `candidates` and `keep` boxes at most.
-            max_pictures: how many images to draw.
-            loss: measured by `evaluate`, too; None: no loss.
-        """
+        """Args: nms: bounds the time of an untrained model too, by `candidates` and `keep`."""
+        super().__init__(dataset, loader, max_pictures=max_pictures, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
-        self.images = len(dataset.records)
-        self.pictures: list[np.ndarray] = []
-        self.clock = Clock()
-        self._last_R7 = np.zeros((0, 7), np.float32)
-        self._dataset = dataset
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
-        self._loader = loader
         self._nms = nms
-        self._max_pictures = max_pictures
-        self._loss = loss
 
-    def evaluate(
-        self, model: Detector, stopped: Callable[[], bool] = _never, step: int = 0
-    ) -> dict[str, float]:
-        """COCO metrics of the model, the same on every rank.  Collective.
+    def measure(self, found: np.ndarray) -> dict[str, float]:
+        """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
+        metrics = evaluate_boxes(self._dataset, found)
+        return {**metrics, "fitness": fitness(metrics)}
 
-        Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
-        as before when it returns.
-
-        Args:
-            model: the detector itself, not its data-parallel wrapper.
-            stopped: whether this rank was asked to stop; called after each batch.
-            step: optimizer steps done, on which the loss depends.
-        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
-            `eval_seconds` (rank 0's wall time).
-        Raises: EvaluationStopped, on all ranks: one was asked to stop.
-        """
-        began, self.clock = time.monotonic(), Clock()
-        if self._loss is not None:
-            self._loss.begin(step)
-        found_R7, losses = self._found(model, stopped, self._loss)
-
-        def measure() -> dict[str, float]:
-            if not comm.is_main():
-                return {}
-            self._last_R7 = found_R7
-            metrics = self.measure(found_R7)
-            self.clock.lap("metrics")
-            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
-
-        metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
-        self.clock.lap("ranks")
-        return metrics
-
-    def measure(self, found_R7: np.ndarray) -> dict[str, float]:
-        """Metrics of what `predict` found.  Local.
-
-        Returns: see `ppdist.metrics.coco.evaluate_boxes`; and `fitness` = 0.1 mAP50 + 0.9 mAP.
-        """
-        metrics = evaluate_boxes(self._dataset, found_R7)
-        return {**metrics, "fitness": 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]}
-
-    def analyse(self, found_R7: np.ndarray, step: int | None = None) -> dict[str, Any]:
-        """See `ppdist.metrics.analysis.analyse`.  Local."""
-        return analyse(self._dataset, found_R7, step)
-
-    def analyse_last(self, step: int) -> dict[str, Any]:
-        """`analyse` of what `evaluate` measured last; rank 0 alone."""
-        return self.analyse(self._last_R7, step)
+    def analyse(self, found: np.ndarray, step: int | None = None) -> dict[str, Any]:
+        """See `ppdist.metrics.analysis.analyse`."""
+        return analyse(self._dataset, found, step)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
         """AP of each class; None where the set has no object of it."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
-    def save(self, path: Path, found_R7: np.ndarray) -> None:
-        """Writes what `predict` found; see `ppdist.metrics.coco.write_detections`."""
-        write_detections(path, self._dataset, found_R7)
+    def save(self, path: Path, found: np.ndarray) -> None:
+        """See `ppdist.metrics.coco.write_detections`."""
+        write_detections(path, self._dataset, found)
 
-    def predict(self, model: Detector, stopped: Callable[[], bool] = _never) -> np.ndarray:
-        """Detections of the whole set, all of them on every rank.  Collective.
+    def _no_rows(self) -> np.ndarray:
+        return np.zeros((0, 7), np.float32)
 
-        Args: stopped: see `evaluate`.
-        Returns: float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
-            pixels of the original image, ordered by position.
-        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
-            EvaluationFailed.
-        """
-        return self._found(model, stopped, None)[0]
-
-    def _found(
-        self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> tuple[np.ndarray, dict[str, float]]:
-        """What `predict` returns, and the losses.  Collective."""
-        share = evaluate_on_all_ranks(
-            lambda: self._detect_share(model, stopped, loss),
-            say=lambda _: None if loss is None else loss.sums,
-        )
-        rows_R7 = comm.all_gather_rows(share.value)
-        self.clock.lap("ranks")
-        seen_R = rows_R7[:, 1] == _SEEN
-        check_each_once(self._dataset, rows_R7[seen_R, 0].astype(np.int64))
-        rows_R7 = rows_R7[~seen_R]
-        losses = {} if loss is None else normalised(share.said_W)
-        return rows_R7[np.argsort(rows_R7[:, 0], kind="stable")], losses
-
-    def _detect_share(
-        self, model: Detector, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> np.ndarray:
-        """Rows [R, 7] of this rank's images.
-
-        Also one of class _SEEN for each image, and one at position _STOPPED after a signal.
-        """
-        rows = [np.zeros((0, 7), np.float32)]
-        self.pictures = []
-        progress = ShareProgress(len(self._dataset.records))
-        with in_eval_mode(model):
-            for batch in self._loader:
-                self.clock.lap("images")
-                outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
-                if loss is not None:
-                    loss.add(outputs, batch)
-                    self.clock.lap("loss")
-                rows.append(self._in_original_pixels(batch, rows_R6, count_B))
-                indices_B = batch.image_index_B.numpy()
-                rows.append(_seen(indices_B[indices_B >= 0]))
-                wanted = self._max_pictures - len(self.pictures)
-                names = self._dataset.class_names
-                self.pictures += draw_batch(batch, rows_R6, count_B, names, wanted)
-                self.clock.lap("rows")
-                progress.add(len(rows[-1]))
-                if stopped():
-                    rows.append(_seen(np.array([_STOPPED])))
-                    break
-        return np.concatenate(rows)
+    def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray]:
+        """Also a row of class _SEEN for each image, which may have no detection."""
+        outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
+        wanted = self._max_pictures - len(self.pictures)
+        self.pictures += draw_batch(batch, rows_R6, count_B, self._dataset.class_names, wanted)
+        indices_B = batch.image_index_B.numpy()
+        seen_S = indices_B[indices_B >= 0]
+        seen_S7 = np.zeros((len(seen_S), 7), np.float32)
+        seen_S7[:, 0], seen_S7[:, 1] = seen_S, _SEEN
+        boxes_R7 = self._in_original_pixels(batch, rows_R6, count_B)
+        return outputs, np.concatenate([boxes_R7, seen_S7])
 
     def _in_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
@@ -293,11 +369,10 @@ class Evaluator:
         rows_R7 = np.concatenate([index_R[:, None], rows_R6[:, :2], boxes_R4], axis=1)
         return rows_R7[index_R >= 0].astype(np.float32)  # positions below 2**24 stay exact
 
-
-def _seen(indices_S: np.ndarray) -> np.ndarray:
-    rows_S7 = np.zeros((len(indices_S), 7), np.float32)
-    rows_S7[:, 0], rows_S7[:, 1] = indices_S, _SEEN
-    return rows_S7
+    def _found_in(self, rows_RX: np.ndarray) -> np.ndarray:
+        seen_R = rows_RX[:, 1] == _SEEN
+        self._check_each_once(rows_RX[seen_R, 0])
+        return rows_RX[~seen_R]
 
 
 def detect(
@@ -353,62 +428,13 @@ def draw_batch(
     return pictures
 
 
-class ClassificationEvaluator:
-    """Runs a classifier over a set; as `Evaluator`.
+class ClassificationEvaluator(DatasetEvaluator[Ranking]):
+    """Runs a classifier over a set; it finds the most probable classes, in the set's order.
 
-    Attributes:
-        headline: names of metrics for the log; the best is by default chosen by the first.
-        metrics: names of what `measure` gives.
-        images: in the whole set.
-        pictures: after an evaluation, the first images of this rank's share: the true class on
-            the left, the most probable ones on the right, for `RunLog.images`.
+    `labels_BM[:, 0]` of the loader's batches is the true class.
     """
 
     headline = metrics = CLASSIFICATION_METRICS
-
-    def __init__(
-        self,
-        dataset: DetectionSet,
-        loader: Iterable[Batch],
-        *,
-        max_pictures: int = 0,
-        loss: ValidationLoss | None = None,
-    ) -> None:
-        """
-        Args:
-            dataset: the whole set, the same on every rank.
-            loader: gives this rank's share of it anew at each iteration; `labels_BM[:, 0]` is the
-                class and `image_index_B` the position in `dataset.records`, -1 for padding.
-            max_pictures: how many images to draw.
-            loss: measured by `evaluate`, too; None: no loss.
-        """
-        self.images = len(dataset.records)
-        self.pictures: list[np.ndarray] = []
-        self._dataset = dataset
-        self._loader = loader
-        self._max_pictures = max_pictures
-        self._loss = loss
-
-    def evaluate(
-        self, model: ImageModel, stopped: Callable[[], bool] = _never, step: int = 0
-    ) -> dict[str, float]:
-        """Accuracy of the model, the same on every rank.  Collective.
-
-        The mode (train or eval) of every layer is as before when it returns.
-
-        Args:
-            model: the classifier itself, not its data-parallel wrapper.
-            stopped: whether this rank was asked to stop; called after each batch.
-            step: optimizer steps done.
-        Returns: what `measure` does; with a loss `val_loss`; and `eval_seconds` (rank 0's).
-        Raises: EvaluationStopped, on all ranks: one was asked to stop.
-        """
-        began = time.monotonic()
-        if self._loss is not None:
-            self._loss.begin(step)
-        self._last, losses = self._found(model, stopped, self._loss)
-        seconds = comm.run_on_main(lambda: time.monotonic() - began)
-        return {**self.measure(self._last), **losses, "eval_seconds": seconds}
 
     def measure(self, found: Ranking) -> dict[str, float]:
         """See `ppdist.metrics.classification.accuracy`."""
@@ -418,10 +444,6 @@ class ClassificationEvaluator:
         """See `ppdist.metrics.classification.analyse_classes`."""
         return analyse_classes(self._dataset, found, step)
 
-    def analyse_last(self, step: int) -> dict[str, Any]:
-        """`analyse` of what `evaluate` measured last."""
-        return self.analyse(self._last, step)
-
     def class_scores(self, metrics: dict[str, float]) -> None:
         """None: accuracy is measured over all classes together."""
 
@@ -429,57 +451,23 @@ class ClassificationEvaluator:
         """See `ppdist.metrics.classification.write_ranking`."""
         write_ranking(path, self._dataset, found)
 
-    def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Ranking:
-        """The most probable classes of the whole set, in its order.  Collective.
+    def _no_rows(self) -> np.ndarray:
+        kept = min(BEST, len(self._dataset.class_names))
+        return np.zeros((0, 2 + 2 * kept), np.float64)
 
-        Args: stopped: see `evaluate`.
-        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
-        """
-        return self._found(model, stopped, None)[0]
-
-    def _found(
-        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> tuple[Ranking, dict[str, float]]:
-        share = evaluate_on_all_ranks(
-            lambda: self._predict_share(model, stopped, loss),
-            say=lambda _: None if loss is None else loss.sums,
-        )
-        ours, losses = share.value, {} if loss is None else normalised(share.said_W)
-        columns = [ours.index_N[:, None], ours.place_N[:, None], ours.labels_NK, ours.scores_NK]
-        rows_NX = comm.all_gather_rows(np.concatenate(columns, axis=1).astype(np.float64))
-        rows_NX = rows_NX[np.argsort(rows_NX[:, 0], kind="stable")]
-        check_each_once(self._dataset, rows_NX[:, 0].astype(np.int64))
-        index_N, place_N = rows_NX[:, :2].astype(np.int64).T
-        labels_NK, scores_NK = np.split(rows_NX[:, 2:], 2, axis=1)
-        labels_NK, scores_NK = labels_NK.astype(np.int64), scores_NK.astype(np.float32)
-        return Ranking(index_N, place_N, labels_NK, scores_NK), losses
-
-    def _predict_share(
-        self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> Ranking:
-        nothing = np.zeros(0, np.int64)
-        parts = [rank(np.zeros((0, model.num_classes), np.float32), nothing, nothing)]
-        self.pictures = []
-        progress = ShareProgress(len(self._dataset.records))
-        with in_eval_mode(model):
-            for batch in self._loader:
-                outputs, probabilities_BC = classify(model, batch.images_B3HW)
-                if loss is not None:
-                    loss.add(outputs, batch)
-                index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
-                real_B = index_B >= 0
-                ranking = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
-                parts.append(ranking)
-                wanted = self._max_pictures - len(self.pictures)
-                if wanted > 0:
-                    images_BHW3 = batch.images_B3HW.numpy()[real_B][:wanted].transpose(0, 2, 3, 1)
-                    self.pictures += self._draw(images_BHW3, label_B[real_B], ranking)
-                progress.add(len(ranking.index_N))
-                if stopped():
-                    nobody = np.zeros((1, model.num_classes), np.float32)
-                    parts.append(rank(nobody, np.zeros(1, np.int64), np.array([_STOPPED])))
-                    break
-        return Ranking(*(np.concatenate(values) for values in zip(*parts)))
+    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
+        """Columns: position, place of the true class, the surest classes, their scores."""
+        outputs, probabilities_BC = classify(model, batch.images_B3HW)
+        self.clock.lap("forward")
+        index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
+        real_B = index_B >= 0
+        found = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
+        wanted = self._max_pictures - len(self.pictures)
+        if wanted > 0:
+            images_BHW3 = batch.images_B3HW.numpy()[real_B][:wanted].transpose(0, 2, 3, 1)
+            self.pictures += self._draw(images_BHW3, label_B[real_B], found)
+        columns = [found.index_N[:, None], found.place_N[:, None], found.labels_NK, found.scores_NK]
+        return outputs, np.concatenate(columns, axis=1).astype(np.float64)
 
     def _draw(
         self, images_BHW3: np.ndarray, label_B: np.ndarray, ranking: Ranking
@@ -493,6 +481,12 @@ class ClassificationEvaluator:
             )
             for row, image_HW3 in enumerate(images_BHW3)
         ]
+
+    def _found_in(self, rows_RX: np.ndarray) -> Ranking:
+        self._check_each_once(rows_RX[:, 0])
+        index_N, place_N = rows_RX[:, :2].astype(np.int64).T
+        labels_NK, scores_NK = np.split(rows_RX[:, 2:], 2, axis=1)
+        return Ranking(index_N, place_N, labels_NK.astype(np.int64), scores_NK.astype(np.float32))
 
 
 @paddle.no_grad()
@@ -514,7 +508,7 @@ def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
             layer.training = training
 
 
-class ShareProgress:
+class _Progress:
     """Logs now and then how many of its images a rank has evaluated."""
 
     def __init__(self, images: int) -> None:
@@ -531,20 +525,3 @@ class ShareProgress:
             self._reported = now
             left = (now - self._began) / max(1, self._done) * max(0.0, self._share - self._done)
             _LOGGER.info(f"evaluated {self._done}/{self._share:.0f} images, ETA {duration(left)}")
-
-
-def check_each_once(dataset: DetectionSet, seen_N: np.ndarray) -> None:
-    """Checks the positions that all ranks have seen.
-
-    Raises: RuntimeError: not each image exactly once.  EvaluationStopped: a rank was asked to stop.
-    """
-    if _STOPPED in seen_N:
-        raise EvaluationStopped
-    counts_N = np.bincount(seen_N, minlength=len(dataset.records))
-    wrong = np.flatnonzero(counts_N != 1)
-    if wrong.size:
-        first = dataset.records[wrong[0]].path
-        raise RuntimeError(
-            f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
-            f"not, first {first} ({counts_N[wrong[0]]} times)"
-        )

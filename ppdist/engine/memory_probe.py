@@ -49,6 +49,7 @@ class Job:
 
 
 def main() -> None:
+    """Measures the job in the folder of the command line."""
     folder = Path(sys.argv[1])
     job = Job(**json.loads((folder / "job.json").read_text(encoding="utf-8")))
     _end_with(job.parent)
@@ -62,6 +63,12 @@ def main() -> None:
             raise
         print(error, file=sys.stderr)
         sys.exit(NO_MEMORY)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel ends this process with its parent, and before others when memory runs out."""
+    end_with_parent(signal.SIGKILL, parent)
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _measure(job: Job, file_of_results: Path) -> None:
@@ -78,12 +85,6 @@ def _measure(job: Job, file_of_results: Path) -> None:
             following = job.batches[len(took) : len(took) + 1]
             if following and largest_batch(took, job.limits, following[0]) < following[0]:
                 break
-
-
-def _end_with(parent: int) -> None:
-    """The kernel ends this process with its parent, and before others when memory runs out."""
-    end_with_parent(signal.SIGKILL, parent)
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:

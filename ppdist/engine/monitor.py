@@ -296,10 +296,10 @@ class StragglerMonitor(Callback):
             return
         usual, self._compute = median(self._compute), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
-        if warning := self._judge([float(each) for each in seconds_W]):
+        if warning := self.judge([float(each) for each in seconds_W]):
             self._log.warning(warning)
 
-    def _judge(self, seconds_W: list[float]) -> str:
+    def judge(self, seconds_W: list[float]) -> str:
         """A warning, the same on every rank, that names each rank once; most times nothing."""
         usual = max(median_low(seconds_W), 1e-9)
         before = self._slow

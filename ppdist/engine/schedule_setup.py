@@ -244,9 +244,12 @@ def set_up_schedule(
         )
     scaled = _scaled(optimizer, total_batch, reference)
     warmup = schedule.warmup_epochs * phases_factor
+    beta2 = scaled.betas[1] if scaled.name == "adamw" else None
 
     def warmup_steps(compensation: str) -> int:
-        steps = _warmup_steps(warmup, compensation, scaled, dataset_size, total_batch, reference)
+        images = warmup_images(warmup, dataset_size, total_batch, reference, compensation, beta2)
+        # Counted in steps of this run's epochs, whose last step may be smaller than the others.
+        steps = round(images / dataset_size * steps_per_epoch)
         return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
 
     return ScheduleSetup(
@@ -287,20 +290,6 @@ def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float |
     return math.ceil(epochs * factor - 1e-9) / epochs
 
 
-def _warmup_steps(
-    epochs: float,
-    compensation: str,
-    scaled: OptimizerConfig,
-    dataset_size: int,
-    total: int,
-    reference: int,
-) -> int:
-    beta2 = scaled.betas[1] if scaled.name == "adamw" else None
-    images = warmup_images(epochs, dataset_size, total, reference, compensation, beta2)
-    # Counted in steps of this run's epochs, whose last step may be smaller than the others.
-    return round(images / dataset_size * math.ceil(dataset_size / total))
-
-
 def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> OptimizerConfig:
     """The optimizer for a total batch.
 
@@ -323,6 +312,112 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
             "epsilon": epsilon,
         }
     )
+
+
+def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
+    """Warnings where published runs like this one lost accuracy, with what to do.
+
+    Evidence from detectors does not count for classifiers, which lost nothing up to batches of 8192
+    (Goyal et al. 2017, arXiv:1706.02677).
+    Args: config: an ExperimentConfig.
+    """
+    detects = config.model.task == "detect"
+    yield from _advice_on_reference(derived)
+    yield from _advice_on_rate(derived, config.model.name, detects)
+    yield from _advice_on_length(derived, detects)
+    total, batch = derived.total_batch, derived.batch_size_per_card
+    if (
+        detects
+        and derived.world > 1
+        and total >= _UNSTABLE_WITHOUT_SYNC
+        and (batch < _FEW_IMAGES or (batch == _FEW_IMAGES and derived.world > _FEW_CARDS))
+        and not config.train.sync_bn
+    ):
+        yield (
+            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: set "
+            f"it to true (MegDet, arXiv:1711.07240: without it a batch of 32 failed at times and "
+            f"128 always; ultralytics/yolov5 pull request 401: it pays at 8 per card and below)"
+        )
+
+
+def _advice_on_reference(derived: ScheduleSetup) -> Iterator[str]:
+    if derived.world > 1 and derived.optimizer.reference_batch_size is None:
+        yield (
+            f"optimizer.reference_batch_size: null on {derived.world} ranks: the rate stays "
+            f"{derived.optimizer.lr:g} on any number of them, and nothing else follows the total "
+            f"batch of {derived.total_batch} either: set it to the total batch that your values "
+            f"were tuned for, such as {derived.total_batch // derived.world} if on one card (Goyal "
+            f"et al. 2017, arXiv:1706.02677, section 2.1), or to {derived.total_batch} if they are "
+            f"meant for this run"
+        )
+
+
+def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]:
+    total, ratio, written = derived.total_batch, derived.batch_ratio, derived.optimizer
+    if ratio <= 1:
+        return
+    if written.lr_scaling == "none":
+        rule = "sqrt" if written.name == "adamw" else "linear"
+        yield (
+            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: set it to "
+            f"{rule} (PaddleDetection's DistributedTraining_en.md: PP-YOLOE-s fell from 42.7 to "
+            f"42.1 mAP from 8 to 32 cards at an unchanged rate)"
+        )
+    elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
+        yield (
+            f"total batch {total}: {written.lr_scaling} scaling without a limit gives a rate of "
+            f"{derived.scaled.lr:g}: set optimizer.noise_scale (by MLPerf's epochs 450 for Mask "
+            f"R-CNN, 1800 for RetinaNet), or use fewer images per step (AGVM, arXiv:2210.11078: "
+            f"Faster R-CNN 37.1 mAP at batch 32, 36.7 at 256, 36.2 at 512; MMYOLO's YOLOX lost at "
+            f"256 with the linear rule)"
+        )
+    elif (
+        model == "yolov5"
+        and total > _YOLOV5_BATCH
+        and written.lr_scaling == "linear"
+        and written.noise_scale is None
+    ):
+        yield (
+            f"total batch {total}: the rate is {derived.scaled.lr:g}, linear without a limit, as "
+            f"YOLOv5's own trainer has it above {_YOLOV5_BATCH} without a word, its loss being a "
+            f"sum over the batch (ultralytics/yolov5 train.py); optimizer.noise_scale or "
+            f"lr_scaling: sqrt hold it back"
+        )
+
+
+def _advice_on_length(derived: ScheduleSetup, detects: bool) -> Iterator[str]:
+    total, ratio, noise = (
+        derived.total_batch,
+        derived.batch_ratio,
+        derived.optimizer.noise_scale,
+    )
+    warmup = derived.schedule.warmup_steps
+    if ratio >= _MUCH_LARGER and derived.compensated_warmup > warmup:
+        yield (
+            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: set it "
+            f"to auto for {derived.compensated_warmup} steps instead of {warmup} (MLPerf's Mask "
+            f"R-CNN: 0.03 epochs of warm-up at batch 8, 3.9 at 256)"
+        )
+    if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
+        yield (
+            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: set "
+            f"optimizer.noise_scale and train.epochs_compensation: auto for more of them (MLPerf's "
+            f"Mask R-CNN: 14.0 epochs at batch 128, 17.1 at 256; PaddleDetection's "
+            f"DistributedTraining_en.md advises the same)"
+        )
+    if noise is not None and total > noise / 2:
+        extra = total / noise
+        yield (
+            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
+            f"accuracy takes {1 + extra:.2f} times the images that small batches need "
+            f"(arXiv:1812.06162, equation 2.11): use fewer images per step, or count on the epochs"
+        )
+    if derived.schedule_steps < LEAST_WARMUP_STEPS:
+        yield (
+            f"{derived.schedule_steps} optimizer steps in all: fewer than published detectors "
+            f"warm up for (MLPerf's Mask R-CNN: {LEAST_WARMUP_STEPS} and more): raise "
+            f"train.epochs, or use fewer images per step"
+        )
 
 
 def hyper_parameters(
@@ -399,109 +494,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
-    """Warnings where published runs like this one lost accuracy, with what to do.
-
-    Evidence from detectors does not count for classifiers, which lost nothing up to batches of 8192
-    (Goyal et al. 2017, arXiv:1706.02677).
-    Args: config: an ExperimentConfig.
-    """
-    detects = config.model.task == "detect"
-    yield from _of_reference(derived)
-    yield from _of_rate(derived, config.model.name, detects)
-    yield from _of_length(derived, detects)
-    total, batch = derived.total_batch, derived.batch_size_per_card
-    if (
-        detects
-        and derived.world > 1
-        and total >= _UNSTABLE_WITHOUT_SYNC
-        and (batch < _FEW_IMAGES or (batch == _FEW_IMAGES and derived.world > _FEW_CARDS))
-        and not config.train.sync_bn
-    ):
-        yield (
-            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: set "
-            f"it to true (MegDet, arXiv:1711.07240: without it a batch of 32 failed at times and "
-            f"128 always; ultralytics/yolov5 pull request 401: it pays at 8 per card and below)"
-        )
-
-
-def _of_reference(derived: ScheduleSetup) -> Iterator[str]:
-    if derived.world > 1 and derived.optimizer.reference_batch_size is None:
-        yield (
-            f"optimizer.reference_batch_size: null on {derived.world} ranks: the rate stays "
-            f"{derived.optimizer.lr:g} on any number of them, and nothing else follows the total "
-            f"batch of {derived.total_batch} either: set it to the total batch that your values "
-            f"were tuned for, such as {derived.total_batch // derived.world} if on one card (Goyal "
-            f"et al. 2017, arXiv:1706.02677, section 2.1), or to {derived.total_batch} if they are "
-            f"meant for this run"
-        )
-
-
-def _of_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]:
-    total, ratio, written = derived.total_batch, derived.batch_ratio, derived.optimizer
-    if ratio <= 1:
-        return
-    if written.lr_scaling == "none":
-        rule = "sqrt" if written.name == "adamw" else "linear"
-        yield (
-            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: set it to "
-            f"{rule} (PaddleDetection's DistributedTraining_en.md: PP-YOLOE-s fell from 42.7 to "
-            f"42.1 mAP from 8 to 32 cards at an unchanged rate)"
-        )
-    elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
-        yield (
-            f"total batch {total}: {written.lr_scaling} scaling without a limit gives a rate of "
-            f"{derived.scaled.lr:g}: set optimizer.noise_scale (by MLPerf's epochs 450 for Mask "
-            f"R-CNN, 1800 for RetinaNet), or use fewer images per step (AGVM, arXiv:2210.11078: "
-            f"Faster R-CNN 37.1 mAP at batch 32, 36.7 at 256, 36.2 at 512; MMYOLO's YOLOX lost at "
-            f"256 with the linear rule)"
-        )
-    elif (
-        model == "yolov5"
-        and total > _YOLOV5_BATCH
-        and written.lr_scaling == "linear"
-        and written.noise_scale is None
-    ):
-        yield (
-            f"total batch {total}: the rate is {derived.scaled.lr:g}, linear without a limit, as "
-            f"YOLOv5's own trainer has it above {_YOLOV5_BATCH} without a word, its loss being a "
-            f"sum over the batch (ultralytics/yolov5 train.py); optimizer.noise_scale or "
-            f"lr_scaling: sqrt hold it back"
-        )
-
-
-def _of_length(derived: ScheduleSetup, detects: bool) -> Iterator[str]:
-    total, ratio, noise = (
-        derived.total_batch,
-        derived.batch_ratio,
-        derived.optimizer.noise_scale,
-    )
-    warmup = derived.schedule.warmup_steps
-    if ratio >= _MUCH_LARGER and derived.compensated_warmup > warmup:
-        yield (
-            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: set it "
-            f"to auto for {derived.compensated_warmup} steps instead of {warmup} (MLPerf's Mask "
-            f"R-CNN: 0.03 epochs of warm-up at batch 8, 3.9 at 256)"
-        )
-    if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
-        yield (
-            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: set "
-            f"optimizer.noise_scale and train.epochs_compensation: auto for more of them (MLPerf's "
-            f"Mask R-CNN: 14.0 epochs at batch 128, 17.1 at 256; PaddleDetection's "
-            f"DistributedTraining_en.md advises the same)"
-        )
-    if noise is not None and total > noise / 2:
-        extra = total / noise
-        yield (
-            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
-            f"accuracy takes {1 + extra:.2f} times the images that small batches need "
-            f"(arXiv:1812.06162, equation 2.11): use fewer images per step, or count on the epochs"
-        )
-    if derived.schedule_steps < LEAST_WARMUP_STEPS:
-        yield (
-            f"{derived.schedule_steps} optimizer steps in all: fewer than published detectors "
-            f"warm up for (MLPerf's Mask R-CNN: {LEAST_WARMUP_STEPS} and more): raise "
-            f"train.epochs, or use fewer images per step"
-        )

@@ -43,19 +43,6 @@ class Clock:
         self._last = now
 
 
-class NormalisedLosses(NamedTuple):
-    """What a step's sums over all ranks and micro-batches say.
-
-    losses: `loss` and its parts, normalised.
-    divisor: of the gradients.
-    apart: what gradients of `Loss.apart` are multiplied by before, as their divisor is another.
-    """
-
-    losses: dict[str, float]
-    divisor: float
-    apart: float
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What every rank knows after a step: sums over all ranks and micro-batches."""
@@ -75,6 +62,19 @@ class StepResult:
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
 
 
+class NormalisedLosses(NamedTuple):
+    """What a step's sums over all ranks and micro-batches come to.
+
+    losses: `loss` and its parts, normalised.
+    divisor: of the gradients.
+    apart: what gradients of `Loss.apart` are multiplied by before, as their divisor is another.
+    """
+
+    losses: dict[str, float]
+    divisor: float
+    apart: float
+
+
 class TrainStep:
     """Forward, backward, gradient averaging, finite check, clipping, update, EMA.
 
@@ -87,7 +87,7 @@ class TrainStep:
     which is the gradient of one rank with one large batch, however the images were dealt out.
     A loss that knows its divisors from the targets alone gets them summed beforehand instead, and
     parameters that a term with a normalizer of its own trains, and nothing else, have that divisor.
-    Every rank calls the step with the same number of micro-batches and reaches the same
+    Collective: every rank calls the step with the same number of micro-batches and reaches the same
     collectives: one gradient all-reduce (inside the last backward, or after it) and one or two
     small ones.
     """
@@ -125,9 +125,9 @@ class TrainStep:
         self.clip_norm = clip_norm
         self.averaging = averaging
         self.sharding = sharding
-        self._updates = 0  # since the ranks held the same weights
         self.loss_divisor = loss_divisor
         self.distillation = distillation
+        self._updates = 0  # since the ranks held the same weights
         self.scaler = paddle.amp.GradScaler(
             enable=amp.enabled and amp.dtype == "float16", init_loss_scaling=1024.0
         )
@@ -226,7 +226,7 @@ class TrainStep:
                     output = self._if_it_fits(batch, step, totals, clock, communicates)
                     fitted = output is not None
                 if not fitted:
-                    output = self._forward_backward(_blank(batch), step, totals, clock)
+                    output = self._forward_backward(_blank_batch(batch), step, totals, clock)
             assert output is not None
             add_up(sums, output)
         return sums, fitted
@@ -239,8 +239,10 @@ class TrainStep:
         clock: Clock,
         communicates: bool,
     ) -> LossOutput | None:
-        """Forward and backward; None: this rank has too little memory, and a blank image can stand
-        in, so that this rank reaches all collectives of the step and tells the others.
+        """Forward and backward; None: this rank has too little memory for it.
+
+        Then a blank image can stand in, so that this rank reaches all collectives of the step and
+        tells the others.
 
         Raises: MemoryError: it cannot, because ranks meet within forward or backward, and nobody
             knows which of these meetings were missed.
@@ -259,8 +261,11 @@ class TrainStep:
 
     @paddle.no_grad()
     def _undo(self, statistics: list[paddle.Tensor]) -> None:
-        """Leaves nothing of a step that was not applied: not finite, running statistics would stay
-        so for ever, and a step made again must not move them twice."""
+        """Leaves nothing of a step that was not applied.
+
+        Not finite, running statistics would stay so for ever, and a step made again must not move
+        them twice.
+        """
         self.optimizer.clear_grad()
         for tensor, before in zip(self._all_statistics, statistics):
             paddle.assign(before, tensor)
@@ -311,8 +316,11 @@ class TrainStep:
     def _update(
         self, rates: LearningRates, result: NormalisedLosses, finite: bool
     ) -> tuple[float, bool]:
-        """Divides, checks, clips and applies the gradients; the same decision on every rank,
-        because all ranks hold the same norm and the same tally."""
+        """Divides, checks, clips and applies the gradients.  Collective.
+
+        The decision is the same on every rank, because all hold the same norm and the same tally.
+        Returns: the norm before clipping; whether the gradients were applied.
+        """
         make_float32(self._parameters)
         for parameter in self._apart:
             if parameter.grad is not None:
@@ -358,8 +366,8 @@ class TrainStep:
         return {key: masters[p.name] for key, p in named if p.name in masters}
 
 
-def _blank(batch: Batch) -> Batch:
-    """The first image of a batch, in the place of a batch without one; see Batch."""
+def _blank_batch(batch: Batch) -> Batch:
+    """A batch without an image, in shapes the first image of another; see `Batch`."""
     fields = ("images_B3HW", "boxes_BM4", "labels_BM", "mask_BM", "image_index_B", "scale_B2",
               "offset_B2")  # fmt: skip
     return replace(batch, **{name: getattr(batch, name)[:1] for name in fields}, real=False)
@@ -414,7 +422,7 @@ def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
 
 
 def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
-    """What `NormalisedLosses` says; sums: those of `add_up`, over all ranks."""
+    """Divides what `add_up` summed, over all ranks."""
     divisor = max(1.0, sums[_NORMALIZER])
     losses = {
         name: value / divisor
@@ -436,9 +444,9 @@ def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
 
 
 def make_float32(parameters: list[paddle.Tensor]) -> None:
-    """Gives parameters of lower precision (AMP O2) float32 gradients, so that unscaling, clipping
-    and the update lose nothing.
+    """Gives parameters of lower precision (AMP O2) float32 gradients.
 
+    So unscaling, clipping and the update lose nothing.
     Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
     gradient all-reduce takes gradients in the precision of their parameters, so after the first
     of several micro-steps it would find another one.

@@ -1,7 +1,7 @@
 """Error analysis of a detector: evaluation.json and its text.
 
 Error types of detections (TIDE), what each type costs, and which class is taken for which.  One
-operating point runs through it: IoU 0.5, and the confidence at which the mean F1 is largest.
+operating point runs through it: `IOU`, and the confidence at which the mean F1 is largest.
 docs/evaluation.md describes the file.
 
 F detections, G objects, C classes.
@@ -15,10 +15,11 @@ import numpy as np
 
 from ppdist.common.process import printable
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.coco import CocoArrays, coco_arrays
+from ppdist.metrics.coco import SIZES, CocoArrays, coco_arrays, fitness
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
     CROWD,
+    IOU,
     NOBODY,
     RECALL_R,
     Counts,
@@ -42,7 +43,15 @@ from ppdist.metrics.matching import (
     voc_average_precision,
 )
 
-IOU = 0.5  # from which on a detection is in the right place
+MOST_WHOLE = 200  # rows of a matrix that is written field by field
+_MOST_CELLS = 20_000
+MAX_CURVES = 100  # classes; of a set with more, those with the most objects have curves
+_CURVES_OF_MANY = 20
+_EVERY = 10  # of CONFIDENCE_T: steps of 0.01 are enough for a curve
+_IMAGES = 12  # worst and best
+_BOXES = 100  # true and predicted ones listed of such an image
+_DIGITS = 4
+_NAME = 24  # characters of a class name
 
 
 class Kind(IntEnum):
@@ -61,6 +70,71 @@ class Kind(IntEnum):
     DUPLICATE = 3
     BACKGROUND = 4
     IGNORED = 5
+
+
+class Matched(NamedTuple):
+    """Who found what at IoU 0.5, and which detections are sure enough for the operating point."""
+
+    truth: GroundTruth
+    found: Detections
+    match_F: np.ndarray
+    kind_F: np.ndarray
+    about_F: np.ndarray
+    sure_F: np.ndarray
+
+
+def analyse(
+    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None = None
+) -> dict[str, Any]:
+    """The content of evaluation.json, on one rank alone; plain JSON, None for what has no value.
+
+    Args:
+        dataset, detections_R7: as in `ppdist.metrics.coco.evaluate_boxes`.
+        step: how many steps the model was trained; None: unknown.
+    """
+    classes = len(dataset.class_names)
+    truth = truth_of(dataset)
+    found = found_of(truth, detections_R7)
+    pairs = overlaps(truth, found)
+    match_F = match_as_coco(truth, found, pairs, IOU)
+    kind_F, about_F = kinds_of(truth, found, pairs, match_F)
+    counts = count_by_confidence(truth, found, match_F, classes)
+    best = best_step(counts)
+    confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
+    sure_F = found.score_F >= confidence
+    matched = Matched(truth, found, match_F, kind_F, about_F, sure_F)
+    arrays = coco_arrays(truth, found, classes)
+    voc_C2 = _voc(truth, found, match_as_voc(truth, found, pairs), classes)
+    coco = arrays.summary()
+    voc_2 = mean_of_measured(voc_C2)
+    content = {
+        "step": step,
+        "images": len(dataset.records),
+        "class_names": list(dataset.class_names),
+        "metrics": {
+            **{name: _or_none(value) for name, value in coco.items()},
+            "fitness": _or_none(fitness(coco)),
+            **{name: _or_none(value) for name, value in at_best_confidence(counts).items()},
+            "VOC_11_point": voc_2[0],
+            "VOC_area": voc_2[1],
+        },
+        "per_class": _per_class(dataset, truth, arrays, counts, voc_C2),
+        "curves": _rounded(_curves(arrays, counts)),
+        "confusion": {
+            "iou": IOU,
+            "confidence": confidence,
+            **confusion_table(
+                *confused(truth, found, pairs, match_F, sure_F, classes), classes + 1
+            ),
+        },
+        "calibration": _rounded(calibration(found, match_F)),
+        "errors": {
+            "counts": count_kinds(truth, kind_F, about_F, sure_F),
+            "AP50_gain": gains(truth, found, kind_F, about_F, classes),
+        },
+        **_worst_and_best(dataset, matched),
+    }
+    return plain(content)
 
 
 def kinds_of(
@@ -112,12 +186,12 @@ def count_kinds(
 def gains(
     truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray, classes: int
 ) -> dict[str, float | None]:
-    """How much mAP50 would rise with one error type mended, all others left; of all
-    detections, however unsure.
+    """How much mAP50 would rise with one error type mended, all others left.
 
-    A wrong place or class is put right where no detection found the object, of several about one
-    object that of the surest; the others of the kind are left out.  Duplicates and background are
-    left out; missed objects are not asked for.
+    All detections count, however unsure.  A wrong place or class is put right where no detection
+    found the object, of several about one object that of the surest; the others of the kind are
+    left out.  Duplicates and background are left out; missed objects are not asked for.
+
     Returns: None for each where the set has no object.
     Source: as `kinds_of`, section 2.3, and its reference implementation (tidecv 1.0.1), with
         COCO's recalls, which it takes a last digit differently.
@@ -155,8 +229,10 @@ def gains(
 
 
 def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
-    """Of each object that no detection found, the surest that is about it with a wrong place or
-    class; int64 [K] positions in `Detections`."""
+    """Of each object that no detection found, the surest one to put right.
+
+    It is about the object with a wrong place or class.  Returns: int64 [K], in `Detections`.
+    """
     found_G = np.zeros(len(truth.label_G), bool)
     found_G[about_F[kind_F == Kind.CORRECT]] = True
     wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
@@ -173,7 +249,7 @@ def confused(
     sure_F: np.ndarray,
     classes: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each object and each detection of nothing: its true class, and as what it was detected.
+    """True class of each object and detection of nothing, and its class as detected.
 
     Class C is true of detections of nothing, and is what objects that were not found were detected
     as.  First each detection has what COCO's rules give it, so those of equal classes are what
@@ -203,10 +279,6 @@ def confused(
     return np.append(true_F[counted_F], missed_G), np.append(called_F, nothing_G)
 
 
-MOST_WHOLE = 200  # rows of a matrix that is written field by field
-_MOST_CELLS = 20_000
-
-
 def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:
     """Counts what was called what.
 
@@ -226,103 +298,6 @@ def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict
     return {"cells": rows.tolist(), "true_counts": np.bincount(true_K, minlength=size).tolist()}
 
 
-MAX_CURVES = 100  # classes; of a set with more, those with the most objects have curves
-_CURVES_OF_MANY = 20
-_EVERY = 10  # of CONFIDENCE_T: steps of 0.01 are enough for a curve
-_IMAGES = 12  # worst and best
-_BOXES = 100  # true and predicted ones listed of such an image
-_DIGITS = 4
-
-
-class Matched(NamedTuple):
-    """Who found what at IoU 0.5, and which detections are sure enough for the operating point."""
-
-    truth: GroundTruth
-    found: Detections
-    match_F: np.ndarray
-    kind_F: np.ndarray
-    about_F: np.ndarray
-    sure_F: np.ndarray
-
-
-def analyse(
-    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None = None
-) -> dict[str, Any]:
-    """The content of evaluation.json, on one rank alone; plain JSON, None for what has no value.
-
-    Args:
-        dataset, detections_R7: as in `ppdist.metrics.coco.evaluate_boxes`.
-        step: how many steps the model was trained; None: unknown.
-    """
-    classes = len(dataset.class_names)
-    truth = truth_of(dataset)
-    found = found_of(truth, detections_R7)
-    pairs = overlaps(truth, found)
-    match_F = match_as_coco(truth, found, pairs, IOU)
-    kind_F, about_F = kinds_of(truth, found, pairs, match_F)
-    counts = count_by_confidence(truth, found, match_F, classes)
-    best = best_step(counts)
-    confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
-    sure_F = found.score_F >= confidence
-    matched = Matched(truth, found, match_F, kind_F, about_F, sure_F)
-    arrays = coco_arrays(truth, found, classes)
-    voc_C2 = _voc(truth, found, match_as_voc(truth, found, pairs), classes)
-    coco = arrays.summary()
-    voc_2 = mean_of_measured(voc_C2)
-    content = {
-        "step": step,
-        "images": len(dataset.records),
-        "class_names": list(dataset.class_names),
-        "metrics": {
-            **{name: _or_none(value) for name, value in coco.items()},
-            "fitness": _or_none(0.1 * coco["mAP50"] + 0.9 * coco["mAP"]),
-            **{name: _or_none(value) for name, value in at_best_confidence(counts).items()},
-            "VOC_11_point": voc_2[0],
-            "VOC_area": voc_2[1],
-        },
-        "per_class": _per_class(dataset, truth, arrays, counts, voc_C2),
-        "curves": _rounded(_curves(arrays, counts)),
-        "confusion": {
-            "iou": IOU,
-            "confidence": confidence,
-            **confusion_table(
-                *confused(truth, found, pairs, match_F, sure_F, classes), classes + 1
-            ),
-        },
-        "calibration": _rounded(calibration(found, match_F)),
-        "errors": {
-            "counts": count_kinds(truth, kind_F, about_F, sure_F),
-            "AP50_gain": gains(truth, found, kind_F, about_F, classes),
-        },
-        **_worst_and_best(dataset, matched),
-    }
-    return plain(content)
-
-
-def plain(content: Any) -> Any:
-    """The same of what JSON has: lists for arrays, None for what is not a number."""
-    if isinstance(content, dict):
-        return {key: plain(value) for key, value in content.items()}
-    if isinstance(content, np.ndarray | list | tuple):
-        values = content.tolist() if isinstance(content, np.ndarray) else content
-        return [plain(value) for value in values]
-    if isinstance(content, np.generic):
-        content = content.item()
-    return None if isinstance(content, float) and not np.isfinite(content) else content
-
-
-def _rounded(content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.round(_DIGITS) if isinstance(value, np.ndarray) else value
-        for key, value in content.items()
-    }
-
-
-def _or_none(value: float) -> float | None:
-    """-1 stands for nothing to measure."""
-    return None if value < 0 else value
-
-
 def _voc(truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int) -> np.ndarray:
     """Average precision of each class, 11 points and area; [C, 2], NaN without objects."""
     rights = right_by_class(found.label_F, match_F, classes)
@@ -338,7 +313,10 @@ def _per_class(
     counts: Counts,
     voc_C2: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """Of a class without objects all numbers are None, precision also where nothing was found."""
+    """One row for each class.
+
+    Of a class without objects all numbers are None, precision also where nothing was found.
+    """
     classes = len(dataset.class_names)
     real_G = ~truth.crowd_G
     cells = np.unique(truth.image_G[real_G] * classes + truth.label_G[real_G])
@@ -365,8 +343,10 @@ def _per_class(
 
 
 def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
-    """By confidence and, interpolated as COCO does, by recall; `curve_classes` says which rows
-    there are.  The means are over all classes that have objects."""
+    """Curves by confidence and, interpolated as COCO does, by recall.
+
+    `curve_classes` says which rows there are.  The means are over all classes that have objects.
+    """
     classes = len(counts.objects_C)
     chosen = np.arange(classes)
     if classes > MAX_CURVES:
@@ -394,9 +374,11 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
 
 
 def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[dict[str, Any]]]:
-    """Images with the most and with the fewest mistakes (missed objects and wrong detections); of
-    equals those with fewer, or more, objects found come first.  Images with neither objects nor
-    sure detections are in no list."""
+    """Images with the most and with the fewest missed objects and wrong detections.
+
+    Of equals those with fewer, or more, objects found come first.  Images with neither objects nor
+    sure detections are in no list.
+    """
     truth, found = matched.truth, matched.found
     images = len(truth.order_N)
 
@@ -427,9 +409,11 @@ def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[d
 
 
 def _boxes(matched: Matched, place: int) -> dict[str, list]:
-    """What is on one image, for whoever draws it, pixels of the original image: `true`, rows of
-    class, x1, y1, x2, y2 and whether it was found; `predicted`, rows of class, score, x1, y1, x2,
-    y2 and what the detection is, a name of `Kind` in lower case."""
+    """What is on one image, for whoever draws it; pixels of the original image.
+
+    Returns: `true`, rows of class, x1, y1, x2, y2 and whether it was found; `predicted`, rows of
+        class, score, x1, y1, x2, y2 and what the detection is, a name of `Kind` in lower case.
+    """
     truth, found = matched.truth, matched.found
     surely_G = np.zeros(len(truth.label_G), bool)
     surely_G[matched.match_F[matched.sure_F & (matched.match_F >= 0)]] = True
@@ -458,8 +442,28 @@ def _corners(box_4: np.ndarray) -> list[float]:
     return [round(value, 1) for value in (x, y, x + width, y + height)]
 
 
-_SIZES = ("small", "medium", "large")
-_NAME = 24  # characters of a class name
+def _rounded(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.round(_DIGITS) if isinstance(value, np.ndarray) else value
+        for key, value in content.items()
+    }
+
+
+def _or_none(value: float) -> float | None:
+    """-1 stands for nothing to measure."""
+    return None if value < 0 else value
+
+
+def plain(content: Any) -> Any:
+    """The same of what JSON has: lists for arrays, None for what is not a number."""
+    if isinstance(content, dict):
+        return {key: plain(value) for key, value in content.items()}
+    if isinstance(content, np.ndarray | list | tuple):
+        values = content.tolist() if isinstance(content, np.ndarray) else content
+        return [plain(value) for value in values]
+    if isinstance(content, np.generic):
+        content = content.item()
+    return None if isinstance(content, float) and not np.isfinite(content) else content
 
 
 def tables(evaluation: dict[str, Any]) -> str:
@@ -470,9 +474,28 @@ def tables(evaluation: dict[str, Any]) -> str:
     """
     parts = [_table("metric", evaluation["metrics"].items())]
     if "errors" in evaluation:
-        parts += [_by_size(evaluation["metrics"]), _mistakes(evaluation)]
+        parts += [_by_size(evaluation["metrics"]), _error_types(evaluation)]
     parts.append(_per_class_tables(evaluation["per_class"]))
     return "\n".join(parts)
+
+
+def _by_size(metrics: dict[str, Any]) -> str:
+    rows = [("all", [metrics["mAP"], metrics["AR100"]])]
+    rows += [(size, [metrics[f"mAP_{size}"], metrics[f"AR_{size}"]]) for size in SIZES]
+    return _table("size", rows, ("mAP", "AR"))
+
+
+def _error_types(evaluation: dict[str, Any]) -> str:
+    counts, gain = evaluation["errors"]["counts"], evaluation["errors"]["AP50_gain"]
+    rows = [(kind, [count, gain.get(kind)]) for kind, count in counts.items()]
+    confidence = evaluation["confusion"]["confidence"]
+    return _table("kind", rows, (f"count at {confidence:.3f}", "mAP50 gained without"))
+
+
+def _per_class_tables(rows: list[dict[str, Any]]) -> str:
+    columns = [key for key in rows[0] if key != "name"] if rows else []
+    values = ((row["name"], [row[column] for column in columns]) for row in rows)
+    return _table("class", values, columns)
 
 
 def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:
@@ -493,22 +516,3 @@ def _shown(value: float | None) -> str:
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.4f}"
-
-
-def _by_size(metrics: dict[str, Any]) -> str:
-    rows = [("all", [metrics["mAP"], metrics["AR100"]])]
-    rows += [(size, [metrics[f"mAP_{size}"], metrics[f"AR_{size}"]]) for size in _SIZES]
-    return _table("size", rows, ("mAP", "AR"))
-
-
-def _mistakes(evaluation: dict[str, Any]) -> str:
-    counts, gain = evaluation["errors"]["counts"], evaluation["errors"]["AP50_gain"]
-    rows = [(kind, [count, gain.get(kind)]) for kind, count in counts.items()]
-    confidence = evaluation["confusion"]["confidence"]
-    return _table("kind", rows, (f"count at {confidence:.3f}", "mAP50 gained without"))
-
-
-def _per_class_tables(rows: list[dict[str, Any]]) -> str:
-    columns = [key for key in rows[0] if key != "name"] if rows else []
-    values = ((row["name"], [row[column] for column in columns]) for row in rows)
-    return _table("class", values, columns)

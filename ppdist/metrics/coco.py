@@ -4,6 +4,7 @@ The numbers are those of pycocotools (the tests hold both together); hotcoco com
 same rules in Rust (docs/dev/performance.md has the figures).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from hotcoco import COCO, COCOeval
 from ppdist.common.files import write_json
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.matching import (
+    IOU,
     Detections,
     GroundTruth,
     at_best_confidence,
@@ -40,7 +42,7 @@ METRICS = (
 )
 # At the confidence that is best for all classes, and that itself.
 AT_BEST_CONFIDENCE = ("precision", "recall", "f1", "confidence")
-_SIZES = ("small", "medium", "large")
+SIZES = ("small", "medium", "large")
 
 
 class CocoArrays(NamedTuple):
@@ -75,7 +77,7 @@ class CocoArrays(NamedTuple):
             "AP75": measured_mean(precision_TRA[5, :, 0]),
             **{
                 f"AP_{size}": measured_mean(precision_TRA[:, :, area])
-                for area, size in enumerate(_SIZES, start=1)
+                for area, size in enumerate(SIZES, start=1)
             },
             "AR100": measured_mean(self.recall_TCAM[:, label, 0, -1]),
         }
@@ -87,9 +89,22 @@ def measured_mean(values: np.ndarray) -> float:
     return float(measured.mean()) if measured.size else -1.0
 
 
-def metric_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of what `evaluate_boxes` gives, in its order."""
-    return (*METRICS, *AT_BEST_CONFIDENCE, *(f"AP/{name}" for name in class_names))
+def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArrays:
+    """Precision and recall by IoU, class and size."""
+    images = [{"id": place} for place in range(len(truth.order_N))]
+    categories = [{"id": label, "name": str(label)} for label in range(classes)]
+    objects = COCO.from_arrays(
+        images, categories, truth.image_G, truth.label_G, truth.box_G4,
+        area=truth.area_G, iscrowd=truth.crowd_G.astype(np.int64),
+    )  # fmt: skip
+    columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
+    evaluation = COCOeval(objects, objects.load_res(np.concatenate(columns, axis=1)), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    result = evaluation.eval
+    if result is None:
+        raise RuntimeError("hotcoco accumulated nothing")
+    return CocoArrays(result["precision"], result["recall"])
 
 
 def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str, float]:
@@ -116,7 +131,7 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
     found = found_of(truth, detections_R7)
     classes = len(dataset.class_names)
     arrays = coco_arrays(truth, found, classes)
-    match_F = match_as_coco(truth, found, overlaps(truth, found), 0.5)
+    match_F = match_as_coco(truth, found, overlaps(truth, found), IOU)
     best = at_best_confidence(count_by_confidence(truth, found, match_F, classes))
     per_class = {
         f"AP/{name}": arrays.of_class(label)["AP"] for label, name in enumerate(dataset.class_names)
@@ -124,22 +139,14 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
     return {**arrays.summary(), **best, **per_class}
 
 
-def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArrays:
-    """Precision and recall by IoU, class and size."""
-    images = [{"id": place} for place in range(len(truth.order_N))]
-    categories = [{"id": label, "name": str(label)} for label in range(classes)]
-    objects = COCO.from_arrays(
-        images, categories, truth.image_G, truth.label_G, truth.box_G4,
-        area=truth.area_G, iscrowd=truth.crowd_G.astype(np.int64),
-    )  # fmt: skip
-    columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
-    evaluation = COCOeval(objects, objects.load_res(np.concatenate(columns, axis=1)), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    result = evaluation.eval
-    if result is None:
-        raise RuntimeError("hotcoco accumulated nothing")
-    return CocoArrays(result["precision"], result["recall"])
+def metric_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of what `evaluate_boxes` gives, in its order."""
+    return (*METRICS, *AT_BEST_CONFIDENCE, *(f"AP/{name}" for name in class_names))
+
+
+def fitness(metrics: Mapping[str, float]) -> float:
+    """One number to choose a checkpoint by, of those of `CocoArrays.summary`."""
+    return 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]
 
 
 def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarray) -> None:

@@ -14,11 +14,15 @@ import numpy as np
 
 from ppdist.data.types import DetectionSet
 
+IOU = 0.5  # of the operating point: from there on a detection is in the right place
 MAX_PER_IMAGE = 100  # best detections of one class in one image that count, as in COCO
 NEAR = 0.1  # pairs that overlap less are not kept
 NOBODY = -1
 CROWD = -2
+CONFIDENCE_T = np.arange(1001) / 1000
+RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
 _PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
+_BINS = 10
 
 
 class GroundTruth(NamedTuple):
@@ -68,6 +72,7 @@ class Pairs(NamedTuple):
 
 
 def truth_of(dataset: DetectionSet) -> GroundTruth:
+    """All objects of a set, its images by ascending id."""
     ids_N = np.array([record.image_id for record in dataset.records], np.int64)
     order_N = np.argsort(ids_N, kind="stable")
     records = [dataset.records[index] for index in order_N]
@@ -94,7 +99,7 @@ def found_of(truth: GroundTruth, detections_R7: np.ndarray) -> Detections:
     image_F, label_F = place_N[rows_R7[:, 0].astype(np.int64)], rows_R7[:, 1].astype(np.int64)
     order_F = np.lexsort((image_F, -rows_R7[:, 2]))
     image_F, label_F, rows_R7 = image_F[order_F], label_F[order_F], rows_R7[order_F]
-    kept_F = rank_within(image_F, label_F) < MAX_PER_IMAGE
+    kept_F = _rank_within(image_F, label_F) < MAX_PER_IMAGE
     return Detections(
         image_F[kept_F], label_F[kept_F], rows_R7[kept_F, 2], _sides(rows_R7[kept_F, 3:])
     )
@@ -115,7 +120,7 @@ def _sides(corners_X4: np.ndarray) -> np.ndarray:
     return np.concatenate([xy_X2, corners_X4[:, 2:] - xy_X2], axis=1).round(3)
 
 
-def rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
+def _rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
     """Of each detection, how many of its class and image stand before it."""
     group_F = image_F * (1 + label_F.max(initial=0)) + label_F
     order_F = np.argsort(group_F, kind="stable")
@@ -202,11 +207,13 @@ def match_as_coco(
 
 
 def _turns(found: Detections, found_P: np.ndarray) -> Iterator[np.ndarray]:
-    """Positions in P, turn by turn: in one turn each class of each image has one detection, so
-    no two of a turn want the same object."""
+    """Positions in P, turn by turn.
+
+    In one turn each class of each image has one detection, so no two want the same object.
+    """
     chosen_F = np.unique(found_P)
     turn_F = np.zeros(len(found.score_F), np.int64)
-    turn_F[chosen_F] = rank_within(found.image_F[chosen_F], found.label_F[chosen_F])
+    turn_F[chosen_F] = _rank_within(found.image_F[chosen_F], found.label_F[chosen_F])
     order_P = np.argsort(turn_F[found_P], kind="stable")
     ends = np.cumsum(np.bincount(turn_F[found_P]))
     yield from np.split(order_P, ends[:-1]) if len(found_P) else ()
@@ -234,21 +241,21 @@ def match_as_voc(truth: GroundTruth, found: Detections, pairs: Pairs) -> np.ndar
 
 
 def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Detections that have a pair, rising, the object each overlaps most (of equals the first),
-    and how much."""
+    """Detections that have a pair, rising; the object each overlaps most; how much.
+
+    Of equals it is the first object.
+    """
     order_P = np.lexsort((-by_P, pairs.found_P))
     found_F, first = np.unique(pairs.found_P[order_P], return_index=True)
     return found_F, pairs.object_P[order_P[first]], by_P[order_P[first]]
 
 
-CONFIDENCE_T = np.arange(1001) / 1000
-RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
-_BINS = 10
-
-
 class Counts(NamedTuple):
-    """Detections of at least CONFIDENCE_T that found an object and that found none, int64 [C, T],
-    and how many objects there are, int64 [C]."""
+    """Detections of each class from each confidence on, and objects of each class.
+
+    right_CT, wrong_CT: int64, detections of at least CONFIDENCE_T that found an object, and that
+    found none.  objects_C: int64.
+    """
 
     right_CT: np.ndarray
     wrong_CT: np.ndarray
@@ -280,7 +287,8 @@ def _part(some: np.ndarray, of_all: np.ndarray) -> np.ndarray:
 def count_by_confidence(
     truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int
 ) -> Counts:
-    """
+    """Counts right and wrong detections of each class from each confidence on.
+
     Args:
         match_F: what `match_as_coco` gave.
     """
@@ -301,16 +309,11 @@ def objects_of(truth: GroundTruth, classes: int) -> np.ndarray:
     return np.bincount(truth.label_G[~truth.crowd_G], minlength=classes)
 
 
-def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:
-    """Mean over classes of what is a number; NaN where nothing is."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's "Mean of empty slice"
-        return np.nanmean(values_CX, axis=0)
-
-
 def best_step(counts: Counts) -> int | None:
-    """Position in CONFIDENCE_T where the mean F1 of all classes that have objects is largest, the
-    middle one of several; None: there is no object."""
+    """Position in CONFIDENCE_T where the mean F1 of classes with objects is largest.
+
+    The middle one of several; None: there is no object.
+    """
     if not counts.objects_C.any():
         return None
     f1_T = mean_of_measured(counts.f1_CT)
@@ -337,43 +340,11 @@ def at_best_confidence(counts: Counts) -> dict[str, float]:
     }
 
 
-def precision_recall(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
-    """Precision and recall of the 1, 2, ... surest detections of one class.
-
-    Args:
-        right_F: bool, whether each found an object, the surest first.
-    """
-    hits_F = right_F.cumsum()
-    return hits_F / np.arange(1, len(right_F) + 1), hits_F / objects
-
-
-def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
-    """Mean over RECALL_R of the best precision at that recall or more; NaN without objects."""
-    if not objects:
-        return float("nan")
-    precision_F, recall_F = precision_recall(right_F, objects)
-    envelope_F = np.append(_envelope(precision_F), 0.0)
-    return float(envelope_F[np.searchsorted(recall_F, RECALL_R, side="left")].mean())
-
-
-def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, float]:
-    """Average precision of one class as VOC 2007 has it, the mean of the best precision at 11
-    recalls, and as VOC has since 2010, the area under the best precision; NaN without objects.
-
-    Source: VOCdevkit, VOCcode/VOCevaldet.m and VOCap.m.
-    """
-    if not objects:
-        return float("nan"), float("nan")
-    precision_F, recall_F = precision_recall(right_F, objects)
-    envelope_F = np.append(_envelope(precision_F), 0.0)
-    eleven = envelope_F[np.searchsorted(recall_F, np.arange(11) / 10, side="left")].mean()
-    area = (np.diff(recall_F, prepend=0.0) * envelope_F[:-1]).sum()
-    return float(eleven), float(area)
-
-
-def _envelope(precision_F: np.ndarray) -> np.ndarray:
-    """The best precision from each recall on."""
-    return np.maximum.accumulate(precision_F[::-1])[::-1]
+def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:
+    """Mean over classes of what is a number; NaN where nothing is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's "Mean of empty slice"
+        return np.nanmean(values_CX, axis=0)
 
 
 def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> list[np.ndarray]:
@@ -387,6 +358,47 @@ def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> li
     order_F = np.argsort(label_F, kind="stable")
     ends = np.cumsum(np.bincount(label_F, minlength=classes))
     return np.split(match_F[order_F] >= 0, ends[:-1])
+
+
+def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
+    """Mean over RECALL_R of the best precision at that recall or more; NaN without objects."""
+    if not objects:
+        return float("nan")
+    precision_F, recall_F = _precision_recall(right_F, objects)
+    envelope_F = np.append(_envelope(precision_F), 0.0)
+    return float(envelope_F[np.searchsorted(recall_F, RECALL_R, side="left")].mean())
+
+
+def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, float]:
+    """Average precision of one class by the rules of VOC 2007 and of VOC since 2010.
+
+    The mean of the best precision at 11 recalls, and the area under the best precision; NaN without
+    objects.
+
+    Source: VOCdevkit, VOCcode/VOCevaldet.m and VOCap.m.
+    """
+    if not objects:
+        return float("nan"), float("nan")
+    precision_F, recall_F = _precision_recall(right_F, objects)
+    envelope_F = np.append(_envelope(precision_F), 0.0)
+    eleven = envelope_F[np.searchsorted(recall_F, np.arange(11) / 10, side="left")].mean()
+    area = (np.diff(recall_F, prepend=0.0) * envelope_F[:-1]).sum()
+    return float(eleven), float(area)
+
+
+def _precision_recall(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
+    """Precision and recall of the 1, 2, ... surest detections of one class.
+
+    Args:
+        right_F: bool, whether each found an object, the surest first.
+    """
+    hits_F = right_F.cumsum()
+    return hits_F / np.arange(1, len(right_F) + 1), hits_F / objects
+
+
+def _envelope(precision_F: np.ndarray) -> np.ndarray:
+    """The best precision from each recall on."""
+    return np.maximum.accumulate(precision_F[::-1])[::-1]
 
 
 def calibration(found: Detections, match_F: np.ndarray) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Decay:
 
 
 class EMA:
-    """A float32 average of every floating entry of a state dict; other entries are copied.
+    """Float32 average of a state dict's floating entries; the others are copied.
 
         average = d_t * average + (1 - d_t) * value
 
@@ -57,7 +57,7 @@ class EMA:
         self.updates = 0
         self._live = dict(model.state_dict())
         self.average = {
-            key: (value.astype("float32") if _floating(value) else value).detach().clone()
+            key: (value.astype("float32") if value.is_floating_point() else value).detach().clone()
             for key, value in self._live.items()
         }
 
@@ -77,7 +77,7 @@ class EMA:
             if key in self._constant:
                 continue
             value = masters[key] if key in masters else self._live[key]
-            if not _floating(value):
+            if not value.is_floating_point():
                 paddle.assign(value, average)
             else:
                 # The difference of a constant (anchors) is 0, so it stays exactly what it is.
@@ -98,7 +98,3 @@ class EMA:
         for key, average in self.average.items():
             value = self._live[key] if key in self._constant else paddle.to_tensor(arrays[key])
             paddle.assign(value.astype(average.dtype), average)
-
-
-def _floating(value: paddle.Tensor) -> bool:
-    return value.dtype in (paddle.float32, paddle.float16, paddle.bfloat16, paddle.float64)

@@ -5,10 +5,11 @@ makes them the gradient of the mean loss (see engine/train_step.py).  Whatever h
 every rank ends with the same ones, or says by `synchronised` that it does not.
 
     AllReduceSync, DuringBackward   the mean, exact
-    Sharding                        each rank keeps optimizer state of the parameters it updates
     LowPrecision                    fewer bytes on the wire: bfloat16 or float16
     PowerSGD, TopKSparsify          fewer still: lower rank, or only the largest entries
     LocalSGD                        ranks step by themselves between exchanges, for slow links
+    Sharding                        beside them: each rank keeps optimizer state of the parameters
+                                    it updates
 
 What PowerSGD and TopKSparsify do not send, each rank keeps and adds to its next gradient (error
 feedback), so nothing is lost but delayed.  Biases and everything of normalisation layers (one axis)
@@ -41,7 +42,7 @@ class AllReduceSync:
     every = 1
 
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
-        """Replaces this rank's gradients by their mean over ranks, in place.  Every rank calls it.
+        """Replaces this rank's gradients by their mean over ranks, in place.  Collective.
 
         Args:
             gradients: float32, in the same order on every rank.
@@ -54,7 +55,7 @@ class AllReduceSync:
     def norm(self, own: float) -> float:
         """The gradient norm by which all ranks decide alike, from that of this rank's gradients.
 
-        Every rank calls it.  Averaged gradients have the same norm everywhere.
+        Collective.  Averaged gradients have the same norm everywhere.
         """
         return own
 
@@ -62,13 +63,13 @@ class AllReduceSync:
         """Called after the weights of a step (0-based) were updated, or left as they are."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a resumed run needs, of all ranks, the same on every rank.  Every rank calls it."""
+        """What a resumed run needs, of all ranks, the same on every rank.  Collective."""
         return {}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
         """Continues from what `state` gave, of any way to average and on any number of ranks.
 
-        Every rank calls it.
+        Collective.
         Returns: a warning if not all of it has a place here (on one rank nothing has: it sends
             nothing, so it keeps nothing back); else nothing.
         Raises: CheckpointError: it belongs to other parameters.
@@ -78,15 +79,6 @@ class AllReduceSync:
     def synchronised(self, step: int) -> bool:
         """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
         return True
-
-
-def next_synchronised(steps: int, every: int) -> int:
-    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
-    can a run stop, be saved, and go on as if it had not.
-
-    Args: every: `Averaging.every`.
-    """
-    return math.ceil(steps / every) * every
 
 
 def lost(entries: Collection[str]) -> str:
@@ -102,101 +94,12 @@ def lost(entries: Collection[str]) -> str:
 
 
 class DuringBackward(AllReduceSync):
-    """Paddle's DataParallel does it, bucket by bucket, overlapped with backward (NCCL)."""
+    """Mean by Paddle's DataParallel, bucket by bucket, overlapped with backward (NCCL)."""
 
     during_backward = True
 
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
         """Nothing is left to do."""
-
-
-class Sharding:
-    """Each rank updates its share of the parameters and sends them to the others.
-
-    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
-    is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
-    whole on every rank, an update looks at one parameter only, and so the weights are bit for bit
-    those without shares.  Price: after each step every weight travels once more.
-
-    Not Paddle's own: DygraphShardingOptimizer does the same, but asks for its
-    HybridParallelOptimizer and model wrapper, which fold clipping and loss scaling into the update.
-    Not run on a GPU.
-    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
-    gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
-    """
-
-    def __init__(self, parameters: dict[str, paddle.Tensor]) -> None:
-        """
-        Args:
-            parameters: what the optimizer trains, float32, by state-dict key; in the same order on
-                every rank.
-        """
-        sizes = [parameter.size for parameter in parameters.values()]
-        owners = share_out(sizes, comm.world_size())
-        self._owner = dict(zip(parameters, owners))
-        self._shares: list[list[paddle.Tensor]] = [[] for _ in range(comm.world_size())]
-        for parameter, owner in zip(parameters.values(), owners):
-            self._shares[owner].append(parameter)
-
-    @contextlib.contextmanager
-    def only_mine(self) -> Iterator[None]:
-        """Inside, a step of the optimizer updates this rank's share and makes state for it alone.
-
-        Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
-        """
-        mine = self._shares[comm.rank()]
-        others = [each for share in self._shares if share is not mine for each in share]
-        for parameter in others:
-            parameter.stop_gradient = True
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.stop_gradient = False
-
-    @paddle.no_grad()
-    def exchange(self) -> None:
-        """Gives all ranks the weights that each has updated.  Every rank calls it."""
-        for owner, share in enumerate(self._shares):
-            comm.broadcast_tensors(share, owner)
-
-    def whole(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The optimizer state of all ranks together, on rank 0; the others get back their own.
-
-        Every rank calls it; they may be minutes apart.
-        Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
-        """
-        everything = {} if comm.is_main() else dict(arrays)
-        shapes_W = comm.all_gather_large_object({key: array.shape for key, array in arrays.items()})
-        for owner, shapes in enumerate(shapes_W):
-            if owner == comm.rank():
-                tensors = [paddle.to_tensor(arrays[key]) for key in shapes]
-            else:
-                tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
-            comm.broadcast_tensors(tensors, owner)
-            if comm.is_main():  # the others need the memory that they were to save
-                everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
-        return everything
-
-    def mine(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's share of the whole state; what belongs to no parameter stays, to be named."""
-        rank = comm.rank()
-        return {
-            entry: array
-            for entry, array in arrays.items()
-            if self._owner.get(entry.rpartition("/")[0], rank) == rank
-        }
-
-
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each parameter: the largest first, each to the rank that has least so far."""
-    loads = [0] * ranks
-    owners = [0] * len(sizes)
-    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        owner = loads.index(min(loads))
-        owners[at] = owner
-        loads[owner] += sizes[at]
-    return owners
 
 
 _SAFE_FLOAT16 = 32768.0  # the largest power of two below its maximum, 65504
@@ -213,12 +116,12 @@ class LowPrecision(AllReduceSync):
         self.dtype = dtype
 
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
-        """See `Averaging`."""
+        """See `AllReduceSync`."""
         super().gradients([each for each in gradients if each.ndim < 2], factor)
         large = [each for each in gradients if each.ndim >= 2]
         scale = 1.0 / comm.world_size()
         if self.dtype == "float16":
-            scale = _float16_scale(_square_of_all_ranks(gradients))
+            scale = float16_scale(_square_of_all_ranks(gradients))
         low = [(each * scale).astype(self.dtype) for each in large]
         comm.sum_tensors(low)
         for gradient, total in zip(large, low):
@@ -226,7 +129,7 @@ class LowPrecision(AllReduceSync):
             paddle.assign(back, gradient)
 
 
-def _float16_scale(square: float) -> float:
+def float16_scale(square: float) -> float:
     """Power of two by which gradients fit float16, whatever the loss scale and objects of a step.
 
         |sum_r g_r| <= sum_r |g_r| <= sqrt(W * sum_r |g_r|^2)
@@ -243,7 +146,7 @@ def _float16_scale(square: float) -> float:
 
 
 def _square_of_all_ranks(gradients: Sequence[paddle.Tensor]) -> float:
-    """Sum over ranks of the squared norm of their gradients.  Every rank calls it."""
+    """Sum over ranks of the squared norm of their gradients.  Collective."""
     squares = [paddle.dot(each.flatten(), each.flatten()) for each in gradients]
     return comm.all_reduce_sum(paddle.stack(squares).sum().reshape([1])).item()
 
@@ -271,8 +174,11 @@ class _Feedback(AllReduceSync):
         self.rest = [paddle.zeros([p.shape[0], p.size // p.shape[0]]) for p in chosen.values()]
 
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
-        """See `Averaging`.  All ranks look first whether those of all are finite: one that is not
-        would stay in the rest, and spoil every later step."""
+        """See `AllReduceSync`.
+
+        All ranks look first whether those of all are finite: one that is not would stay in the
+        rest, and spoil every later step.
+        """
         assert len(gradients) == len(self._compressed), "a parameter has no gradient"
         if not math.isfinite(_square_of_all_ranks(gradients) * factor * factor):
             for gradient in gradients:
@@ -472,7 +378,7 @@ class LocalSGD(AllReduceSync):
         """They stay this rank's own."""
 
     def norm(self, own: float) -> float:
-        """The root of the mean square of all ranks' norms.  Every rank calls it.
+        """The root of the mean square of all ranks' norms.  Collective.
 
         Not finite if one is not, and the same everywhere: all ranks clip alike, so none has more
         say than another, and all apply their gradients or none does.  It exceeds the norm of the
@@ -487,7 +393,7 @@ class LocalSGD(AllReduceSync):
 
     @paddle.no_grad()
     def updated(self, step: int) -> None:
-        """Averages weights and moments if this step is to be synchronised.  Every rank calls it."""
+        """Averages weights and moments if this step is to be synchronised.  Collective."""
         if self.synchronised(step):
             comm.mean_tensors([*self._parameters, *_moments(self._optimizer)])
 
@@ -503,6 +409,95 @@ def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
         for name, value in state.items()
         if isinstance(value, paddle.Tensor) and "_pow_acc" not in name
     ]
+
+
+class Sharding:
+    """Each rank updates its share of the parameters and sends them to the others.
+
+    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
+    is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
+    whole on every rank, an update looks at one parameter only, and so the weights are bit for bit
+    those without shares.  Price: after each step every weight travels once more.
+
+    Not Paddle's own: DygraphShardingOptimizer does the same, but asks for its
+    HybridParallelOptimizer and model wrapper, which fold clipping and loss scaling into the update.
+    Not run on a GPU.
+    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
+    gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
+    """
+
+    def __init__(self, parameters: dict[str, paddle.Tensor]) -> None:
+        """
+        Args:
+            parameters: what the optimizer trains, float32, by state-dict key; in the same order on
+                every rank.
+        """
+        sizes = [parameter.size for parameter in parameters.values()]
+        owners = share_out(sizes, comm.world_size())
+        self._owner = dict(zip(parameters, owners))
+        self._shares: list[list[paddle.Tensor]] = [[] for _ in range(comm.world_size())]
+        for parameter, owner in zip(parameters.values(), owners):
+            self._shares[owner].append(parameter)
+
+    @contextlib.contextmanager
+    def only_mine(self) -> Iterator[None]:
+        """Inside, a step of the optimizer updates this rank's share and makes state for it alone.
+
+        Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
+        """
+        mine = self._shares[comm.rank()]
+        others = [each for share in self._shares if share is not mine for each in share]
+        for parameter in others:
+            parameter.stop_gradient = True
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.stop_gradient = False
+
+    @paddle.no_grad()
+    def exchange(self) -> None:
+        """Gives all ranks the weights that each has updated.  Collective."""
+        for owner, share in enumerate(self._shares):
+            comm.broadcast_tensors(share, owner)
+
+    def whole(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The optimizer state of all ranks together, on rank 0; the others get back their own.
+
+        Collective; they may be minutes apart.
+        Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
+        """
+        everything = {} if comm.is_main() else dict(arrays)
+        shapes_W = comm.all_gather_large_object({key: array.shape for key, array in arrays.items()})
+        for owner, shapes in enumerate(shapes_W):
+            if owner == comm.rank():
+                tensors = [paddle.to_tensor(arrays[key]) for key in shapes]
+            else:
+                tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
+            comm.broadcast_tensors(tensors, owner)
+            if comm.is_main():  # the others need the memory that they were to save
+                everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
+        return everything
+
+    def mine(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's share of the whole state; what belongs to no parameter stays, to be named."""
+        rank = comm.rank()
+        return {
+            entry: array
+            for entry, array in arrays.items()
+            if self._owner.get(entry.rpartition("/")[0], rank) == rank
+        }
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each parameter: the largest first, each to the rank that has least so far."""
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        owner = loads.index(min(loads))
+        owners[at] = owner
+        loads[owner] += sizes[at]
+    return owners
 
 
 def build_grad_sync(
@@ -538,6 +533,15 @@ def build_sharding(
     if not config.shard_optimizer or comm.world_size() == 1:
         return None
     return Sharding(parameters)
+
+
+def next_synchronised(steps: int, every: int) -> int:
+    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
+    can a run stop, be saved, and go on as if it had not.
+
+    Args: every: `AllReduceSync.every`.
+    """
+    return math.ceil(steps / every) * every
 
 
 def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:

@@ -14,6 +14,11 @@ from typing import NamedTuple
 from ppdist.common.errors import ConfigError
 from ppdist.config.optimizer import ScheduleConfig
 
+# The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
+# 2300 steps); below it a warm-up protects little.
+LEAST_WARMUP_STEPS = 500
+_MOST_WARMUP_EPOCHS = 4.0
+
 
 class LearningRates(NamedTuple):
     """What one optimizer step uses."""
@@ -70,12 +75,6 @@ class LRScheduler:
         )
 
 
-# The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
-# 2300 steps); below it a warm-up protects little.
-LEAST_WARMUP_STEPS = 500
-_MOST_WARMUP_EPOCHS = 4.0
-
-
 def effective_batch_ratio(
     total_batch: int, reference_batch: int, noise_scale: float | None
 ) -> float:
@@ -111,7 +110,7 @@ def rate_factor(effective: float, rule: str) -> float:
     w -= lr v: the rate stands outside v, so nothing needs correction when it changes.
 
     Args:
-        effective: `effective_kappa`.
+        effective: from `effective_batch_ratio`.
     """
     return {"linear": effective, "sqrt": math.sqrt(effective), "none": 1.0}[rule]
 

@@ -1,6 +1,7 @@
 """Optimizers, layer-wise learning rates, and state by the model's parameter names."""
 
 import re
+from typing import Any
 
 import numpy as np
 import paddle
@@ -10,6 +11,67 @@ from ppdist.common.errors import CheckpointError
 from ppdist.config.optimizer import OptimizerConfig
 from ppdist.models.base import ImageModel
 from ppdist.optim.lr_scheduler import LearningRates
+
+_FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
+_POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
+_MASTER = re.compile(r"fp32_master_\d+")
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+
+
+def build_optimizer(
+    model: nn.Layer, config: OptimizerConfig, lr: float, master_weights: bool
+) -> paddle.optimizer.Optimizer:
+    """Optimizer over the trainable parameters of a model; two groups, with and without decay.
+
+    Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
+    every bias.  With `layer_decay` a weight's rate is a multiple of the common one.
+
+    Args:
+        config: with decay, betas and epsilon for the total batch (`ScheduleSetup.scaled`).
+        lr: the scaled peak; the trainer sets the rate of each step.
+        master_weights: keep float32 copies of parameters held in a lower precision (AMP O2).
+    """
+    exempt = {
+        id(parameter)
+        for layer in model.sublayers()
+        if isinstance(layer, _NORMS)
+        for parameter in layer.parameters(include_sublayers=False)
+    }
+    if not config.decay_biases:
+        exempt |= {id(parameter) for parameter in biases(model)}
+    trainable = [p for p in model.parameters() if not p.stop_gradient]
+    decayed = [p for p in trainable if id(p) not in exempt]
+    plain = [p for p in trainable if id(p) in exempt]
+    groups: list[dict] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    common: dict[str, Any] = {
+        "learning_rate": lr,
+        "parameters": groups,
+        "multi_precision": master_weights,
+    }
+    optimizer: paddle.optimizer.Optimizer
+    if config.name == "momentum":
+        optimizer = paddle.optimizer.Momentum(
+            momentum=config.momentum, use_nesterov=config.nesterov, **common
+        )
+    else:
+        optimizer = paddle.optimizer.AdamW(
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay,
+            **common,
+        )
+    # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
+    decay = config.layer_decay
+    factors = layerwise_lr_factors(model.stages, decay) if decay is not None else {}
+    for key, parameter in model.named_parameters():
+        factor = factors.get(key, 1.0)
+        parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
+    return optimizer
 
 
 def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str, float]:
@@ -43,73 +105,6 @@ def layerwise_lr_decay(model: ImageModel, decay: float | None) -> list[str]:
     factors = layerwise_lr_factors(stages, decay)
     of_stages = (f"{name} x {factors[inside[0]]:.3g}" for name, inside in stages.items())
     return [f"learning rates by stage: {', '.join(of_stages)}"]
-
-
-_FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
-_POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
-_MASTER = re.compile(r"fp32_master_\d+")
-_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
-
-
-def build_optimizer(
-    model: nn.Layer, config: OptimizerConfig, lr: float, master_weights: bool
-) -> paddle.optimizer.Optimizer:
-    """Optimizer over the trainable parameters of a model; two groups, with and without decay.
-
-    Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
-    every bias.  With `layer_decay` a weight's rate is a multiple of the common one.
-
-    Args:
-        config: with decay, betas and epsilon for the total batch (`Derived.scaled`).
-        lr: the scaled peak; the trainer sets the rate of each step.
-        master_weights: keep float32 copies of parameters held in a lower precision (AMP O2).
-    """
-    exempt = {
-        id(parameter)
-        for layer in model.sublayers()
-        if isinstance(layer, _NORMS)
-        for parameter in layer.parameters(include_sublayers=False)
-    }
-    if not config.decay_biases:
-        exempt |= {id(parameter) for parameter in biases(model)}
-    trainable = [p for p in model.parameters() if not p.stop_gradient]
-    decayed = [p for p in trainable if id(p) not in exempt]
-    plain = [p for p in trainable if id(p) in exempt]
-    groups: list[dict] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = _optimizer_of(groups, config, lr, master_weights)
-    # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
-    decay = config.layer_decay
-    factors = layerwise_lr_factors(model.stages, decay) if decay is not None else {}
-    for key, parameter in model.named_parameters():
-        factor = factors.get(key, 1.0)
-        parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
-    return optimizer
-
-
-def _optimizer_of(
-    groups: list[dict], config: OptimizerConfig, lr: float, master_weights: bool
-) -> paddle.optimizer.Optimizer:
-    if config.name == "momentum":
-        return paddle.optimizer.Momentum(
-            learning_rate=lr,
-            momentum=config.momentum,
-            parameters=groups,
-            use_nesterov=config.nesterov,
-            multi_precision=master_weights,
-        )
-    return paddle.optimizer.AdamW(
-        learning_rate=lr,
-        beta1=config.betas[0],
-        beta2=config.betas[1],
-        epsilon=config.epsilon,
-        parameters=groups,
-        weight_decay=config.weight_decay,
-        multi_precision=master_weights,
-    )
 
 
 def biases(model: nn.Layer) -> list[paddle.Tensor]:
@@ -160,6 +155,22 @@ def optimizer_arrays(
     return arrays
 
 
+def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
+    for generated, key in names.items():
+        if name.startswith(f"{generated}_"):
+            return key, name[len(generated) + 1 :]
+    raise CheckpointError(
+        f"optimizer state {name!r} belongs to no parameter of the model",
+        code="checkpoint_of_other_config",
+    )
+
+
+def _longest_first(model: nn.Layer) -> dict[str, str]:
+    """Generated name -> structured key, longest names first so that prefixes do not collide."""
+    names = {p.name: key for key, p in model.named_parameters()}
+    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
+
+
 def load_optimizer_arrays(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> None:
@@ -202,11 +213,25 @@ def load_optimizer_arrays(
         optimizer._accumulators_holder = {}  # Paddle kept a second copy of all that it has set
 
 
+def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
+    """Makes what state there is that of an optimizer before its first step."""
+    for name, of_parameters in optimizer._accumulators.items():
+        first = float(getattr(optimizer, _POWERS[name])) if name in _POWERS else 0.0
+        for tensor in of_parameters.values():
+            tensor.fill_(first)
+    for parameter in model.parameters():
+        if parameter.name in optimizer._master_weights:
+            master = optimizer._master_weights[parameter.name]
+            paddle.assign(parameter.astype("float32"), master)
+
+
 def of_trained(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """What `optimizer_arrays` gave, for the parameters that train now: those that were frozen then
-    begin with the state of a first step, that of parameters which are frozen now is left out.
+    """What `optimizer_arrays` gave, for the parameters that train now.
+
+    Those that were frozen then begin with the state of a first step; the state of those that are
+    frozen now is left out.
 
     Returns: the arrays; a warning that says so, else "".
     """
@@ -244,31 +269,3 @@ def _of_first_step(
     if _MASTER.fullmatch(part):
         return parameter.astype("float32").numpy()
     return np.zeros(parameter.shape, like.dtype)
-
-
-def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
-    """Makes what state there is that of an optimizer before its first step."""
-    for name, of_parameters in optimizer._accumulators.items():
-        first = float(getattr(optimizer, _POWERS[name])) if name in _POWERS else 0.0
-        for tensor in of_parameters.values():
-            tensor.fill_(first)
-    for parameter in model.parameters():
-        if parameter.name in optimizer._master_weights:
-            master = optimizer._master_weights[parameter.name]
-            paddle.assign(parameter.astype("float32"), master)
-
-
-def _longest_first(model: nn.Layer) -> dict[str, str]:
-    """Generated name -> structured key, longest names first so that prefixes do not collide."""
-    names = {p.name: key for key, p in model.named_parameters()}
-    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
-
-
-def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
-    for generated, key in names.items():
-        if name.startswith(f"{generated}_"):
-            return key, name[len(generated) + 1 :]
-    raise CheckpointError(
-        f"optimizer state {name!r} belongs to no parameter of the model",
-        code="checkpoint_of_other_config",
-    )

@@ -1,4 +1,4 @@
-"""Five images, their batches, and a detector that knows what is in them."""
+"""Five images, their batches, and models that know what is in them."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import paddle
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import Batch, DetectionSet, ImageRecord
 from ppdist.engine.evaluator import Evaluator
-from ppdist.models.base import Detector
+from ppdist.models.base import Detector, ImageModel
 
 IMAGES, CLASSES = 5, 2
 HEIGHT, WIDTH = 32, 64  # input; originals are 320 x 256 (y, x), so the scales are 0.1 and 0.25
@@ -41,7 +41,7 @@ def five_images() -> DetectionSet:
 class Loader:
     """Rank r's images r, r+W, ... in batches of 2, the last filled up with padding.
 
-    Every pixel of image i is i, which is how the oracle below knows what it looks at.
+    Every pixel of image i is i, which is how the models below know what they look at.
     """
 
     def __init__(self, dataset: DetectionSet, indices: list[int]) -> None:
@@ -72,21 +72,28 @@ class Loader:
             )
 
 
-class Oracle(Detector):
-    """Finds what is there, surest first, and a wrong box at the end; counts its forward passes."""
+class SeesNumbers(ImageModel):
+    """Gives the number of each image; notes the mode of each forward pass."""
 
-    def __init__(self, dataset: DetectionSet) -> None:
-        super().__init__(CLASSES, (32,), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-        self.dataset = dataset
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         self.norm = paddle.nn.BatchNorm2D(3)
-        self.frozen = paddle.nn.BatchNorm2D(3)
-        self.frozen.eval()
         self.modes: list[bool] = []
 
     def forward(self, images_B3HW):
         self.modes.append(self.norm.training)
         self.norm(images_B3HW)
         return images_B3HW.mean(axis=[1, 2, 3])
+
+
+class Oracle(SeesNumbers, Detector):
+    """Finds what is there, surest first, and a wrong box at the end."""
+
+    def __init__(self, dataset: DetectionSet) -> None:
+        super().__init__(CLASSES, (32,))
+        self.dataset = dataset
+        self.frozen = paddle.nn.BatchNorm2D(3)
+        self.frozen.eval()
 
     def decode(self, outputs):
         scores_BNC = np.zeros((len(outputs), IMAGES, CLASSES), np.float32)

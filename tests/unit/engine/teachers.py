@@ -5,12 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.config.base import dump_yaml
-from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models.weights import arrays_of
-from tests.unit.engine.tiny import freeze_statistics, tiny_config
+from tests.unit.engine.tiny import freeze_statistics, init_cpu, tiny_config
 
 LARGER = {"ppyoloe": "model.width_multiple=0.25", "yolov5": "model.width_multiple=0.125"}
 ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
@@ -24,7 +22,7 @@ def write_teacher(
     Args: more: lines of its config.yml.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = tiny_config(folder, [LARGER[model], "seed=5", *overrides], model)
     teacher = build_model(config)
     if seen:

@@ -28,7 +28,7 @@ from ppdist.engine.auto_batch import (
 from ppdist.engine.build import build_schedule_setup
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import run_to_end
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.tiny import init_cpu, tiny_config
 
 HERE = "tests.unit.engine.test_auto_batch"
 AUTO = (
@@ -89,7 +89,7 @@ def test_invalid_run_is_reported_as_without_auto(shapes, tmp_path):
 
 def under_limits(argument):
     """A run with two steps under an address space of this rank's own; its numbers."""
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
 
     def limited(ranks_on_host):
         limit = process_memory()["VmSize"] + (argument["MiB"][comm.rank()] << 20)
@@ -196,7 +196,6 @@ def test_what_needs_a_number_says_so(tmp_path):
 
 
 def test_unevenly_divisible_total_batch_is_error():
-    assert images_per_rank(None, 3) is None
     assert images_per_rank(12, 3) == 4
     with pytest.raises(ConfigError) as caught:
         images_per_rank(64, 3)

@@ -10,7 +10,6 @@ from paddle import nn
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
@@ -48,7 +47,7 @@ def test_teacher_is_run_folder_best_or_checkpoint(teachers, tmp_path):
     output = shutil.copytree(teachers["ppyoloe"], tmp_path / "run", symlinks=True)
     folder = output / "checkpoints"
     config = distilled_config(tmp_path, output)
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     student = build_model(config)
 
     def meant(path: Path) -> Path:
@@ -75,15 +74,15 @@ def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = distilled_config(tmp_path, teachers[model], model=model)
     step, rates = build_step(config, frozen=False)
-    teacher = step.distillation._teacher
+    teacher = step.distillation.teacher
     before = arrays_of(teacher)
     kept = load_file(teachers[model] / "checkpoints" / "last" / "ema.safetensors")
     start = arrays_of(step.model)
     results = []
-    for number in range(4):
+    for number in range(2):
         batch = iter([fixed_batch(0, 0, IMAGES)])
         results.append(step(batch, 1, number, rates, False, Clock()))
     after = arrays_of(teacher)
@@ -112,7 +111,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     ],
 )
 def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = distilled_config(
         tmp_path, teachers[model], *(f"distill.{each}=null" for each in Teaching._fields),
         f"distill.{name}={{weight: {weight}}}", "optimizer.lr=0.03", "train.clip_norm=1.0",
@@ -128,7 +127,7 @@ def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, tea
 
 
 def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = distilled_config(tmp_path, teachers["ppyoloe"])
     student = build_model(config)
     images = fixed_batch(0, 0, 2).images_B3HW
@@ -137,7 +136,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         switch(student)
         teacher = build_distillation(config.distill, config.model, student, config.seed)
         said.append(teacher.ask(images))
-        fast = [type(x) for x in teacher._teacher.sublayers() if isinstance(x, nn.Conv2D)]
+        fast = [type(x) for x in teacher.teacher.sublayers() if isinstance(x, nn.Conv2D)]
         assert (OneDNNConv2D in fast) == (switch is use_onednn_convolutions)
         student.distillation = None
     plain, fast = ([*each.class_logits, *each.reg_dist, *each.features] for each in said)
@@ -146,7 +145,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
 
 
 def test_bfloat16_runs_without_uncompared_features(teachers, tmp_path):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = distilled_config(
         tmp_path, teachers["ppyoloe"], "train.amp={enabled: true, dtype: bfloat16}"
     )
@@ -194,7 +193,7 @@ def train(case: str, teachers: dict[str, str]) -> dict:
         for number in range(STEPS)
     ]
     assert all(result.applied for result in results)
-    plain = type(norms_of(step.distillation._teacher)[0]).__name__
+    plain = type(norms_of(step.distillation.teacher)[0]).__name__
     weights = {k: p for k, p in step.model.state_dict().items() if "._" not in k}
     flat = np.concatenate([p.numpy().astype("float64").ravel() for p in weights.values()])
     return {
@@ -216,7 +215,7 @@ def test_two_ranks_distill_like_one_rank(cases, teachers, record_property):
     paths = {model: f"{path}" for model, path in teachers.items()}
     argument, target = [cases, paths], "tests.unit.engine.test_distillation:train_on_ranks"
     by_rank = run_on_ranks(2, target, argument, seconds=300)
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     furthest = 0.0
     for case in cases:
         alone = train(case, paths)
@@ -259,7 +258,7 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     student = ["model.one_to_one=true"]
     teacher = write_teacher(tmp_path / "teacher", *student, seen=False)
     step, rates = build_step(distilled_config(tmp_path, teacher, *student), frozen=False)
-    head = arrays_of(step.distillation._teacher)["yolo_head.pred_cls.0.weight"]
+    head = arrays_of(step.distillation.teacher)["yolo_head.pred_cls.0.weight"]
     ema = load_file(teacher / "checkpoints" / "last" / "ema.safetensors")
     assert (head == ema["yolo_head.pred_cls.0.weight"]).all()
     assert (head != ema["one_to_one_head.pred_cls.0.weight"]).any()
@@ -268,7 +267,7 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
 
 
 def test_a_yolov5_with_anchors_of_its_own_is_refused(teachers, tmp_path):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     step, _ = build_step(
         distilled_config(tmp_path, teachers["yolov5"], model="yolov5"), frozen=False
     )

@@ -7,15 +7,13 @@ from pathlib import Path
 import paddle
 import pytest
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm
 from ppdist.engine.build import build_evaluator, build_model, build_schedule_setup, build_train_step
 from ppdist.engine.evaluator import in_eval_mode
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import write_patterns
-from tests.unit.engine.tiny import tiny_config
+from tests.unit.engine.tiny import init_cpu, tiny_config
 
 IMAGES = 9  # of which the first has no object; two ranks have 5 and 4, in batches of 2
 STEP = 31
@@ -43,7 +41,7 @@ def patterns(tmp_path_factory):
 
 def built(folder, model, *overrides):
     """Model, loss, evaluator of the validation split; the same weights wherever it is called."""
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     config = tiny_config(folder, ["evaluate.batch_size_per_card=2", *overrides], model)
     network = build_model(config)
     step = build_train_step(config, build_schedule_setup(config, 64), network)

@@ -5,21 +5,19 @@ import io
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from ppdist.common.errors import UserError
 from ppdist.common.logging import read_metrics
-from ppdist.config.distributed import DistributedConfig
-from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm
-from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import StepSeconds, TrainingRun
 from ppdist.engine.monitor import EpochLogger
 from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
-from tests.unit.engine.tiny import init_cpu, tiny_config
+from tests.unit.engine.runs import build_run
+from tests.unit.engine.tiny import step_result
+
+BATCH = "train.batch_size_per_card=4"
 
 
 class Heard:
@@ -36,21 +34,7 @@ class Heard:
 
 
 def made(loss: float, applied: bool = True) -> StepResult:
-    return StepResult(
-        losses={"loss": loss, "loss_box": loss / 2},
-        images=8,
-        gradient_norm=1.0,
-        applied=applied,
-        synchronised=True,
-        stop_requested=False,
-        bad_images={},
-        bad_somewhere=False,
-        searching=False,
-        too_large=False,
-        ran_out=False,
-        own_loss=loss,
-        own_images=[],
-    )
+    return step_result(losses={"loss": loss, "loss_box": loss / 2}, applied=applied)
 
 
 def test_epoch_line_summarises_its_applied_steps():
@@ -82,47 +66,32 @@ def test_epoch_line_summarises_its_applied_steps():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(shapes, tmp_path_factory):
     """The folder of a tiny run over three epochs of three steps, and what it printed."""
-    folder = tmp_path_factory.mktemp("shapes")
-    make_shapes(folder, train=10, val=5, size=64, seed=0)
-    init_cpu()
-    own = ["train.batch_size_per_card=4", "train.epochs=3", "log.visualdl=true"]
-    own += ["log.histograms=true"]
-    screen = io.StringIO()
+    folder, screen = tmp_path_factory.mktemp("run"), io.StringIO()
+    own = ("train.epochs=3", "log.visualdl=true", "log.histograms=true")
     with contextlib.redirect_stdout(screen):
-        experiment = build_training(
-            tiny_config(folder, own),
-            output_dir=folder / "run",
-            evaluate=True,
-            resume=None,
-            command=["test"],
-        )
+        experiment = build_run(shapes, folder, BATCH, *own, evaluate=True)
         with experiment.log:
             assert experiment.trainer.fit() == 0
             experiment.log.run_summary()
-    return folder / "run", screen.getvalue()
+    return folder, screen.getvalue()
 
 
-def without_tensorboardx(folder):
+def without_tensorboardx(argument):
     sys.modules["tensorboardX"] = None
-    comm.init("cpu", DistributedConfig())
+    shapes, folder = argument
     with pytest.raises(UserError) as caught:
-        build_training(
-            tiny_config(Path(folder), ["train.batch_size_per_card=4", "log.tensorboard=true"]),
-            output_dir=Path(folder) / "none",
-            evaluate=False,
-            resume=None,
-            command=["test"],
-        )
+        build_run(shapes, folder, BATCH, "log.tensorboard=true")
     return str(caught.value)
 
 
-def test_package_missing_on_rank_0_ends_all_ranks(run):
-    folder = str(run[0].parent)
-    for said in run_on_ranks(
-        2, "tests.unit.engine.test_monitor_epochs:without_tensorboardx", folder
-    ):
+def test_package_missing_on_rank_0_ends_all_ranks(shapes, tmp_path):
+    target, folders = (
+        "tests.unit.engine.test_monitor_epochs:without_tensorboardx",
+        (shapes, tmp_path),
+    )
+    for said in run_on_ranks(2, target, [*map(str, folders)]):
         assert "pip install 'ppdist[tensorboard]', or set log.tensorboard: false" in said
 
 

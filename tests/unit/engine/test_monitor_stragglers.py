@@ -1,38 +1,30 @@
 """A rank that is slower than the others is named, once."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import paddle
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.monitor import HeartbeatCallback, Stopwatch, StragglerMonitor
-from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
-
-MADE = StepResult(
-    losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True, synchronised=True,
-    stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, too_large=False,
-    ran_out=False, own_loss=9.0, own_images=[],
-)  # fmt: skip
+from tests.unit.engine.tiny import init_cpu, step_result
 
 
 def steps(slow):
-    """50 steps of two ranks; one sleeps longer before the sum of a step."""
-    comm.init("cpu", DistributedConfig())
+    """30 steps of two ranks, two comparisons; one sleeps before the sum of a step."""
+    init_cpu()
     said: list[str] = []
     monitor = StragglerMonitor(SimpleNamespace(warning=said.append))
-    for step in range(1, 51):
+    for step in range(1, 31):
         watch = Stopwatch()
-        time.sleep(0.05 if comm.rank() == slow else 0.02)
+        time.sleep(0.03 if comm.rank() == slow else 0.0)
         comm.all_reduce_sum(paddle.to_tensor([1.0]))
-        monitor.on_step_end(step, MADE, 0.1, watch.stop(0.0))
+        monitor.on_step_end(step, step_result(), 0.1, watch.stop(0.0))
     return said
 
 
-def test_a_slow_rank_is_named_within_50_steps(record_property):
+def test_a_slow_rank_is_named_within_30_steps(record_property):
     first, second = run_on_ranks(2, "tests.unit.engine.test_monitor_stragglers:steps", 1, hosts=1)
     assert first == second and len(first) == 1
     (warning,) = first
@@ -42,23 +34,23 @@ def test_a_slow_rank_is_named_within_50_steps(record_property):
 
 def test_brief_or_small_slowness_is_no_straggler(monkeypatch):
     pace = StragglerMonitor(None)
-    assert pace._judge([1.0, 2.0]) == ""
-    assert pace._judge([1.0, 1.1]) == ""
-    assert pace._judge([2.0, 1.0]) == ""
-    assert pace._judge([1.0, 2.0]) == ""
+    assert pace.judge([1.0, 2.0]) == ""
+    assert pace.judge([1.0, 1.1]) == ""
+    assert pace.judge([2.0, 1.0]) == ""
+    assert pace.judge([1.0, 2.0]) == ""
     monkeypatch.setattr(comm, "addresses", lambda: ["a", "b"])
-    said = pace._judge([1.0, 2.0])
+    said = pace.judge([1.0, 2.0])
     assert "slow: rank 1 (host b), whose" in said
     assert "takes 2 s, 2.0 times that of the others (1 s), which" in said
-    assert pace._judge([1.0, 2.0]) == ""  # it was said
+    assert pace.judge([1.0, 2.0]) == ""  # it was said
 
 
 def test_equally_slow_stragglers_are_named_together(monkeypatch):
     monkeypatch.setattr(comm, "addresses", lambda: [*"aaabbb"])
     pace = StragglerMonitor(None)
-    assert pace._judge([1.0, 1.0, 1.1, 2.1, 2.0, 1.0]) == ""
-    assert "slow: ranks 3-4 (host b), whose" in pace._judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
-    assert "slow: rank 5 (host b), whose" in pace._judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
+    assert pace.judge([1.0, 1.0, 1.1, 2.1, 2.0, 1.0]) == ""
+    assert "slow: ranks 3-4 (host b), whose" in pace.judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
+    assert "slow: rank 5 (host b), whose" in pace.judge([1.0, 1.0, 1.1, 2.0, 2.1, 2.0])
 
 
 def test_time_in_collectives_is_not_a_ranks_own():
@@ -66,23 +58,19 @@ def test_time_in_collectives_is_not_a_ranks_own():
     with heartbeat.Waiting("sum"):
         time.sleep(0.1)
     seconds = watch.stop(0.0)
-    assert seconds.compute < 0.05 < seconds.wall
+    assert seconds.wall >= 0.1 and 0 <= seconds.compute <= seconds.wall - 0.1
 
 
 def test_each_step_is_told_to_fleetrun(monkeypatch):
     told = []
     monkeypatch.setattr(heartbeat, "made", lambda **words: told.append(words))
     callback = HeartbeatCallback()
-    for result in (
-        MADE,
-        replace(MADE, applied=False),
-        replace(MADE, applied=False, searching=True),
-    ):
+    for changes in ({}, {"applied": False}, {"applied": False, "searching": True}):
         watch = Stopwatch()
         with heartbeat.Waiting("sum"):
             time.sleep(0.02)
-        callback.on_step_end(1, result, 0.1, watch.stop(0.001))
+        callback.on_step_end(1, step_result(**changes), 0.1, watch.stop(0.001))
     assert [each["bad"] for each in told] == [False, True, False]  # the last looks for its scale
     for each in told:
         assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)
-        assert 0 < each["own_seconds"] < each["step_seconds"] - 0.019
+        assert 0 < each["own_seconds"] <= each["step_seconds"] - 0.02

@@ -5,16 +5,15 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
-from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.optim.grad_sync import AllReduceSync
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import build_optimizer
+from tests.unit.engine.tiny import init_cpu
 
 LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
 
@@ -51,7 +50,7 @@ def batch_of(x_B3: np.ndarray) -> Batch:
 
 @pytest.mark.parametrize("clip", [None, CLIP])
 def test_clipped_momentum_steps_equal_numpy(clip):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     rng = np.random.default_rng(0)
     weight, bias = rng.normal(size=3).astype("float32"), 0.5
     steps = [[rng.normal(size=(images, 3)).astype("float32") for images in (2, 3)] for _ in "123"]

@@ -5,7 +5,6 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
@@ -15,6 +14,7 @@ from ppdist.optim.grad_sync import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
 from tests.unit.engine.amp import enable_scaling
+from tests.unit.engine.tiny import init_cpu
 
 RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
 
@@ -84,7 +84,7 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
 
 
 def test_overflow_halves_loss_scale(record_property):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     step, optimizer = build()
     enable_scaling(step.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
@@ -99,7 +99,7 @@ def test_overflow_halves_loss_scale(record_property):
 
 
 def test_high_loss_scale_is_no_fault_until_below_one():
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     step, _ = build()
     enable_scaling(step.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()
@@ -118,7 +118,7 @@ def test_high_loss_scale_is_no_fault_until_below_one():
 
 
 def accumulate(argument):
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     step, optimizer = build()
     rank = comm.rank()
     for number in range(2):

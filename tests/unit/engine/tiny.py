@@ -14,7 +14,7 @@ from ppdist.data.sampler import TrainSampler
 from ppdist.data.types import EMPTY, Arrays, Batch
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step
-from ppdist.engine.train_step import TrainStep
+from ppdist.engine.train_step import StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.optim.lr_scheduler import LearningRates
 
@@ -135,6 +135,16 @@ def build_step(
     return build_train_step(config, derived, model), LearningRates(
         peak, peak, config.optimizer.momentum
     )
+
+
+def step_result(**changes: object) -> StepResult:
+    """What a step says that went well."""
+    result = StepResult(
+        losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True, synchronised=True,
+        stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, too_large=False,
+        ran_out=False, own_loss=9.0, own_images=[],
+    )  # fmt: skip
+    return replace(result, **changes)
 
 
 def init_cpu() -> None:
