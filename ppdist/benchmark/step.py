@@ -186,7 +186,7 @@ def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
         )
         experiment.log.close()
     trainer = experiment.trainer
-    every = trainer.train_step.averaging.every
+    every = trainer.train_step.grad_sync.every
     return _Variant(name, trainer, trainer.feed.batches(0, None), every)
 
 
@@ -214,18 +214,18 @@ def _means(steps: Sequence[float], period: int) -> list[float]:
 def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
     """Median time, for a step, of averaging the gradients of all ranks (sync_every: their weights)
     as the run does, but after backward; it spoils what these have learned."""
-    own = train_step.averaging
-    averaging = AllReduceSync() if own.during_backward else own
+    own = train_step.grad_sync
+    grad_sync = AllReduceSync() if own.during_backward else own
     weights = [each for each in train_step.model.parameters() if not each.stop_gradient]
     gradients, seconds = [paddle.zeros(each.shape) for each in weights], []
     for _ in range(repeats + 1):
         comm.barrier()
         began = time.perf_counter()
-        for number in range(averaging.every):
-            averaging.gradients(gradients, 1.0)
-            averaging.updated(number)
+        for number in range(grad_sync.every):
+            grad_sync.gradients(gradients, 1.0)
+            grad_sync.updated(number)
         float(gradients[-1].sum())  # waits for a GPU
-        seconds.append((time.perf_counter() - began) / averaging.every)
+        seconds.append((time.perf_counter() - began) / grad_sync.every)
     return median(seconds[1:])
 
 

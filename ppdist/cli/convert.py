@@ -29,11 +29,11 @@ def main() -> int:
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
-    from ppdist.export.predictor import load_all_weights
     from ppdist.models.weights import (
         arrays_of,
         check_arrays,
         check_writable,
+        load_all_weights,
         official_arrays_of,
         write_arrays,
     )

@@ -178,7 +178,7 @@ def members_of_model(
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
     from ppdist.ensemble.wbf import view_iou
-    from ppdist.export.predictor import load_all_weights
+    from ppdist.models.weights import load_all_weights
 
     model = ready_model(config)
     comm.run_on_all_ranks(lambda: load_all_weights(model, weights))

@@ -51,7 +51,7 @@ def main() -> int:
     from ppdist.data.types import DetectionSet
     from ppdist.distributed import comm
     from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
-    from ppdist.export.predictor import load_all_weights
+    from ppdist.models.weights import load_all_weights
 
     config = load_config(arguments.config, arguments.override)
     comm.init(config.device, config.distributed)

@@ -67,8 +67,8 @@ def main() -> int:
         normalisation_of,
         readable,
     )
-    from ppdist.export.predictor import load_all_weights
     from ppdist.export.spec import describe, validation_set
+    from ppdist.models.weights import load_all_weights
 
     formats = formats_of(arguments)
     config = load_config(arguments.config, arguments.override)

@@ -96,9 +96,9 @@ def of_config(arguments: argparse.Namespace) -> "Report":
         EagerClassifier,
         EagerPredictor,
         Objects,
-        load_all_weights,
     )
     from ppdist.export.spec import describe, validation_set
+    from ppdist.models.weights import load_all_weights
 
     config = load_config(arguments.config, arguments.override)
     threshold = threshold_of(arguments, config.model.task)

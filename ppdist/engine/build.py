@@ -342,7 +342,7 @@ def build_train_step(
         ema=EMA(model, derived.ema_decay, frozen) if train.ema.enabled else None,
         amp=train.amp,
         clip_norm=train.clip_norm,
-        averaging=build_grad_sync(config.distributed, trained, optimizer, derived.total_steps),
+        grad_sync=build_grad_sync(config.distributed, trained, optimizer, derived.total_steps),
         sharding=build_sharding(config.distributed, trained),
         loss_divisor=float(train.images_per_card),
         average_statistics=not train.sync_bn or comm.world_size() == 1,

@@ -115,7 +115,7 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
         "model": {key: _array(value) for key, value in step.model.state_dict().items()},
         "optimizer": optimizer if step.sharding is None else step.sharding.whole(optimizer),
     }
-    residuals = step.averaging.state()
+    residuals = step.grad_sync.state()
     if residuals:
         groups["averaging"] = residuals
     if step.ema is not None:
@@ -176,7 +176,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     if step.sharding is not None:
         optimizer_state = step.sharding.mine(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
-    lost = step.averaging.load(saved.groups.get("averaging") or {})
+    lost = step.grad_sync.load(saved.groups.get("averaging") or {})
     if step.ema is not None:  # without an average in it, a new one starts at its weights
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:

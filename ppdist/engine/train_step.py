@@ -101,7 +101,7 @@ class TrainStep:
         ema: EMA | None,
         amp: AmpConfig,
         clip_norm: float | None,
-        averaging: AllReduceSync,
+        grad_sync: AllReduceSync,
         sharding: Sharding | None,
         loss_divisor: float,
         average_statistics: bool,
@@ -109,7 +109,7 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            averaging: makes the gradients of all ranks one.
+            grad_sync: makes the gradients of all ranks one.
             sharding: each rank updates its share of the parameters; None: all of them.
             loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
             average_statistics: average running statistics of batch norm over ranks with the
@@ -123,7 +123,7 @@ class TrainStep:
         self.ema = ema
         self.amp = amp
         self.clip_norm = clip_norm
-        self.averaging = averaging
+        self.grad_sync = grad_sync
         self.sharding = sharding
         self.loss_divisor = loss_divisor
         self.distillation = distillation
@@ -188,7 +188,7 @@ class TrainStep:
             images=round(total_images),
             gradient_norm=norm,
             applied=applied,
-            synchronised=self.averaging.synchronised(step),
+            synchronised=self.grad_sync.synchronised(step),
             stop_requested=stops > 0,
             bad_images=bad_images,
             bad_somewhere=bad > 0,
@@ -220,7 +220,7 @@ class TrainStep:
         fitted = True
         for micro, batch in enumerate(micro_batches):
             heartbeat.alive()
-            communicates = micro == len(micro_batches) - 1 and self.averaging.during_backward
+            communicates = micro == len(micro_batches) - 1 and self.grad_sync.during_backward
             with nullcontext() if communicates else comm.local_gradients(self.wrapped):
                 if fitted:
                     output = self._if_it_fits(batch, step, totals, clock, communicates)
@@ -329,9 +329,9 @@ class TrainStep:
         # Gradients will be the mean over ranks of grad(total / loss_divisor).
         factor = self.loss_divisor * comm.world_size() / result.divisor
         scaled = factor / (loss_scale(self.scaler) or 1.0)
-        self.averaging.gradients(gradients, scaled if finite else math.nan)
+        self.grad_sync.gradients(gradients, scaled if finite else math.nan)
         self.scaler.unscale_(self.optimizer)
-        norm = self.averaging.norm(_norm(gradients) * factor)
+        norm = self.grad_sync.norm(_norm(gradients) * factor)
         applied = finite and math.isfinite(norm)
         if applied:
             if self.clip_norm is not None and norm > self.clip_norm:
@@ -351,8 +351,8 @@ class TrainStep:
     def _synchronise(self, step: int, applied: bool) -> None:
         """What all ranks have in common after an update.  Collective."""
         self._updates += applied
-        self.averaging.updated(step)
-        if self.averaging.synchronised(step):
+        self.grad_sync.updated(step)
+        if self.grad_sync.synchronised(step):
             if self._updates:  # else they are as they were, and a mean of equals may round
                 comm.mean_tensors(self._statistics)
             if self.ema is not None:

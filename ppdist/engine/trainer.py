@@ -191,7 +191,7 @@ class Trainer:
     ) -> None:
         """After how many optimizer steps each of them is due; where ranks' weights differ for some
         steps, when they are equal again."""
-        per_epoch, every = self.derived.steps_per_epoch, self.train_step.averaging.every
+        per_epoch, every = self.derived.steps_per_epoch, self.train_step.grad_sync.every
         save_every = checkpoint.every_steps or 0
         if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
             save_every = max(1, round(checkpoint.every_epochs * per_epoch))

@@ -28,9 +28,8 @@ from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
-from ppdist.export.predictor import load_all_weights
 from ppdist.models.base import ImageModel
-from ppdist.models.weights import arrays_of, checkpoint_of
+from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 

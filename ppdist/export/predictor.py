@@ -23,7 +23,7 @@ import cv2
 import numpy as np
 import paddle
 
-from ppdist.common.errors import ConfigError, DataError, ExportError, WeightsError
+from ppdist.common.errors import ConfigError, DataError, ExportError
 from ppdist.common.files import make_parent, write_json, writing
 from ppdist.config.data import Resize
 from ppdist.config.evaluate import NMSConfig
@@ -35,7 +35,6 @@ from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.models.base import Detector, ImageModel
-from ppdist.models.weights import load_weights
 from ppdist.viz.draw import draw_boxes, draw_classes
 
 DEFAULT = RuntimeOptions()
@@ -276,31 +275,6 @@ def suppress(
 def split_rows(rows_R6: np.ndarray, count_B: np.ndarray) -> list[np.ndarray]:
     """The rows of a batch, image by image."""
     return np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
-
-
-def load_all_weights(model: ImageModel, path: Path) -> None:
-    """As `load_weights`, for a model that is used as it is and not trained any further.
-
-    Raises: WeightsError: also where a layer would keep its random initial values, or start as a
-        copy of another.
-    """
-    report = load_weights(model, path)
-    if report.copied:
-        raise WeightsError(
-            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
-            "suppression",
-            code="weights_of_other_config",
-            where=str(path),
-            fix="give the config these weights were trained with",
-        )
-    fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
-    if fresh:
-        raise WeightsError(
-            f"holds no values for {len(fresh)} tensors ({fresh[0]}, ...): {report.reason}",
-            code="weights_of_other_config",
-            where=str(path),
-            fix="give the config these weights were trained with",
-        )
 
 
 # --- one image of any size ------------------------------------------------------------------------

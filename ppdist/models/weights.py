@@ -423,6 +423,31 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
 
 
+def load_all_weights(model: ImageModel, path: Path) -> None:
+    """As `load_weights`, for a model that is used as it is and not trained any further.
+
+    Raises: WeightsError: also where a layer would keep its random initial values, or start as a
+        copy of another.
+    """
+    report = load_weights(model, path)
+    if report.copied:
+        raise WeightsError(
+            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
+            "suppression",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
+        )
+    fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
+    if fresh:
+        raise WeightsError(
+            f"holds no values for {len(fresh)} tensors ({fresh[0]}, ...): {report.reason}",
+            code="weights_of_other_config",
+            where=str(path),
+            fix="give the config these weights were trained with",
+        )
+
+
 def _without(
     prefixes: tuple[str, ...], arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:

@@ -14,8 +14,7 @@ from ppdist.config import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_evaluator, build_model
-from ppdist.export.predictor import load_all_weights
-from ppdist.models.weights import read_arrays
+from ppdist.models.weights import load_all_weights, read_arrays
 from tests.forked import run_on_two_ranks, run_tool, succeeded
 
 CONFIG = """

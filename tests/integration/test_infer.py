@@ -20,12 +20,12 @@ from ppdist.export.predictor import (
     PictureWriter,
     find_sources,
     frames_of,
-    load_all_weights,
     picture_names,
     require_own_folder,
 )
 from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.weights import load_all_weights
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
 from tests.unit.export.tiny import tiny_model

@@ -24,10 +24,11 @@ from ppdist.export.export import (
     spread,
     take_sample,
 )
-from ppdist.export.predictor import EagerPredictor, load_all_weights
+from ppdist.export.predictor import EagerPredictor
 from ppdist.export.spec import InferenceSpec, describe, validation_set
 from ppdist.export.verify import eager_outputs
 from ppdist.models.base import ImageModel
+from ppdist.models.weights import load_all_weights
 
 IMAGES = 20
 CALIBRATION = 64

@@ -137,10 +137,10 @@ class Noting(AllReduceSync):
 
 
 def test_averaging_is_timed_as_the_run_does_it():
-    step = SimpleNamespace(model=paddle.nn.Linear(2, 3), averaging=Noting())
+    step = SimpleNamespace(model=paddle.nn.Linear(2, 3), grad_sync=Noting())
     assert _averaging_seconds(step, repeats=1) > 0
     both = [[2, 3], [3]]
-    assert step.averaging.asked == [both, 0, both, 1, both, 2] * 2
+    assert step.grad_sync.asked == [both, 0, both, 1, both, 2] * 2
 
 
 # The command

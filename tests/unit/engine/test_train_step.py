@@ -63,7 +63,7 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         ema=None,
         amp=AmpConfig(),
         clip_norm=clip,
-        averaging=AllReduceSync(),
+        grad_sync=AllReduceSync(),
         sharding=None,
         loss_divisor=1.0,
         average_statistics=False,

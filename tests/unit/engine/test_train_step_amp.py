@@ -75,7 +75,7 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
         ema=None,
         amp=AmpConfig(),
         clip_norm=None,
-        averaging=DuringBackward(),  # as on GPUs
+        grad_sync=DuringBackward(),  # as on GPUs
         sharding=None,
         loss_divisor=1.0,
         average_statistics=False,

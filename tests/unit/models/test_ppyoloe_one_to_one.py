@@ -10,10 +10,9 @@ from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.engine.train_step import normalise_losses
-from ppdist.export.predictor import load_all_weights
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import arrays_of, load_weights
+from ppdist.models.weights import arrays_of, load_all_weights, load_weights
 from tests.unit.engine.tiny import tiny_config
 from tests.unit.models.tiny import shake, static_outputs, tiny
 

@@ -43,14 +43,14 @@ def drawn(step, rank, shapes=SHAPES):
     return [paddle.to_tensor(rng.standard_normal(shape).astype("float32")) for shape in shapes]
 
 
-def averaged(averaging, step, rank, factor=FACTOR):
+def averaged(grad_sync, step, rank, factor=FACTOR):
     gradients = drawn(step, rank)
-    averaging.gradients(gradients, factor)
+    grad_sync.gradients(gradients, factor)
     return [gradient.numpy() for gradient in gradients]
 
 
-def rest_of(averaging):
-    return [rest.numpy().ravel() for rest in averaging.rest]
+def rest_of(grad_sync):
+    return [rest.numpy().ravel() for rest in grad_sync.rest]
 
 
 LARGE = ([512, 128, 3, 3], [64], [256, 1024])
@@ -61,8 +61,8 @@ def bytes_of_modes():
     """Bytes that this rank sends in a step, per mode."""
     found, large = {}, drawn(0, comm.rank(), LARGE)
 
-    def exchange(averaging):
-        averaging.gradients([gradient.clone() for gradient in large], 1.0)
+    def exchange(grad_sync):
+        grad_sync.gradients([gradient.clone() for gradient in large], 1.0)
 
     modes = (
         {"float32": lambda parameters: AllReduceSync()}
@@ -73,11 +73,11 @@ def bytes_of_modes():
         }
     )
     for name, build in modes.items():
-        averaging = build(parameters(LARGE))
-        exchange(averaging)  # opens connections
+        grad_sync = build(parameters(LARGE))
+        exchange(grad_sync)  # opens connections
         sent = [sent_bytes()]
         for _ in range(3):
-            exchange(averaging)
+            exchange(grad_sync)
             sent.append(sent_bytes())
         found[name] = np.median(np.diff(sent))  # on a busy machine the kernel may send some again
     return found
@@ -110,11 +110,11 @@ def all_modes(folder):
     rank = comm.rank()
     results = {"bytes": bytes_of_modes(), "training steps": training_steps(Path(folder))}
     for name, build in MODES.items():
-        averaging = build(parameters())
-        steps = [averaged(averaging, step, rank) for step in (0, 1)]
-        state = averaging.state()
-        kept = [] if isinstance(averaging, LowPrecision) else rest_of(averaging)
-        steps.append(averaged(averaging, 2, rank))
+        grad_sync = build(parameters())
+        steps = [averaged(grad_sync, step, rank) for step in (0, 1)]
+        state = grad_sync.state()
+        kept = [] if isinstance(grad_sync, LowPrecision) else rest_of(grad_sync)
+        steps.append(averaged(grad_sync, 2, rank))
         resumed = build(parameters())
         resumed.load(state)
         again = averaged(resumed, 2, rank)
@@ -144,9 +144,9 @@ def all_modes(folder):
 
 def of_four_ranks(build):
     """What four ranks had kept, in all, and what these two take of it."""
-    averaging = build(parameters())
-    averaged(averaging, 0, comm.rank())
-    of_two = averaging.state()
+    grad_sync = build(parameters())
+    averaged(grad_sync, 0, comm.rank())
+    of_two = grad_sync.state()
     rests = [key for key in of_two if "/rest/" in key]
     of_four = of_two | {key: np.concatenate([of_two[key], 3 * of_two[key]]) for key in rests}
     resumed = build(parameters())
@@ -261,20 +261,20 @@ def test_powersgd_of_two_ranks_equals_one_with_mean(ranks):
 
 
 def test_a_gradient_of_rank_one_passes_whole():
-    averaging = PowerSGD(parameters([[16, 12]]), 1)
+    grad_sync = PowerSGD(parameters([[16, 12]]), 1)
     matrix = paddle.outer(paddle.arange(16, dtype="float32"), paddle.arange(12, dtype="float32"))
     gradients = [matrix.clone()]
-    averaging.gradients(gradients, 1.0)
+    grad_sync.gradients(gradients, 1.0)
     assert gradients[0].numpy() == pytest.approx(matrix.numpy(), abs=1e-3)
-    assert np.abs(averaging.rest[0].numpy()).max() < 1e-3
+    assert np.abs(grad_sync.rest[0].numpy()).max() < 1e-3
 
 
 def test_top_k_sends_the_largest():
-    averaging = TopKSparsify(parameters([[2, 5]]), 0.3)
+    grad_sync = TopKSparsify(parameters([[2, 5]]), 0.3)
     gradients = [paddle.to_tensor([[1.0, -9.0, 2.0, 3.0, 0.0], [4.0, 8.0, -2.0, 1.0, -7.0]])]
-    averaging.gradients(gradients, 0.5)
+    grad_sync.gradients(gradients, 0.5)
     assert gradients[0].tolist() == [[0, -9, 0, 0, 0], [0, 8, 0, 0, -7]]
-    assert averaging.rest[0].tolist() == [[0.5, 0, 1, 1.5, 0], [2, 0, -1, 0.5, 0]]
+    assert grad_sync.rest[0].tolist() == [[0.5, 0, 1, 1.5, 0], [2, 0, -1, 0.5, 0]]
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e-6, 1.0, 1e6, 1e15])
