@@ -22,7 +22,7 @@ def test_command_without_its_clone_is_refused(monkeypatch, tmp_path):
     assert error.value.code == "needs_clone" and str(tmp_path) in error.value.where
 
 
-@pytest.mark.parametrize("what", config.GENERATED)
+@pytest.mark.parametrize("what", ["docs", "schema", pytest.param("errors", marks=pytest.mark.slow)])
 def test_generated_files_stay_out_of_site_packages(what, monkeypatch, tmp_path):
     for folder in ("docs", "configs", "ppdist"):
         (tmp_path / folder).mkdir()  # of other packages: there is no setup.py beside them

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli.config import error_table, sites
+from ppdist.cli.config import Site, error_table, sites
 from ppdist.common import process
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
@@ -29,8 +29,13 @@ _FOREIGN = ("ppdist/common/errors.py", "_has_sign")
 _COMPARE = ("startswith", "endswith", "search", "match", "fullmatch", "find", "index", "count")
 
 
-def test_every_user_error_has_snake_case_code() -> None:
-    for site in sites(ROOT):
+@pytest.fixture(scope="module")
+def found() -> list[Site]:
+    return sites(ROOT)
+
+
+def test_every_user_error_has_snake_case_code(found: list[Site]) -> None:
+    for site in found:
         assert site.codes or site.path in _PASSED_ON, f"{site.path}:{site.line} has no literal code"
         for code in site.codes:
             assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)+", code), f"{site.path}:{site.line}"
@@ -182,6 +187,6 @@ def test_a_rank_leaves_why_it_ended(
     assert left.message.startswith("Traceback") == (exit_code == 1)
 
 
-def test_the_page_of_codes_is_up_to_date() -> None:
+def test_the_page_of_codes_is_up_to_date(found: list[Site]) -> None:
     page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert page == error_table(ROOT), "run `python tools/config.py errors`"
+    assert page == error_table(found), "run `python tools/config.py errors`"
