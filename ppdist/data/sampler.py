@@ -31,7 +31,8 @@ class TrainSampler:
     of a step do not depend on how world, accumulation and batch make up the total batch.  A
     micro-batch that gets nothing holds one padding key, so that every rank has as many
     micro-batches as the others: index -1, or EMPTY where no rank got anything.  With `parts` each
-    micro-batch comes in so many, for ranks that have too little memory for it as a whole.
+    micro-batch comes in so many, for ranks that have too little memory for it as a whole.  With
+    `stands_for` a rank takes in each micro-batch what so many ranks would take in theirs.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
     multi-scale training; one is drawn per step, the same on all ranks.  `copies_N`: how often each
@@ -49,6 +50,7 @@ class TrainSampler:
     sizes: Sequence[tuple[int, int]]
     copies_N: np.ndarray | None = None
     parts: int = 1
+    stands_for: int = 1
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -84,8 +86,11 @@ class TrainSampler:
         first = within * self.total_batch
         shares = np.array_split(
             self._order(epoch)[first : first + self.total_batch],
-            self.world * self.accumulate * self.parts,
+            self.world * self.stands_for * self.accumulate * self.parts,
         )
+        if self.stands_for > 1:
+            starts = range(0, len(shares), self.stands_for)
+            shares = [np.concatenate(shares[at : at + self.stands_for]) for at in starts]
         height, width = self.size_of(step)
         # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an
         # epoch goes to the ranks in turn, and rank 0 has nothing only where nobody has.

@@ -324,7 +324,7 @@ def build_train_step(
     frozen = freeze(model, train.freeze)
     distillation = build_distillation(config.distill, config.model, model, config.seed)
     if train.sync_bn:
-        model = synchronize_batch_norm(model)
+        synchronize_batch_norm(model)
     low_precision = train.amp.enabled and train.amp.level == "O2"
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)

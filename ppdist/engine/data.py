@@ -77,9 +77,11 @@ class Feed:
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
         parts: into how many a micro-batch is split, from the next `batches` on; see TrainSampler.
+        stands_for: ranks whose micro-batches make one of this rank, from then on.
     """
 
     parts = 1
+    stands_for = 1
 
     def __init__(
         self,
@@ -143,7 +145,9 @@ class Feed:
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
-        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
+        sampler = replace(
+            self._sampler, start_step=first_step, parts=self.parts, stands_for=self.stands_for
+        )
         if self.follows_scores and scores is not None:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)

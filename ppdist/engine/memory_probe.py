@@ -30,7 +30,7 @@ from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest_batch
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.state import TrainState, capture_state
 from ppdist.engine.train_step import Clock
-from ppdist.models.layers import take_gloo_batch_norm
+from ppdist.models.layers import take_sync_batch_norm
 from ppdist.optim.lr_scheduler import LearningRates
 
 
@@ -93,8 +93,8 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     speed_up_cpu(config, [model, evaluated])
     derived = build_schedule_setup(config, job.images)
     step = build_train_step(config, derived, model)
-    if config.train.sync_bn and job.several_ranks and not comm.on_gpu():
-        take_gloo_batch_norm(step.model)  # as on several ranks, where it is not fused into others
+    if config.train.sync_bn and job.several_ranks:
+        take_sync_batch_norm(step.model)  # as on several ranks, where it is not fused into others
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights stay
     trained = [p for p in model.parameters() if not p.stop_gradient]
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0

@@ -17,6 +17,7 @@ from ppdist.distributed import comm, heartbeat
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
+from ppdist.models.layers import SyncBatchNorm2D
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import AllReduceSync, Sharding
 from ppdist.optim.lr_scheduler import LearningRates
@@ -137,6 +138,7 @@ class TrainStep:
         self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
         self._all_statistics = _running_statistics(model)
         self._statistics = self._all_statistics if average_statistics else []
+        self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
         self._norms_meet = bool(self._all_statistics) and not average_statistics
         self._in_backward = False
 
@@ -288,10 +290,12 @@ class TrainStep:
     def _forward_backward(
         self, batch: Batch, step: int, totals: paddle.Tensor | None, clock: Clock
     ) -> LossOutput:
-        # A blank image must not enter running statistics.  Synchronised ones are the exception:
-        # while any rank has images their collectives need all, so there it counts as one more.
+        # A blank image must not enter running statistics.  While any rank has images, synchronised
+        # ones need all ranks in their collectives, where such a rank then counts for nothing.
         needed = batch.real_somewhere and not self._statistics
         self.model.train() if batch.real or needed else self.model.eval()
+        for norm in self._sync_norms:
+            norm.counts = batch.real
         taught = None
         with paddle.amp.auto_cast(
             enable=self.amp.enabled, dtype=self.amp.dtype, level=self.amp.level
@@ -386,7 +390,7 @@ def _norm(gradients: list[paddle.Tensor]) -> float:
 
 
 def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
-    norms = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
+    norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
     layers = [layer for layer in layers if not layer._use_global_stats]  # they never move
     return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]

@@ -417,13 +417,13 @@ def deployment_copy(model: Model) -> Model:
     """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
 
     Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
-    they compute the same as the plain layers but have no static graph (or no CPU kernel).
+    they compute the same as the plain layers but have no static graph.
     """
     copied = copy.deepcopy(model)
     copied.to(device="cpu")
     plain_convolutions(copied)
     for layer in copied.sublayers():
-        if isinstance(layer, nn.SyncBatchNorm | nn.BatchNorm2D):
+        if isinstance(layer, nn.BatchNorm2D):
             layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs
     copied.eval()
     return copied

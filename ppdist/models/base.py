@@ -242,7 +242,7 @@ def _fixed_points(
     )
 
 
-_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm)
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 Freeze = int | Sequence[str] | None  # see `frozen_keys`
 
 

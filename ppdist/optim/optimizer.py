@@ -15,7 +15,7 @@ from ppdist.optim.lr_scheduler import LearningRates
 _FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
 _POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
 _MASTER = re.compile(r"fp32_master_\d+")
-_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+_NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
 
 
 def build_optimizer(

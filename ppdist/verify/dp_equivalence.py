@@ -15,8 +15,9 @@ Where training has amplified a rounding to as much as it moves, a step proves no
 step proves does not pass.  Averaged weights are held against the formula of the EMA, applied to
 the weights beside them.
 
-With synchronised statistics the second run computes batch norm by the program of gloo ranks, for
-that is what differs (not on GPUs); and the run alone needs the images of all ranks on one card.
+Every step of the run is compared, also the last of an epoch, which has fewer images, of which some
+ranks may have none.  With synchronised statistics the second run computes batch norm by the program
+of the ranks, for that is what differs; and the run alone needs the images of all ranks on one card.
 """
 
 import hashlib
@@ -42,9 +43,8 @@ from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import Clock, TrainStep
-from ppdist.models.layers import take_gloo_batch_norm
+from ppdist.models.layers import take_sync_batch_norm
 from ppdist.optim.ema import Decay
 
 Report = dict[str, Any]
@@ -64,7 +64,6 @@ _NOT_FINITE = 1e9  # a difference that is no number, as JSON can hold it
 # A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
 ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_OF_SYNC_BN = 8  # on GPUs synchronised statistics are another program, which rounds in every layer
 _PARTS = 64  # of an array in a sketch
 
 
@@ -160,8 +159,9 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         ranks = dict(file)
     train = config.train
     with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        alone = train_steps(config, job["steps"])
-        moved = train_steps(config, job["steps"], Rounding.of(config))
+        together = job["ranks"] if train.sync_bn else 1
+        alone = train_steps(config, job["steps"], stands_for=together)
+        moved = train_steps(config, job["steps"], Rounding.of(config), stands_for=together)
     report = {
         **job,
         "one_rank": {
@@ -209,8 +209,7 @@ class Rounding:
         amp = config.train.amp
         of_weight = ROUNDINGS[amp.dtype if amp.enabled else "float32"]
         of_update = ROUNDINGS[config.distributed.gradient_dtype]
-        another_program = config.train.sync_bn and comm.on_gpu()
-        return cls(of_weight * (_OF_SYNC_BN if another_program else 1), of_update)
+        return cls(of_weight, of_update)
 
     def move(self, weights: dict[str, paddle.Tensor], before: dict[str, np.ndarray], step: int):
         """Args: before: the weights when the last step began."""
@@ -247,14 +246,20 @@ class Average:
         return (off / max(size, 1e-24)) ** 0.5
 
 
-def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None = None) -> Trace:
+def train_steps(
+    config: ExperimentConfig,
+    steps: int,
+    rounding: Rounding | None = None,
+    *,
+    stands_for: int = 1,
+) -> Trace:
     """Trains and returns what it left.  Collective.
 
     Args:
         steps: it takes fewer if the run is shorter.
         rounding: is done to the weights before every step.  With synchronised statistics one rank
-            then computes batch norm as gloo ranks do, not as it would.
-    Raises: ConfigError: one rank can have the batch of no step.
+            then computes batch norm as ranks do, not as it would.
+        stands_for: ranks whose batches make one of this rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
@@ -263,11 +268,12 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
         experiment.log.close()
     trainer, derived = experiment.trainer, experiment.trainer.derived
     step = trainer.train_step
-    if rounding is not None and config.train.sync_bn and not comm.on_gpu():
+    trainer.feed.stands_for = stands_for
+    if rounding is not None and config.train.sync_bn:
         # Of the two programs that compute batch norm the other one: what they round differently in
         # every layer becomes more than what a few roundings of the weights become.
-        take_gloo_batch_norm(step.model)
-    count = min(steps, comparable_steps(derived, config.train.sync_bn))
+        take_sync_batch_norm(step.model)
+    count = min(steps, derived.total_steps)
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
     weights = before = _weights(step)
     average = Average(weights, derived.ema_decay)
@@ -291,31 +297,6 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
     trace["norm/gradient"] = np.array([result.gradient_norm for result in results])
     trace["digest"] = _digest(step)
     return trace
-
-
-def comparable_steps(derived: ScheduleSetup, sync_bn: bool) -> int:
-    """How many steps of a run there are whose batches one rank can have just so: with synchronised
-    statistics not the last, smaller step of an epoch, if a micro-step of it has other images on one
-    rank, or a rank has none.
-
-    Raises: ConfigError: none.
-    """
-    left = derived.dataset_size % derived.total_batch
-    if not (sync_bn and left and (derived.accumulate_steps > 1 or left < derived.world)):
-        return derived.total_steps
-    if derived.steps_per_epoch == 1:
-        raise ConfigError(
-            "with train.sync_bn: true one rank cannot have the batch of this run: an epoch of "
-            f"{derived.dataset_size} images is one step of less than the total batch of "
-            f"{derived.total_batch} ({derived.world} ranks x {derived.batch_size_per_card} "
-            f"images x {derived.accumulate_steps} micro-steps)",
-            code="epoch_shorter_than_step",
-            fix=(
-                "lower train.batch_size_per_card or train.accumulate_steps until an epoch has "
-                "a whole step"
-            ),
-        )
-    return min(derived.total_steps, derived.steps_per_epoch - 1)
 
 
 def _columns(group: str, rows: list[dict]) -> Trace:
@@ -541,7 +522,7 @@ def lines(report: Report) -> list[str]:
             "one after the other; those of ranks are averaged)"
         )
     if steps < report["steps_asked_for"]:
-        result.append("  the run (with train.sync_bn: its first epoch) has no more to compare")
+        result.append("  the run has no more")
     if report["steps_that_tell"] < steps:
         result.append(
             f"  rounding alone may explain {_BLIND:.0%} after step {report['steps_that_tell']}: "

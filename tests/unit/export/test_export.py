@@ -19,7 +19,7 @@ from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, s
 from ppdist.export.spec import InferenceSpec
 from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
 from ppdist.losses.nms import multiclass_nms
-from ppdist.models.layers import GlooSyncBatchNorm2D
+from ppdist.models.layers import SyncBatchNorm2D
 from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.export.tiny import (
@@ -141,7 +141,7 @@ def test_deploy_copy_has_plain_convs_and_eval_norms() -> None:
     use_onednn_convolutions(model)
     for layer in model.sublayers():
         if type(layer) is paddle.nn.BatchNorm2D:
-            layer.__class__ = GlooSyncBatchNorm2D
+            layer.__class__ = SyncBatchNorm2D
     training = [type(layer) for layer in model.sublayers()]
     assert training != plain
     copied = deployment_copy(model)

@@ -8,7 +8,7 @@ from paddle import nn
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models.base import freeze, freezing, frozen_keys
-from ppdist.models.layers import GlooSyncBatchNorm2D, take_gloo_batch_norm
+from ppdist.models.layers import take_sync_batch_norm
 from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
@@ -132,15 +132,15 @@ def scalar(outputs) -> paddle.Tensor:
     return paddle.add_n([each.square().mean() for each in flat])
 
 
-@pytest.mark.parametrize("kind", ["plain", "gloo", "onednn"])
+@pytest.mark.parametrize("kind", ["plain", "synchronised", "onednn"])
 @pytest.mark.parametrize("what", [3, ["neck"]])
 def test_frozen_parts_no_gradient_fixed_statistics(what, kind):
     paddle.seed(1)
     model = ppyoloe()
     before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     frozen = freeze(model, what)
-    if kind == "gloo":
-        take_gloo_batch_norm(model)
+    if kind == "synchronised":
+        take_sync_batch_norm(model)
     if kind == "onednn":
         use_onednn_convolutions(model)
     model.train()
@@ -202,22 +202,3 @@ def test_unfrozen_gradients_equal_fixed_statistics():
     assert gradients[True].keys() == gradients[False].keys()
     for key, expected in gradients[False].items():
         np.testing.assert_array_equal(gradients[True][key], expected)
-
-
-def test_sync_bn_conversion_skips_frozen_norms(monkeypatch):
-    """As on a GPU, whose kernels a CPU lacks: only what kind a layer becomes is looked at."""
-    from ppdist.models import layers
-
-    monkeypatch.setattr(layers.comm, "world_size", lambda: 2)
-    monkeypatch.setattr(layers.comm, "on_gpu", lambda: True)
-    model = ppyoloe()
-    keys = list(model.state_dict())
-    norms = {name for name, layer in model.named_sublayers() if isinstance(layer, nn.BatchNorm2D)}
-    freeze(model, 2)
-    model = layers.synchronize_batch_norm(model)
-    kinds = {name: type(dict(model.named_sublayers())[name]) for name in norms}
-    for name, kind in kinds.items():
-        frozen = name.startswith(("backbone.stem.", "backbone.stages.0."))
-        assert kind is (nn.BatchNorm2D if frozen else nn.SyncBatchNorm), name
-    assert sorted(model.state_dict()) == sorted(keys)
-    assert GlooSyncBatchNorm2D not in kinds.values()

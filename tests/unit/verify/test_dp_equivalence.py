@@ -9,18 +9,15 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
-from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
-from ppdist.config.train import EMAConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
-from ppdist.engine.schedule_setup import set_up_schedule
 from ppdist.engine.train_step import TrainStep
+from ppdist.models import layers
 from ppdist.optim.ema import EMA
 from ppdist.verify import dp_equivalence
 from ppdist.verify.dp_equivalence import (
     Rounding,
     Trace,
-    comparable_steps,
     compare,
     lines,
     measure,
@@ -33,6 +30,7 @@ from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_tool, succeeded
 
 STEPS = 5
+SYNCHRONISED = ["train.sync_bn=true"]
 CONFIG = """
 data:
   root: {folder}/data
@@ -79,6 +77,24 @@ def test_two_ranks_train_like_one(config_file: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_steps_with_fewer_images_than_ranks_pass(config_file: Path) -> None:
+    """Six images, then one: two of three ranks have none."""
+    done, file = verify(config_file, "--processes", 3, "-o", *SYNCHRONISED)
+    (report,) = json.loads(file.read_text(encoding="utf-8"))
+    assert "PASS" in succeeded(done).splitlines()[-1]
+    assert report["steps"] == STEPS and report["ranks_with_other_weights"] == []
+    measured = {each["name"]: each for each in report["measured"]}
+    assert measured["losses"]["difference"] <= 1e-5 and "statistics" in measured
+
+
+def weigh_ranks_alike(argument) -> dict:
+    """As `verify_ranks`, with statistics in which every rank counts, and each as much."""
+    combine = layers._combine
+    layers._combine = lambda count, *moments: combine(1.0, *moments)
+    return verified_here(argument)
+
+
 def train_too_fast(argument) -> dict:
     """As `verify_ranks`, with gradients of the ranks two per cent too large."""
     update = TrainStep._update
@@ -87,12 +103,24 @@ def train_too_fast(argument) -> dict:
         return update(step, rates, result._replace(divisor=result.divisor / 1.02), finite)
 
     TrainStep._update = wrong
-    more = [f"train.max_steps={STEPS}", "log.visualdl=false", "train.sync_bn=true"]
+    return verified_here(argument)
+
+
+def verified_here(argument) -> dict:
+    """`verify_ranks` with synchronised batch norm; only the ranks have what was patched."""
+    more = [f"train.max_steps={STEPS}", "log.visualdl=false", *SYNCHRONISED]
     config = load_config(argument, more)
     comm.init("cpu", config.distributed)
     script = ROOT / "tools" / "verify.py"
     command = [sys.executable, str(script), "equivalence", "-c", argument, "-o", *more]
     return dp_equivalence.verify_ranks(config, STEPS, command)
+
+
+@pytest.mark.slow
+def test_ranks_that_weigh_alike_are_found_out(config_file: Path) -> None:
+    target = f"{__name__}:weigh_ranks_alike"
+    report, *others = run_on_ranks(3, target, str(config_file), seconds=300)
+    assert others == [report, report] and verdict(report) == "FAIL"
 
 
 @pytest.mark.slow
@@ -180,24 +208,6 @@ def test_a_sketch_keeps_the_length() -> None:
     other = {name: value + 1e-3 * rng.normal(size=value.shape) for name, value in one.items()}
     length = np.sqrt(sum(np.square(one[name] - other[name]).sum() for name in one))
     assert np.linalg.norm(sketch(one) - sketch(other)) == pytest.approx(length, rel=0.3)
-
-
-def run_of(world: int, images: int, accumulate: int):
-    return set_up_schedule(
-        world=world, dataset_size=images, batch_size_per_card=2, accumulate_steps=accumulate,
-        epochs=5, epochs_compensation="none", max_steps=None, optimizer=OptimizerConfig(),
-        schedule=ScheduleConfig(), ema=EMAConfig(),
-    )  # fmt: skip
-
-
-def test_a_run_without_whole_steps_is_refused() -> None:
-    assert comparable_steps(run_of(2, 9, 2), sync_bn=True) == 1  # 8 images, then 1
-    assert comparable_steps(run_of(2, 9, 2), sync_bn=False) == 10
-    assert comparable_steps(run_of(4, 7, 1), sync_bn=True) == 5  # no rank without an image
-    for run in (run_of(2, 7, 2), run_of(4, 3, 1)):
-        with pytest.raises(ConfigError, match="an epoch has a whole step") as error:
-            comparable_steps(run, sync_bn=True)
-        assert error.value.code == "epoch_shorter_than_step"
 
 
 def trace(losses: list[float]) -> Trace:

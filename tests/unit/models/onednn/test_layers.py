@@ -15,8 +15,8 @@ from ppdist.models import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
     ConvBNLayer,
-    GlooSyncBatchNorm2D,
     RepConv,
+    SyncBatchNorm2D,
     set_activation,
 )
 from ppdist.models.onednn import convert, layers, ops
@@ -127,7 +127,7 @@ def test_eval_and_sync_bn_equal_plain_layer(kind):
     plain = LAYERS[kind]()
     for layer in plain.sublayers():
         if type(layer) is nn.BatchNorm2D and kind == "norm, silu":
-            layer.__class__ = GlooSyncBatchNorm2D
+            layer.__class__ = SyncBatchNorm2D
     fast = copy.deepcopy(plain)
     use_onednn_convolutions(fast)
     x = images(plain)
