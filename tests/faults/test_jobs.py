@@ -19,14 +19,19 @@ def recovered(job: Job, record: Callable[[str, object], None]) -> None:
     assert 0 <= each["steps_lost"] < 4  # it saves every fourth step
 
 
+def stop_after(step: int, job: Job) -> None:
+    """SIGTERM to fleetrun: the job saves and ends, long before its last step."""
+    job.reaches(step)
+    job.process.terminate()
+    assert job.wait() == 75, job.text
+    assert job.processes() == {} and len(job.steps) < 12
+
+
 def test_three_faults_leave_a_stopped_run_equal(scenario: FaultScenario, record_property) -> None:
     """Where it was stopped, a run has the weights of one that went on after faults."""
     short = ["data.workers=1", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=12"]
     with scenario.job("stopped", "slow=0.3@rank1:step6", overrides=short) as stopped:
-        stopped.reaches(6)
-        stopped.process.terminate()
-        assert stopped.wait() == 75, stopped.text
-        assert stopped.processes() == {} and len(stopped.steps) < 12
+        stop_after(6, stopped)
     fault = "loader-kill@rank0:step2,disk-full=1@rank0:step3,kill@rank1:step6"
     struck = scenario.survive("struck", fault, 1, overrides=short)
     assert first_difference(stopped.output_dir, struck.output_dir, step=stopped.steps[-1]) == ""
@@ -40,10 +45,7 @@ def test_stop_and_three_faults_leave_weights_equal(
 ) -> None:
     overrides = ["data.workers=1"]
     with scenario.job("quick", overrides=overrides) as stopped:
-        stopped.reaches(2)
-        stopped.process.terminate()
-        assert stopped.wait() == 75, stopped.text
-        assert stopped.processes() == {} and len(stopped.steps) < 12
+        stop_after(2, stopped)
     fault = "loader-kill@rank0:step13,disk-full=1@rank0:step14,kill@rank1:step23"
     job = scenario.survive("quick", fault, 1, overrides=overrides, train=["--resume"])
     assert job.steps[0] == stopped.steps[-1] + 1  # none is lost
