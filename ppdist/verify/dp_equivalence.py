@@ -41,7 +41,7 @@ from ppdist.benchmark.scaling import launch
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.engine.build import build_training
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.models.layers import take_sync_batch_norm
@@ -116,8 +116,7 @@ def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -
     require_comparable(config)
     with redirect_stdout(sys.stderr):
         ranks = train_steps(config, steps)
-    if comm.on_gpu():
-        paddle.device.cuda.empty_cache()  # the process alone needs the same card
+    device.release_memory()  # the process alone needs the same card
     digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
     odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
     world = comm.world_size()
