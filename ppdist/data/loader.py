@@ -165,7 +165,7 @@ class _Loader:
 def _tensors(made: Made) -> dict[str, paddle.Tensor]:
     """Copies a batch to where the model runs; its memory may be used again."""
     arrays = {} if made.arrays is None else made.arrays._asdict()
-    return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+    return {name: device.put(array) for name, array in arrays.items()}
 
 
 class TrainLoader(_Loader):

@@ -5,6 +5,7 @@ device (`npu`, `mlu`, ...).  Nothing above this folder asks for a kind by name.
 """
 
 import os
+from typing import Any
 
 import paddle
 from paddle import distributed as pd
@@ -96,6 +97,26 @@ def require_arithmetic() -> None:
             where="device",
             fix=f"install the build for it: pip install paddlepaddle-gpu -i {_NVIDIA_BUILDS}",
         )
+
+
+def put(values: Any) -> paddle.Tensor:
+    """A copy of an array on this rank's device, for which the host does not wait.
+
+    It goes to the card from memory that the card reads by itself, in the order of what else the
+    card was given.  That memory lives as long as the tensor: keep it until something is read back.
+    """
+    if not on_accelerator():
+        return paddle.to_tensor(values)
+    staged = paddle.to_tensor(values, place=_staging_place())
+    tensor = staged.to(_card(), blocking=False)
+    tensor.staged = staged
+    return tensor
+
+
+def _staging_place() -> Any:
+    """Pinned memory where Paddle has it; a plug-in's device has to see all of the host's."""
+    pinned = {"gpu": "CUDAPinnedPlace", "xpu": "XPUPinnedPlace"}.get(kind())
+    return getattr(paddle, pinned)() if pinned and hasattr(paddle, pinned) else paddle.CPUPlace()
 
 
 def synchronize() -> None:

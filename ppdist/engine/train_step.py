@@ -174,7 +174,7 @@ class TrainStep:
         images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
         finite = paddle.isfinite(sums["loss"]).astype("float32")
         own = [float(each) for each in (images, stop, len(bad_images), not fitted)]
-        facts = [paddle.to_tensor(own), 1.0 - finite, *sums.values()]
+        facts = [device.put(own), 1.0 - finite, *sums.values()]
         tally = comm.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
         total_images, stops, bad, short, broken, *values = map(float, tally)

@@ -1,7 +1,11 @@
 """The accelerator's branch on two cards of the test accelerator: bit for bit what CPUs compute."""
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import paddle
@@ -14,7 +18,7 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import synchronize_batch_norm
@@ -100,7 +104,10 @@ def work(argument: dict) -> dict:
     found = {"branches": {name: _train(name) for name in BRANCHES}}
     if kind == plugin.KIND:
         found["counts"], found["refused"] = _counted(), _refused()
-    _train_to_the_end(folder, kind)
+        with _copies_of_steps() as found["copies"]:
+            _train_to_the_end(folder, kind)
+    else:
+        _train_to_the_end(folder, kind)
     return found
 
 
@@ -166,6 +173,33 @@ def _refused() -> list[tuple[str, str]]:
     return [(error.value.code, str(error.value)) for error in (zeros, absent)]
 
 
+@contextmanager
+def _copies_of_steps() -> Iterator[list[dict[str, int]]]:
+    """Of each step made inside: arrays that went to the card while the host waited, or did not.
+
+    What an operator copies because it falls back to the CPU counts in neither.
+    """
+    steps: list[dict[str, int]] = []
+    waited = 0
+    usual_to_tensor, usual_step = paddle.to_tensor, TrainStep.__call__
+
+    def to_tensor(*args: Any, **kwargs: Any) -> paddle.Tensor:
+        nonlocal waited
+        tensor = usual_to_tensor(*args, **kwargs)
+        waited += not tensor.place.is_cpu_place()
+        return tensor
+
+    def step(self: TrainStep, *args: Any, **kwargs: Any) -> StepResult:
+        before = waited, plugin.count("later to the device")
+        result = usual_step(self, *args, **kwargs)
+        later = plugin.count("later to the device") - before[1]
+        steps.append({"waited": waited - before[0], "later": later})
+        return result
+
+    with patch.object(paddle, "to_tensor", to_tensor), patch.object(TrainStep, "__call__", step):
+        yield steps
+
+
 def _train_to_the_end(folder: Path, kind: str) -> None:
     """`<kind>` evaluates and saves, `<kind> again` goes on from its first step."""
     options = {"model": FASTEST, "evaluate": True, "device": kind}
@@ -190,6 +224,13 @@ def test_a_rank_trains_on_its_card_through_fleet(on_cards):
         assert counts["reserved"] >= counts["peak"] > 1 << 16
         assert counts["communicators"] == 1
         assert counts["sums"] >= 2  # the reducer's during backward, and the tally
+
+
+def test_the_host_waits_for_no_copy_to_a_card(on_cards):
+    """Two micro-batches of seven arrays, and what the rank tells the others."""
+    for card in on_cards:
+        assert len(card["copies"]) > 2
+        assert card["copies"][1:] == [{"waited": 0, "later": 2 * 7 + 1}] * len(card["copies"][1:])
 
 
 def test_a_card_that_gives_zeros_trains_nothing(on_cards):
