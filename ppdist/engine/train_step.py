@@ -138,7 +138,7 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         named = model.named_parameters()
         self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
-        self._all_statistics = _running_statistics(model)
+        self._all_statistics = running_statistics(model)
         self._statistics = self._all_statistics if average_statistics else []
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
         self._norms_meet = bool(self._all_statistics) and not average_statistics
@@ -390,7 +390,8 @@ def _norm(gradients: list[paddle.Tensor]) -> float:
     return math.sqrt(float(paddle.stack([paddle.dot(g, g) for g in flat]).sum()))
 
 
-def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
+def running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
+    """Means and variances of batch norm that training moves, float32."""
     norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
     layers = [layer for layer in layers if not layer._use_global_stats]  # they never move
