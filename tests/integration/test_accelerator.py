@@ -18,6 +18,7 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
+from ppdist.engine.recovery import check_replica_consistency
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
@@ -101,9 +102,10 @@ def work(argument: dict) -> dict:
     """Everything on one rank: each branch for three steps, then a run, resumed once more."""
     kind, folder = argument["kind"], Path(argument["folder"])
     comm.init(kind, DistributedConfig())
-    found = {"branches": {name: _train(name) for name in BRANCHES}}
+    found: dict[str, Any] = {"branches": {name: _train(name) for name in BRANCHES}}
+    found["replicas"] = _checked_replicas()
     if kind == plugin.KIND:
-        found["counts"], found["refused"] = _counted(), _refused()
+        found |= {"counts": _counted(), "refused": _refused(), "linked": _linked()}
         with _copies_of_steps() as found["copies"]:
             _train_to_the_end(folder, kind)
     else:
@@ -145,6 +147,32 @@ def _take(train_step: TrainStep, step: int) -> None:
     halves = [fixed_batch(step, start + at, start + at + 2) for at in (0, 2)]
     batches = [halves[0], blank_batch(True)] if step == 2 and comm.rank() else halves
     assert train_step(iter(batches), 2, step, LearningRates(0.1, 0.1, 0.9), False, Clock()).applied
+
+
+def _checked_replicas() -> list:
+    """Of equal replicas, then with a bit flipped in one, then of what that was repaired to."""
+    train_step = _train_step("plain")
+    found = [check_replica_consistency(train_step)]
+    if comm.rank() == 1:
+        weight = train_step.model.first.weight
+        bits = weight.numpy().view("int32")
+        bits[0, 0, 0, 0] ^= 1
+        weight.set_value(bits.view("float32"))
+    found.append(check_replica_consistency(train_step))
+    return [*found, check_replica_consistency(train_step)]
+
+
+def _linked() -> list[float]:
+    """What the other card sent over a link of the two."""
+    link = comm.open_link(0, 1)
+    sent, received = paddle.full([3], comm.rank() + 1.0), paddle.zeros([3])
+    if comm.rank() == 0:
+        comm.send(sent, 1, link)
+        comm.receive(received, 1, link)
+    else:
+        comm.receive(received, 0, link)
+        comm.send(sent, 0, link)
+    return received.tolist()
 
 
 def _counted() -> dict:
@@ -224,6 +252,18 @@ def test_a_rank_trains_on_its_card_through_fleet(on_cards):
         assert counts["reserved"] >= counts["peak"] > 1 << 16
         assert counts["communicators"] == 1
         assert counts["sums"] >= 2  # the reducer's during backward, and the tally
+
+
+def test_a_flipped_bit_on_one_card_is_found(on_cards, on_cpus):
+    for card, cpu in zip(on_cards, on_cpus):
+        assert card["replicas"] == cpu["replicas"]
+        equal, (text, sure), repaired = card["replicas"]
+        assert equal == repaired == ["", True]
+        assert "first first.weight" in text and not sure  # of two nobody can tell
+
+
+def test_two_cards_send_to_each_other(on_cards):
+    assert [card["linked"] for card in on_cards] == [[2.0] * 3, [1.0] * 3]
 
 
 def test_the_host_waits_for_no_copy_to_a_card(on_cards):
