@@ -44,8 +44,8 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
     Raises: UserError, on every rank: they differ, cannot sum, or the data are wrong.
     """
     with within(_STAGE_SECONDS, "joining the other ranks"):
-        device = config.device if config else "auto"
-        comm.init(device, config.distributed if config else DistributedConfig())
+        wanted = config.device if config else "auto"
+        comm.init(wanted, config.distributed if config else DistributedConfig())
     if config is None or output_dir is None:
         require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
