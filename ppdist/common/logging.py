@@ -14,7 +14,6 @@ import json
 import logging
 import logging.handlers
 import math
-import shutil
 import sys
 import time
 from collections import deque
@@ -75,9 +74,7 @@ class RunLog:
             total_steps: optimizer steps of the whole run.
             steps_per_epoch: optimizer steps.
             resume_step: the step that the restored checkpoint had finished.  Lines and points
-                after it are dropped, because they will be made again.  None starts anew: what an
-                earlier run left is kept as metrics.previous.jsonl, evaluation.previous.json and
-                plots.previous.
+                after it are dropped, because they will be made again.  None starts anew.
             every_steps: between two lines of progress.
             visualdl, tensorboard: write for them, too.
             histograms: those who evaluate also write how weights and gradients are spread.
@@ -109,8 +106,6 @@ class RunLog:
             require_tensorboardx()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            if resume_step is None:
-                _set_aside(output_dir)
             kept = _begin_metrics(self._metrics_path, resume_step)
         except OSError as error:
             raise ConfigError(
@@ -305,22 +300,12 @@ class RunLog:
             self._bar.update(self._task, completed=step, description=text, refresh=True)
 
 
-def _set_aside(output_dir: Path) -> None:
-    """What an earlier run left that a new one would be taken for, in the place of what was set
-    aside before.  Raises: OSError."""
-    for name in ("metrics.jsonl", "evaluation.json", "plots"):
-        path = output_dir / name
-        previous = path.with_name(f"{path.stem}.previous{path.suffix}")
-        if not path.exists():
-            continue
-        if previous.is_dir():
-            shutil.rmtree(previous)
-        path.replace(previous)
-
-
 def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
     """Returns: the records that stay."""
-    if resume_step is None or not path.exists():
+    if resume_step is None:
+        path.unlink(missing_ok=True)
+        return []
+    if not path.exists():
         return []
     kept = [record for record in read_metrics(path) if record.get("step", 0) <= resume_step]
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)

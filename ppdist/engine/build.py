@@ -113,8 +113,8 @@ def build_training(
     run = settle_run(start, derived, train_set, config, resume_changed)
     bad_images.known |= run.bad_images
     noticed += comm.run_on_main(lambda: files.hold(output_dir))
-    comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     claim_folder(output_dir, start, run)
+    comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)

@@ -31,7 +31,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,9 @@ _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
 _DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
 _MANIFEST = "manifest.json"
+# What a run writes to its output_dir: see README, but for run.lock, which this run holds.
+_OF_A_RUN = ("checkpoints", "config.yml", "environment.json", "evaluation.json", "metrics.jsonl",
+             "plots", "tensorboard", "train.log", "vdl")  # fmt: skip
 _BLOCK_BYTES = 1 << 20
 _BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
 # Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
@@ -334,6 +337,35 @@ def set_aside(folder: Path, step: int) -> Path | None:
     return aside
 
 
+def set_run_aside(output_dir: Path) -> Path | None:
+    """Moves what an earlier run left in its folder to `old-N` in it; rank 0 alone.
+
+    Files that no run writes stay where they are.
+
+    Returns: where it is now; None: there was none, or it had not trained a step.
+    Raises: CheckpointError: the disk refused.
+    """
+    metrics = output_dir / "metrics.jsonl"
+    try:
+        if not holds_any(output_dir / "checkpoints") and not (
+            metrics.is_file() and metrics.stat().st_size
+        ):
+            return None
+        names = (output_dir / f"old-{n}" for n in itertools.count(1))
+        old = next(name for name in names if not name.exists())
+        old.mkdir()
+        for name in _OF_A_RUN:
+            if os.path.lexists(output_dir / name):
+                (output_dir / name).rename(old / name)
+    except OSError as error:
+        raise CheckpointError(
+            f"failed to move the earlier run: {error}",
+            code="checkpoint_unwritable",
+            where=f"{output_dir}",
+        ) from error
+    return old
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint directory, each file once, and checks it against the manifest.
 
@@ -425,16 +457,24 @@ def _step_of(path: Path) -> int:
 class CheckpointWriter:
     """Writes checkpoints in a thread; the main thread of rank 0 submits them."""
 
-    def __init__(self, folder: Path, config_yaml: str, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config_yaml: str,
+        keep: int,
+        told: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """
         Args:
             folder: of the checkpoints of the run.
             config_yaml: the resolved configuration, for each of them.
             keep: how many of the newest stay; best and last always do.
+            told: hears of each step whose checkpoint is on disk.
         """
         self.folder = folder
         self.config_yaml = config_yaml
         self.keep = keep
+        self._told = told
         self._lock = threading.Lock()  # of everything below
         self._thread: threading.Thread | None = None  # while there is something to write
         self._waiting: list[Snapshot] = []  # oldest first
@@ -527,6 +567,7 @@ class CheckpointWriter:
         except Exception as error:  # out of memory, or our own bug: training must outlive it
             return RuntimeError(f"{failed}: {error!r}")
         try:
+            self._told(snapshot.step)
             point_at_step(self.folder / "best", snapshot.state["best_step"])
             prune(self.folder, self.keep)
         except Exception as error:  # the thread must live: `_wait` waits for it

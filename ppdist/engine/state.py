@@ -9,7 +9,8 @@ not be on a file system that hosts share, and `--resume` means what it means on 
 A run has an id, drawn where it begins and kept in its checkpoints.  Once the folder of its
 checkpoints holds none of other runs, every host notes the id with the job (see
 `process.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun restarts tells the checkpoints of
-its own job from those that an earlier run has left in the same output_dir.
+its own job from those that an earlier run has left in the same output_dir; and as rank 0's host
+notes what was saved, it does not begin anew where their file system is away for a moment.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import json
 import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +34,7 @@ from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import Section, flattened, parse_config
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm
+from ppdist.distributed import comm, heartbeat
 from ppdist.engine.checkpoint import (
     Checkpoint,
     Snapshot,
@@ -41,6 +43,7 @@ from ppdist.engine.checkpoint import (
     path_of,
     read_checkpoint,
     set_aside,
+    set_run_aside,
     unpacked,
 )
 from ppdist.engine.data import ClassScores, fingerprint
@@ -54,7 +57,8 @@ from ppdist.optim.optimizer import load_optimizer_arrays, of_trained, optimizer_
 _LOGGER = logging.getLogger("ppdist")
 AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
-_RUN_ID_FILE = "run.json"
+_NOTE_FILE = "run.json"
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
 _Groups = dict[str, dict[str, np.ndarray]]
 
@@ -434,11 +438,14 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
         it was trained with other settings.
     """
     held: dict[str, bytes] = {}
-    job = _id_of_job()
+    note = _note_of_job()
+    job = None if note is None else note.id
     folder = output_dir / "checkpoints"
 
     def look() -> dict[str, Any] | None:
         found, skipped = _of_job(job, folder)
+        if found is None and note is not None and note.saved:
+            found, skipped = _wait_for(note, folder, config.distributed.timeout_seconds / 2)
         if found is None and asked is not None and (asked != AUTO or holds_any(folder)):
             found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked))
         if found is None:
@@ -505,6 +512,29 @@ def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]
     checkpoint, reasons = newest_valid(folder)
     of = None if checkpoint is None else Run.of(checkpoint.state)
     return (checkpoint, reasons) if of is not None and of.id == run else (None, [])
+
+
+def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
+    """The newest valid checkpoint of a job that has written some: a file system may come late.
+
+    Raises: CheckpointError: none appears.
+    """
+    expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
+    _LOGGER.warning("%s: waiting up to %.0f s for %s", folder, seconds, expected)
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    while time.monotonic() < deadline:
+        heartbeat.alive()
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        found, skipped = _of_job(note.id, folder)
+        if found is not None:
+            return found, skipped
+    raise CheckpointError(
+        f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
+        code="checkpoint_unreachable",
+        where=f"{folder}",
+        fix="see that its file system is mounted, and start again with --resume",
+    )
 
 
 def _notes(found: Changes, checkpoint: Checkpoint) -> list[str]:
@@ -615,9 +645,10 @@ def settle_run(
 
 
 def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
-    """Leaves only this run's checkpoints in its folder.  Collective.
+    """Leaves only what is this run's in its folder.  Collective.
 
-    The others are moved beside it; then the id of the run is noted with the job.
+    An earlier run is moved to `old-N` in it, and of this one checkpoints that it will make again
+    beside their folder; then the id of the run is noted with the job.
     Raises: CheckpointError: the disk refused.
     """
     folder = output_dir / "checkpoints"
@@ -625,18 +656,25 @@ def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
     kept = snapshot.step if snapshot is not None and start.own else 0
 
     def clear() -> list[str]:
-        aside = set_aside(folder, kept)
-        said = [] if snapshot is None or start.rescored else _missing_best(folder, snapshot.state)
+        said, aside = [], None
+        if start.job is None and not start.own:
+            if (old := set_run_aside(output_dir)) is not None:
+                said.append(f"moved the earlier run in {output_dir} to {old}")
+        else:
+            aside = set_aside(folder, kept)
+        if snapshot is not None and not start.rescored:
+            said += _missing_best(folder, snapshot.state)
         if aside is not None:
             what = "beyond the step resumed from, or damaged," if kept else "of another run"
             said.append(f"moved checkpoints {what} to {aside}")
         return said
 
     start.warnings += comm.run_on_main(clear)
-    file = _run_id_file()
+    file = _note_file()
     if file is not None:
+        saved = snapshot.step if snapshot is not None and start.own else 0
         try:
-            replace_file(file, json.dumps({"id": run.id}).encode())
+            replace_file(file, json.dumps(asdict(JobNote(run.id, saved))).encode())
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
 
@@ -665,21 +703,46 @@ def log_start(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
         )
 
 
-def _id_of_job() -> str | None:
-    """Id of the run that this job has started, on any host.  Collective.
+@dataclass(frozen=True)
+class JobNote:
+    """What an attempt of a job leaves to the next one, on each host.
+
+    Attributes:
+        id: of the run that the job has started.
+        saved: the last step of which it wrote a checkpoint, on rank 0's host; 0: none yet.
+    """
+
+    id: str
+    saved: int = 0
+
+
+def _note_of_job() -> JobNote | None:
+    """What any host notes of this job.  Collective.
 
     None: no attempt got that far, or there is no fleetrun.
     """
-    mine, file = None, _run_id_file()
+    file, mine = _note_file(), None
     if file is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # not there yet; never half there
-            mine = str(json.loads(file.read_text(encoding="utf-8"))["id"])
-    return next((each for each in comm.all_gather_object(mine) if each), None)
+        with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet; never half there
+            mine = asdict(JobNote(**json.loads(file.read_text(encoding="utf-8"))))
+    notes = [JobNote(**each) for each in comm.all_gather_object(mine) if each]
+    return max(notes, key=lambda note: note.saved, default=None)
 
 
-def _run_id_file() -> Path | None:
-    """Where the first rank of a host keeps the id with the job; None: nowhere."""
+def note_saved(step: int) -> None:
+    """Notes with the job that a checkpoint of its run is on disk; rank 0 alone.
+
+    Raises: OSError, ValueError: the note of the run cannot be read or replaced.
+    """
+    file = _note_file()
+    if file is not None and file.exists():
+        note = json.loads(file.read_text(encoding="utf-8"))
+        replace_file(file, json.dumps({**note, "saved": step}).encode())
+
+
+def _note_file() -> Path | None:
+    """Where the first rank of a host keeps the note with the job; None: nowhere."""
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if not folder or comm.local_rank() or not Path(folder).is_dir():
         return None
-    return Path(folder) / _RUN_ID_FILE
+    return Path(folder) / _NOTE_FILE

@@ -40,7 +40,14 @@ from ppdist.engine.monitor import (
 )
 from ppdist.engine.recovery import Recovery, check_replica_consistency, lr_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
-from ppdist.engine.state import Snapshot, TrainState, capture_state, copy_into, restore_state
+from ppdist.engine.state import (
+    Snapshot,
+    TrainState,
+    capture_state,
+    copy_into,
+    note_saved,
+    restore_state,
+)
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import next_synchronised
@@ -91,7 +98,7 @@ class Trainer:
         self.evaluated_model = evaluated_model
         self.log = log
         self.folder = output_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep)
+        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep, note_saved)
         self.seed = seed
         self.progress = TrainState()
         self.early_stopping: EarlyStopping | None = None

@@ -83,35 +83,12 @@ def test_rollback_drops_records_to_be_recomputed(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 0.5)]
 
 
-def test_a_new_run_keeps_the_earlier_metrics_aside(tmp_path):
-    with open_log(tmp_path) as log:
-        log.metrics({"step": 10, "loss": 1.0})
-    with open_log(tmp_path) as log:
-        log.metrics({"step": 10, "loss": 2.0})
+def test_a_new_run_begins_its_files_anew(tmp_path):
+    for loss in (1.0, 2.0):
+        with open_log(tmp_path) as log:
+            log.metrics({"step": 10, "loss": loss})
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
-    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1.0]
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
-
-
-def test_new_run_archives_results_resumed_run_keeps(tmp_path):
-    def left_by(run):
-        (tmp_path / "plots").mkdir(exist_ok=True)
-        (tmp_path / "plots" / "errors.png").write_text(run)
-        (tmp_path / "evaluation.json").write_text(run)
-
-    def found(evaluation, plots):
-        paths = (tmp_path / evaluation, tmp_path / plots / "errors.png")
-        return [path.read_text() if path.exists() else None for path in paths]
-
-    left_by("first")
-    with open_log(tmp_path):
-        assert found("evaluation.json", "plots") == [None, None]
-        left_by("second")
-    with open_log(tmp_path):
-        left_by("third")
-    with open_log(tmp_path, resume_step=0):
-        assert found("evaluation.json", "plots") == ["third", "third"]
-    assert found("evaluation.previous.json", "plots.previous") == ["second", "second"]
 
 
 def test_non_finite_number_is_null_without_point(tmp_path):

@@ -13,6 +13,7 @@ from ppdist.engine.checkpoint import (
     read_checkpoint,
     save_checkpoint,
     set_aside,
+    set_run_aside,
     unpacked,
 )
 
@@ -101,6 +102,27 @@ def test_new_run_sets_aside_later_checkpoints(tmp_path):
     assert set_aside(folder, 10) is None
     assert set_aside(folder, 0) == tmp_path / "checkpoints-old-2"
     assert newest_valid(folder) == (None, [])
+
+
+def test_every_earlier_run_is_kept_whole(tmp_path):
+    """Before, the third run in a folder destroyed the first's metrics, evaluation and plots."""
+    for run in ("first", "second", "third"):
+        (tmp_path / "checkpoints" / f"step-{len(run):08d}").mkdir(parents=True)
+        (tmp_path / "plots").mkdir()
+        for name in ("metrics.jsonl", "evaluation.json", "train.log", "plots/errors.png"):
+            (tmp_path / name).write_text(run)
+        (tmp_path / "notes.txt").write_text("a stranger's")
+        (tmp_path / "run.lock").touch()
+        number = ("first", "second", "third").index(run) + 1
+        old = tmp_path / f"old-{number}"
+        assert set_run_aside(tmp_path) == old
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "notes.txt", "run.lock", *(f"old-{n}" for n in range(1, number + 1))
+        }  # fmt: skip
+    assert set_run_aside(tmp_path) is None
+    assert (tmp_path / "old-1" / "plots" / "errors.png").read_text() == "first"
+    (tmp_path / "metrics.jsonl").touch()  # of a run that did not come to its first step
+    assert set_run_aside(tmp_path) is None
 
 
 def test_a_disk_that_refuses_leaves_older_checkpoints(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_run_may_resume_in_any_other_folder(shapes, output, tmp_path):
     path = output / "checkpoints" / "step-00000004"
     run(shapes, other, evaluate=True, resume=path)
     run(shapes, output, evaluate=True, resume=output)
-    assert steps_in(other / "checkpoints-old-1") == [3, 4, 5]
+    assert steps_in(other / "old-1" / "checkpoints") == [3, 4, 5]
     assert steps_in(output / "checkpoints")[-3:] == [6, 8, 9]
     assert_same_checkpoint(output, other)
     assert "best appears there once an evaluation scores more" in said(other)
@@ -228,7 +229,7 @@ def test_restart_resumes_from_job_output_unprompted(shapes, job, tmp_path):
         assert experiment.trainer.progress.step == 4
         experiment.trainer.fit()
     assert logged_steps(output) == [*range(1, 10)]
-    assert not (output / "metrics.previous.jsonl").exists()
+    assert not (output / "old-1").exists()
 
 
 def test_restart_ignores_checkpoints_of_earlier_run(shapes, job, output):
@@ -236,13 +237,15 @@ def test_restart_ignores_checkpoints_of_earlier_run(shapes, job, output):
     experiment = build(shapes, output)
     experiment.log.close()
     assert experiment.trainer.progress.step == 0
-    assert steps_in(output / "checkpoints-old-1") == [3, 4, 5]
+    old = output / "old-1"
+    assert steps_in(old / "checkpoints") == [3, 4, 5]
+    assert f"moved the earlier run in {output} to {old}" in said(output)
     # The second was killed before its first checkpoint.
     experiment = build(shapes, output)
     experiment.log.close()
     assert experiment.trainer.progress.step == 0
-    previous = (output / "metrics.previous.jsonl").read_text()
-    assert '"loss"' in previous  # of the earlier run, and not of the attempt before this one
+    assert '"loss"' in (old / "metrics.jsonl").read_text()
+    assert not (output / "old-2").exists()  # of the attempt before this one nothing is kept
 
 
 @pytest.mark.slow
@@ -259,8 +262,30 @@ def test_restart_of_resumed_run_begins_at_given_path(shapes, job, output, tmp_pa
 
 
 def test_returned_host_learns_job_has_begun(monkeypatch, job):
-    monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, "the run", None])
-    assert module._id_of_job() == "the run"
+    notes = [{"id": "the run", "saved": 0}, {"id": "the run", "saved": 4}, None]
+    monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, *notes])
+    assert module._note_of_job() == module.JobNote("the run", 4)
+
+
+def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeypatch):
+    """Before, a job whose file system was not mounted yet began again at step 1."""
+    output, away = tmp_path / "output", tmp_path / "away"
+    run(shapes, output, "train.max_steps=4")
+    output.rename(away)
+    with pytest.raises(CheckpointError) as refused:
+        build(shapes, output, "distributed.timeout_seconds=1")
+    assert refused.value.code == "checkpoint_unreachable"
+    assert "the checkpoint of step 4" in str(refused.value) and str(output) in str(refused.value)
+    assert not (output / "metrics.jsonl").exists()
+
+    def mount(seconds):
+        shutil.rmtree(output, ignore_errors=True)
+        away.rename(output)
+
+    monkeypatch.setattr(time, "sleep", mount)
+    experiment = build(shapes, output)
+    experiment.log.close()
+    assert experiment.trainer.progress.step == 4
 
 
 def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path, monkeypatch):

@@ -225,6 +225,6 @@ def test_restarted_job_uses_own_checkpoints_only(shapes, tmp_path):
     assert (losses(whole) == losses(parts)).all()
     expected, found = last(whole), last(parts)
     assert [key for key in expected if not np.array_equal(expected[key], found[key])] == []
-    assert [path.name for path in parts.glob("checkpoints-old-*")] == ["checkpoints-old-1"]
-    earlier = (parts / "metrics.previous.jsonl").read_text()
+    assert [path.name for path in parts.glob("*old-*")] == ["old-1"]
+    earlier = (parts / "old-1" / "metrics.jsonl").read_text()
     assert '"step": 12, ' in earlier  # not overwritten by the attempt that was killed at step 1

@@ -224,7 +224,7 @@ def test_new_run_leaves_no_old_checkpoint_to_resume(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=1", "train.batch_size_per_card=2")
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step-00000001", "last"}
-    assert (tmp_path / "checkpoints-old-1" / "last").resolve().name == "step-00000003"
+    assert (tmp_path / "old-1" / "checkpoints" / "last").resolve().name == "step-00000003"
 
 
 def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
