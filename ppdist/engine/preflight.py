@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import paddle
 
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.common.files import digest_of_file
+from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
@@ -138,6 +139,13 @@ def digests_of_code() -> Facts:
     if script.is_file():
         files[script.name] = script
     return {name: digest_of_file(path) for name, path in files.items()}
+
+
+@cache
+def digest_of_package() -> str:
+    """Of all files of ppdist, as they were when it was first asked for."""
+    files = {name: each for name, each in digests_of_code().items() if name.startswith("ppdist/")}
+    return digest_of_text(json.dumps(files))
 
 
 def flat_config(config: Any) -> Facts:

@@ -49,6 +49,7 @@ from ppdist.engine.checkpoint import (
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
+from ppdist.engine.preflight import digest_of_package
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
@@ -143,6 +144,7 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
         "losses": asdict(progress.losses),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
+        "code": digest_of_package(),
     }
     return Snapshot(progress.step, _without_distillation(groups), state)
 
@@ -462,8 +464,11 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
             "notes": _notes(differing, found),
-            "warnings": [f"skipped checkpoint {reason}" for reason in skipped]
-            + _warnings(differing),
+            "warnings": [
+                *(f"skipped checkpoint {reason}" for reason in skipped),
+                *_warnings(differing),
+                *([] if changed else _of_other_code(found)),
+            ],
         }
 
     head = comm.run_on_main(look)
@@ -557,6 +562,15 @@ def _warnings(found: Changes) -> list[str]:
             f"scores cannot be compared any more ({_listed(found.scores)}): best starts anew"
         )
     return warnings
+
+
+def _of_other_code(checkpoint: Checkpoint) -> list[str]:
+    if checkpoint.state.get("code", digest_of_package()) == digest_of_package():
+        return []  # also of a checkpoint that is older than these digests
+    return [
+        f"{checkpoint.path} was written by other code of ppdist: from here on this one computes, "
+        f"perhaps with other last digits (--resume-changed says that this is meant)"
+    ]
 
 
 def _listed(found: Sequence[Change]) -> str:

@@ -114,6 +114,17 @@ def test_settings_affecting_training_need_flag(shapes, output):
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
+def test_other_code_than_the_checkpoints_is_said(shapes, output, monkeypatch):
+    told = "was written by other code of ppdist"
+    build(shapes, output, resume=output).log.close()
+    assert told not in said(output)
+    monkeypatch.setattr(module, "digest_of_package", lambda: "another")
+    build(shapes, output, resume=output, changed=True).log.close()
+    assert told not in said(output)
+    build(shapes, output, resume=output).log.close()
+    assert told in said(output)
+
+
 def test_another_training_set_is_noticed(shapes, output, tmp_path):
     other = shutil.copytree(shapes, tmp_path / "other")
     file = other / "annotations" / "instances_train.json"
