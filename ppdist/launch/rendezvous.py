@@ -57,7 +57,6 @@ from ppdist.launch.topology import (
     typed_hosts,
 )
 from ppdist.launch.watchdog import Outcome, Stopped, at_once
-from ppdist.launch.worker import CPU_VARIABLE
 
 _POLL_SECONDS = 0.1
 
@@ -237,7 +236,7 @@ class Handshake:
     host: str  # which of `hosts` it is
     hosts: tuple[str, ...]  # addresses
     processes: int  # on this host
-    device: str  # gpu or cpu
+    device: str  # cpu, gpu or another kind of card
     script: str
     arguments: tuple[str, ...]
     ppdist: str  # versions
@@ -284,7 +283,7 @@ def own_handshake(
         host=plan.host,
         hosts=plan.hosts,
         processes=plan.processes,
-        device="cpu" if plan.environment.get(CPU_VARIABLE) else "gpu",
+        device=plan.device,
         script=options.script,
         arguments=options.script_arguments,
         ppdist=installed_version("ppdist"),
