@@ -1,4 +1,4 @@
-"""The `fleetrun` command: starts the ranks of a run, as Paddle's launcher would; imports no Paddle.
+"""The `fleetrun` command: starts the ranks of a run; imports no Paddle.
 
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 

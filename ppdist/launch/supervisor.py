@@ -1,4 +1,4 @@
-"""Supervisor of this host's ranks: starts them, looks after them, ends all processes.
+"""Supervisor of this host's ranks: starts, watches and ends all processes.
 
 fleetrun starts a worker (worker.py) for each rank itself.  Paddle's launcher, which would load all
 of Paddle first, does it only where something is asked for that it alone can do, as with --master;

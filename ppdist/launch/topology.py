@@ -1,4 +1,4 @@
-"""Topology of a run: cards, hosts, ports, and the variables of each rank.
+"""Topology of a run: cards, hosts, ports, variables of each rank.
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
 ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.  Cards
