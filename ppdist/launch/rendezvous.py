@@ -47,7 +47,6 @@ from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
 from ppdist.common.process import STOPPED, USER_ERROR
-from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
     LaunchPlan,
@@ -395,6 +394,9 @@ def _same(own: Sequence[str], other: Sequence[str]) -> int:
 
 def _of_the_run(words: Sequence[str]) -> list[str]:
     """The arguments without those that set where something lies on this host."""
+    # Here, because reading Sections would take half of the time and memory of fleetrun's start.
+    from ppdist.config.distributed import HOSTS_OWN_KEYS
+
     kept = [word for word in words if word.partition("=")[0] not in HOSTS_OWN_KEYS]
     alone = len(kept) < len(words)  # an -o may have lost all its values
     return [

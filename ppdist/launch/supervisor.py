@@ -37,6 +37,7 @@ from ppdist.launch.watchdog import (
     Watch,
     at_once,
     code_of,
+    failed_now,
     first_cause,
     judge,
     not_started,
@@ -189,10 +190,8 @@ class _Job:
                     preexec_fn=prepare,
                 )
             except OSError as error:  # as for one process more than the user may have
-                said = f"a process for a rank cannot be started ({error.strerror})"
-                self._verdict = Outcome(1, said, told=said, time=time.time())
-                self._end()
-                return
+                self._verdict = failed_now(f"a rank cannot be started: {error.strerror}")
+                return self._end()
             self._processes.append(process)
 
     def _look(self) -> None:
@@ -204,6 +203,8 @@ class _Job:
             others_wait = others_failed and not self._channel.cause_known
         self._watch.look(others_wait)
         self._look_at_processes()
+        if self._verdict is not None:
+            return
         if not self._stop_sent and not self.said:
             self._look_for_ends()
         if others_failed and self._ending is None:
@@ -225,17 +226,17 @@ class _Job:
             return
         if not self._plan.ranks:
             launcher = self._processes[0]
-            if launcher.returncode is not None and launcher.returncode < 0:
-                self._verdict = _launcher_killed(launcher)
-            return
-        codes = [each.returncode for each in self._processes]
-        if any(codes) and not self._stop_sent:
-            begun = {report.local for report in worker.reports(self._folder)}
-            for local, code in enumerate(codes):
-                if code and local not in begun:
-                    rank = self._plan.ranks[local]["PADDLE_TRAINER_ID"]
+            if (launcher.returncode or 0) < 0:
+                who = f"Paddle's launcher (process {launcher.pid})"
+                name = signal.Signals(-launcher.returncode).name
+                self._verdict = failed_now(f"{who} was killed by {name}, its ranks were ended")
+        elif not self._stop_sent and any(each.returncode for each in self._processes):
+            begun = {report.rank for report in worker.reports(self._folder)}
+            for process, variables in zip(self._processes, self._plan.ranks):
+                rank = int(variables["PADDLE_TRAINER_ID"])
+                if process.returncode and rank not in begun:
                     self._verdict = not_started(self._attempt, f"rank {rank} did not begin")
-                    self._end()
+                    return self._end()
 
     def _look_for_ends(self) -> None:
         ends = _ended(self._folder, self._ending is None)
@@ -247,9 +248,6 @@ class _Job:
             self._ending = self._ending or time.monotonic()
         elif any(end.exit_code == STOPPED for end in ends):
             self._left = True
-        gone = [end for end in ends if end.process_code is not None]  # others may still say why
-        if self._ending is not None and len(gone) == self._plan.processes:
-            self._ending -= _PEER_SECONDS  # nobody is left who could say anything
 
     def _end_at_once(self) -> None:
         name = signal.Signals(self._received[-1]).name
@@ -299,12 +297,6 @@ class _Job:
         if stubborn:
             ids = ", ".join(str(pid) for pid in stubborn)
             say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
-
-
-def _launcher_killed(launcher: subprocess.Popen) -> Outcome:
-    name = signal.Signals(-launcher.returncode).name
-    said = f"Paddle's launcher (process {launcher.pid}) was killed by {name}, its ranks were ended"
-    return Outcome(1, said, told=said, time=time.time())
 
 
 def _hand_over_terminal(listener: socket.socket) -> None:

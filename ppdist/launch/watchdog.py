@@ -557,10 +557,14 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     return replace(outcome, reached=max(end.reached for end in ends))
 
 
-def not_started(attempt: Attempt, what: str) -> Outcome:
-    """A failure whose reason stands in the launcher's log."""
-    said = f"{what}:\n{_tail(attempt.launcher_log)}"
+def failed_now(said: str) -> Outcome:
+    """A failure that no rank of this host has told."""
     return Outcome(1, said, told=said, time=time.time())
+
+
+def not_started(attempt: Attempt, what: str) -> Outcome:
+    """The reason stands in the launcher's log."""
+    return failed_now(f"{what}:\n{_tail(attempt.launcher_log)}")
 
 
 def stopped_before(number: int, what: str) -> Outcome:
