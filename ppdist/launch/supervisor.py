@@ -166,8 +166,9 @@ class _Job:
         command, ranks = [sys.executable, worker.__file__], self._plan.ranks
         if not ranks:
             # It writes the whole environment, secrets too, into its log directory: a private one.
-            command = [sys.executable, paddle_launcher.__file__, *self._plan.paddle_arguments]
-            command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
+            options = self._plan.paddle_options | {"--log_dir": str(self._folder / "paddle")}
+            words = [word for option in options.items() for word in option]
+            command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
         end_with_fleetrun = ends_with_this(signal.SIGTERM)
 
         def prepare() -> None:

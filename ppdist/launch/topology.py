@@ -626,7 +626,7 @@ class LaunchPlan:
     processes: int  # on this host
     environment: dict[str, str]  # of all of them
     ranks: tuple[dict[str, str], ...]  # what each gets beside; () where Paddle's launcher does it
-    paddle_arguments: tuple[str, ...]  # of that, without its --log_dir and its script; else ()
+    paddle_options: dict[str, str]  # of that, but its --log_dir; else {}
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
     host: str  # which of them this is; "" where --master has to find out
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
@@ -657,32 +657,39 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     if "CUDA_VISIBLE_DEVICES" in variables and device in ("cpu", "gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible or [])  # without spaces
     hosts: list[str] = []
-    port, where = None, ""
+    port, ranks_port, where = None, options.start_port, ""
     if options.master is not None:
         own = _with_master(options, options.master, variables, machine.network)
+        place = {"--master": options.master}
     else:
         hosts, own = _with_hosts(options, variables, machine.network)
         port = choose_port(
             options.start_port, processes, len(hosts), own == hosts[0], machine.network, own,
             options.metrics_port,
         )  # fmt: skip
+        ranks_port = _ranks_port(port, len(hosts))
+        place = {"--ips": ",".join(hosts)}
         where = f"host {hosts.index(own) + 1} of {len(hosts)}, " if hosts[1:] else ""
-    ranks_port = port and _ranks_port(port, len(hosts))
-    arguments: list[str] = []
     if options.needs_paddle:
-        arguments = _paddle_arguments(options, labels, processes, hosts, own, ranks_port)
+        place |= {"--devices": ",".join(labels)} if labels else {"--nproc_per_node": f"{processes}"}
+        place |= {"--host": own} if own else {}
+        place |= {"--start_port": str(ranks_port)} if ranks_port else {}
+        place |= {f"--{key}": value for key, value in options.passed.items()}
         if not labels:
             variables[CPU_VARIABLE] = "1"
             if "CUDA_VISIBLE_DEVICES" in variables:
                 # Paddle's takes even an empty list for one of one card; the worker hides it.
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
+        ranks: tuple[dict[str, str], ...] = ()
+    else:
+        ranks, place = rank_variables(hosts, own, ranks_port or 0, cards), {}
     plural = "process" if processes == 1 else "processes"
     return LaunchPlan(
         device=device,
         processes=processes,
         environment=variables,
-        ranks=() if arguments else rank_variables(hosts, own, ranks_port or 0, cards),
-        paddle_arguments=tuple(arguments),
+        ranks=ranks,
+        paddle_options=place,
         hosts=tuple(hosts),
         host=own,
         rendezvous_port=port if len(hosts) > 1 else None,
@@ -751,27 +758,6 @@ def _card_variables(kind: str, label: str, visible: Sequence[str] | None) -> dic
     if kind in ("gpu", "xpu"):  # which Paddle is built for; others come with a plug-in
         return selected
     return selected | {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: kind}
-
-
-def _paddle_arguments(
-    options: Options,
-    labels: Sequence[str],
-    processes: int,
-    hosts: Sequence[str],
-    own: str,
-    port: int | None,
-) -> list[str]:
-    arguments = ["--devices", ",".join(labels)] if labels else ["--nproc_per_node", str(processes)]
-    if options.master is None:
-        arguments += ["--ips", ",".join(hosts)]
-    else:
-        arguments += ["--master", options.master]
-        port = options.start_port
-    for name, value in (("--host", own), ("--start_port", port)):
-        arguments += [name, str(value)] if value else []
-    return arguments + [
-        word for key in options.passed for word in (f"--{key}", options.passed[key])
-    ]
 
 
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:

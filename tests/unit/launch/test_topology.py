@@ -37,8 +37,7 @@ def plan(command: str, on: Machine, **environment: str) -> LaunchPlan:
 
 def given(made: LaunchPlan, option: str) -> str | None:
     """To Paddle's launcher."""
-    words = list(made.paddle_arguments)
-    return words[words.index(option) + 1] if option in words else None
+    return made.paddle_options.get(option)
 
 
 def told(made: LaunchPlan, name: str) -> str:
@@ -63,7 +62,7 @@ def test_with_cards_every_form_becomes_devices(name: str, value: str, cards: str
         assert told(made, "FLAGS_selected_gpus") == cards.replace(",", " ")
         assert made.device == "gpu" and ",".join(made.gpus) == cards
         assert made.processes == len(made.ranks) == len(cards.split(","))
-        assert "PADDLE_DISTRI_BACKEND" not in made.ranks[0] and not made.paddle_arguments
+        assert "PADDLE_DISTRI_BACKEND" not in made.ranks[0] and not made.paddle_options
         assert "OMP_NUM_THREADS" not in made.environment
 
 
