@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.accelerator.plugin import card_environment
 from tests.forked import clean_environment, end, start
 from tests.ports import free_ports
 
@@ -28,15 +29,17 @@ def run_on_ranks(
     argument: Any = None,
     seconds: float = 120,
     hosts: int | None = None,
+    plugin: Path | None = None,
 ) -> list[Any]:
     """Results of `module:function(argument)` on `count` ranks, in rank order.
 
     Args: hosts: the ranks are told, as by the launcher, that they are on so many hosts, the same
         number on each; None: they are told nothing, and each takes itself for a host.
+        plugin: the folder of the test accelerator, whose cards the ranks get; None: CPUs.
     Raises: AssertionError: a rank failed or the time is over; it holds that rank's stderr.
     """
     try:
-        return _run_once(count, target, argument, seconds, hosts)
+        return _run_once(count, target, argument, seconds, hosts, plugin)
     except AssertionError as error:
         # While ranks find each other, before any code of ours runs, gloo on a busy machine now and
         # then connects to a port that its peer has closed, or is not answered in time; a third
@@ -46,11 +49,16 @@ def run_on_ranks(
         if "gloo/transport/tcp/pair.cc" not in str(error) or not lost:
             raise
         warnings.warn(f"{RETRIED}: {target} on {count} ranks", stacklevel=2)
-        return _run_once(count, target, argument, seconds, hosts)
+        return _run_once(count, target, argument, seconds, hosts, plugin)
 
 
 def _run_once(
-    count: int, target: str, argument: Any, seconds: float, hosts: int | None
+    count: int,
+    target: str,
+    argument: Any,
+    seconds: float,
+    hosts: int | None,
+    plugin: Path | None,
 ) -> list[Any]:
     ports = free_ports(count + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports[:count]]
@@ -72,10 +80,13 @@ def _run_once(
                     "PADDLE_LOCAL_SIZE": str(local),
                     "PADDLE_LOCAL_RANK": str(rank % local),
                 }
+            if plugin is not None:
+                environment |= card_environment(plugin, rank)
             files = Path(folder) / str(rank)
             err = files.with_suffix(".err")
             arguments = (target, json.dumps(argument), files.with_suffix(".json"))
-            processes.append(start(_rank, arguments, environment, err, err))
+            process = start(_rank, arguments, environment, err, err, anew=plugin is not None)
+            processes.append(process)
         try:
             codes = _wait(processes, seconds)
         finally:

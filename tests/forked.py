@@ -30,10 +30,16 @@ def start(
     out: Path,
     err: Path,
     cwd: Path = ROOT,
+    *,
+    anew: bool = False,
 ) -> BaseProcess:
-    """A process, in a group of its own, that calls target(*arguments) and writes to these files."""
+    """A process, in a group of its own, that calls target(*arguments) and writes to these files.
+
+    Args: anew: it imports Paddle itself, in this environment, instead of being forked.
+    """
     files = (str(out), str(err))
-    process = _context.Process(target=_begin, args=(target, arguments, environment, files, cwd))
+    context = multiprocessing.get_context("spawn") if anew else _context
+    process = context.Process(target=_begin, args=(target, arguments, environment, files, cwd))
     # What it is forked from starts with the first of them, and in this environment: one thread, as
     # those that are there do not live on in a fork.
     with patch.dict(os.environ, OMP_NUM_THREADS="1"):

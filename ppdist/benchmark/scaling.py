@@ -16,7 +16,7 @@ from typing import Any
 
 from ppdist.benchmark.interleaved import Group, interleave
 from ppdist.common.errors import LaunchError
-from ppdist.distributed import comm
+from ppdist.distributed import device
 
 Report = dict[str, Any]
 # By the number of processes: what one run on so many found, and what each of so many runs did.
@@ -91,7 +91,7 @@ def _round(
             files = [folder / f"apart{count}-{number}.json" for number in range(count)]
             files_apart[count] = files
             groups.append(_apart(script, files, folder / f"slices-apart{count}"))
-    for those in [[each] for each in groups] if comm.has_card() else [groups]:
+    for those in [[each] for each in groups] if _has_cards() else [groups]:
         interleave(those, slice_seconds)
     together = {count: _result(folder / f"together{count}.json") for count in counts}
     return together, {count: [*map(_result, files)] for count, files in files_apart.items()}
@@ -101,7 +101,7 @@ def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
     """The same program several times at once, each a run of its own."""
     commands, environments = [], []
     for number, file in enumerate(files):
-        card = {"CUDA_VISIBLE_DEVICES": str(number)} if comm.has_card() else {}
+        card = {"CUDA_VISIBLE_DEVICES": str(number)} if _has_cards() else {}
         commands.append([sys.executable, *script, "--json", str(file)])
         environments.append(_environment() | card)
     return Group(commands, environments, folder)
@@ -190,9 +190,13 @@ def _environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} | os.environ
 
 
+def _has_cards() -> bool:
+    return "gpu" in device.accelerators()
+
+
 def _cards(count: int) -> list[str]:
     """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
-    if not comm.has_card():
+    if not _has_cards():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
 

@@ -132,7 +132,7 @@ def of_export(arguments: argparse.Namespace) -> "Report":
             "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
         )
     from ppdist.config.runtime import RuntimeOptions
-    from ppdist.distributed import comm
+    from ppdist.distributed import device
     from ppdist.export.predictor import Classes, ExportedClassifier, ExportedPredictor, Objects
     from ppdist.export.spec import read_spec
 
@@ -143,7 +143,7 @@ def of_export(arguments: argparse.Namespace) -> "Report":
     backend: Literal["paddle", "onnx"] = arguments.backend or ("onnx" if only_onnx else "paddle")
     options = RuntimeOptions(
         backend=backend,
-        device="gpu" if backend == "paddle" and comm.has_card() else "cpu",
+        device="gpu" if backend == "paddle" and "gpu" in device.accelerators() else "cpu",
         precision="int8" if arguments.int8 else "float32",
         threads=threads,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -29,8 +29,11 @@ class ExperimentConfig(Section):
     seed: int = Field(
         default=0, ge=0, description="Fixes initial weights, sample order and augmentation."
     )
-    device: Literal["auto", "gpu", "cpu"] = Field(
-        default="auto", description="auto: a GPU when the installed Paddle can use one."
+    device: str = Field(
+        default="auto",
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="auto: an accelerator where the installed Paddle can use one, else the CPU; or "
+        "Paddle's word for a kind: cpu, gpu, xpu, npu, ...",
     )
     data: DataConfig
     model: Annotated[ModelConfig, Field(discriminator="name")] = Field(

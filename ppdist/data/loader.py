@@ -60,7 +60,7 @@ from ppdist.data.types import (
     Records,
     SampleKey,
 )
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import device, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -165,7 +165,7 @@ class _Loader:
 def _tensors(made: Made) -> dict[str, paddle.Tensor]:
     """Copies a batch to where the model runs; its memory may be used again."""
     arrays = {} if made.arrays is None else made.arrays._asdict()
-    return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+    return {name: device.put(array) for name, array in arrays.items()}
 
 
 class TrainLoader(_Loader):
@@ -284,13 +284,13 @@ def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
     share = cores / max(1, ranks_on_host)
     of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
     if wanted == "auto":
-        count, why = _automatic_workers(share, comm.on_gpu())
+        count, why = _automatic_workers(share, device.on_accelerator())
         _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
         return count
     if wanted > max(1, share):
         _LOGGER.warning(
             "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
-            wanted, of, _automatic_workers(share, comm.on_gpu())[0],
+            wanted, of, _automatic_workers(share, device.on_accelerator())[0],
         )  # fmt: skip
     return wanted
 

@@ -35,9 +35,9 @@ from paddle import nn
 from paddle.distributed import collective, fleet
 from paddle.distributed.fleet.base import distributed_strategy
 
-from ppdist.common.errors import CodedError, ConfigError, Failure, UserError, failure_of
+from ppdist.common.errors import CodedError, Failure, UserError, failure_of
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import heartbeat
+from ppdist.distributed import device, heartbeat
 from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
 from ppdist.distributed.store import (
@@ -61,30 +61,18 @@ from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import world_size as world_size
 
-_BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
 _bucket_mb = 25
 _bucket_measured = False
 _host: SharedMemoryAllReduce | None = None  # on CPU, where a host has several ranks
 _leaders: Any = None  # the group of the first ranks of all hosts, where there are several
 
 
-def has_card() -> bool:
-    """True when this Paddle can use a GPU."""
-    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-
-
-def on_gpu() -> bool:
-    """True when tensors live on a GPU."""
-    return paddle.device.get_device().startswith("gpu")
-
-
-def init(device: str, config: DistributedConfig) -> None:
+def init(wanted: str, config: DistributedConfig) -> None:
     """Chooses the device and joins the other ranks, before any tensor.  Collective.
 
-    Args: device: `auto` (a GPU when this Paddle can use one), `gpu` or `cpu`.
-    Raises: ConfigError: a GPU was asked for, and this Paddle cannot use one or the launcher has
-        started processes for CPUs; or ranks would join in different ways.  LaunchError: hosts do
-        not reach one another.
+    Args: wanted: see `device.choose`.
+    Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
+        LaunchError: hosts do not reach one another.
     """
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
     set_timeout(config.timeout_seconds)
@@ -92,61 +80,51 @@ def init(device: str, config: DistributedConfig) -> None:
         # Paddle has put a handler of its own below Python's, which prints a page about a
         # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    kind = run_on_all_ranks(lambda: _choose_device(device))
-    if kind == "cpu":
+    kind = run_on_all_ranks(lambda: device.choose(wanted))
+    if kind == device.CPU:
         keep_freed_memory()
     if world_size() > 1:
         settings = {f"distributed.{key}": f"{value}" for key, value in config.model_dump().items()}
         require_agreement({"start": {"device": kind} | settings})
         require_ways(all_gather_object, addresses(), rank(), os.environ)
-        _join(kind)
-        if kind == "cpu":
+        _join()
+        if kind == device.CPU:
             _share_memory(config)
         _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
 
 
-def _choose_device(device: str) -> str:
-    """Sets the device of this rank's tensors; returns its kind, `gpu` or `cpu`."""
-    if device == "gpu" and not has_card():
-        found = "sees no card" if paddle.device.is_compiled_with_cuda() else "is the CPU build"
-        raise ConfigError(
-            f"gpu was asked for, but the installed Paddle {paddle.__version__} {found}",
-            code="device_unavailable",
-            where="device",
-            fix="install paddlepaddle-gpu for your CUDA version, or set device: cpu",
-        )
-    if device == "gpu" and world_size() > 1 and os.environ.get(_BACKEND) == "gloo":
-        raise ConfigError(
-            "gpu was asked for, but the launcher started processes for CPUs",
-            code="launched_for_cpu",
-            where="device",
-            fix="start it with --selected_gpus, or set device: cpu",
-        )
-    if device == "cpu" or not has_card():
-        paddle.set_device("cpu")
-        os.environ[_BACKEND] = "gloo"  # a GPU build would take NCCL
-        return "cpu"
-    paddle.set_device(f"gpu:{pd.ParallelEnv().device_id}")
-    return "gpu"
-
-
-def _join(kind: str) -> None:
-    """Makes this process a rank of the run, without the pages that Paddle prints about it.
-
-    `fleet.init` makes a group for every kind of parallelism there is.  Over gloo each of them
-    connects all ranks anew, and of 20 starts of three ranks 4 to 8 ended with a refused connection;
-    with the one group that is needed none did.
-    """
+def _join() -> None:
+    """Makes this process a rank of fleet, without the pages that Paddle prints about it."""
     distributed_strategy.logger.setLevel(logging.WARNING)
+    strategy = fleet.DistributedStrategy()
+    strategy.find_unused_parameters = False  # every loss stays connected to every head
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if kind == "cpu":
-            with drowsy_threads():
-                pd.init_parallel_env()
-            return
-        strategy = fleet.DistributedStrategy()
-        strategy.find_unused_parameters = False  # every loss stays connected to every head
-        fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
+        with drowsy_threads(), _one_communicator():
+            fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
+
+
+@contextlib.contextmanager
+def _one_communicator() -> Iterator[None]:
+    """Inside, fleet takes the default group for the group of all ranks.
+
+    It makes a group for every kind of parallelism there is, and in plain data parallelism one of
+    them holds all ranks once more.  Over gloo its members read the addresses of the first (16 of 40
+    starts of three and four ranks ended in a refused connection), and of two NCCL communicators in
+    flight from two streams each may wait for the other.
+    """
+    usual = pd.new_group
+
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is None or len(ranks) == world_size():
+            return collective._get_default_group()
+        return usual(ranks, *args, **kwargs)
+
+    pd.new_group = new_group
+    try:
+        yield
+    finally:
+        pd.new_group = usual
 
 
 def _share_memory(config: DistributedConfig) -> None:
@@ -164,7 +142,7 @@ def _share_memory(config: DistributedConfig) -> None:
 
 def _new_group(members: list[int]) -> Any:
     """A group of some ranks besides that of all.  Collective."""
-    if on_gpu():
+    if device.on_accelerator():
         return pd.new_group(members)
     with drowsy_threads(), store_apart(collective, members):
         return pd.new_group(members)
@@ -191,15 +169,21 @@ def keep_freed_memory() -> None:
 
 
 def wrap(model: nn.Layer) -> nn.Layer:
-    """The model whose backward averages gradients over ranks.  Collective.
+    """fleet's model, whose backward averages gradients over ranks.  Collective.
 
-    This is fleet's collective data parallelism; parameters of rank 0 are sent to all.  On one
-    process it is the model itself: `fleet.distributed_model` raises there in Paddle 3.3.1.
+    Parameters of rank 0 are sent to all.  On one process it is the model itself:
+    `fleet.distributed_model` raises there in Paddle 3.3.1.
     """
-    if world_size() == 1:
-        return model
-    # What fleet makes of a model under plain data parallelism, where there was a fleet.init.
-    return fleet.distributed_model(model) if on_gpu() else paddle.DataParallel(model)
+    return model if world_size() == 1 else fleet.distributed_model(model)
+
+
+def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
+    """fleet's optimizer, for `unscale_` and `step` of a GradScaler.
+
+    Under data parallelism it changes nothing.  GradScaler knows an optimizer by its identity, so
+    both calls take this one; state and rates are the inner one's.
+    """
+    return optimizer if world_size() == 1 else fleet.distributed_optimizer(optimizer)
 
 
 def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
@@ -423,7 +407,7 @@ def resume_bucket(mb: int | None) -> None:
 def _use_bucket(mb: int) -> None:
     global _bucket_mb
     _bucket_mb = mb
-    if world_size() > 1 and on_gpu():
+    if world_size() > 1:
         fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
     if _host is not None:
         _host.message_bytes = min(mb << 20, _host.longest)
@@ -431,7 +415,7 @@ def _use_bucket(mb: int) -> None:
 
 def _measured_bucket() -> int:
     global _bucket_measured
-    if on_gpu():
+    if device.on_accelerator():
         return _bucket_mb
     _bucket_measured = True
     tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each

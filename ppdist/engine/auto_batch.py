@@ -47,7 +47,7 @@ from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import ImageRecord
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.models.base import ImageModel
 
@@ -203,7 +203,7 @@ def _limits(share: float) -> dict[str, int]:
     Raises: ConfigError: the card does not say how much it has free.
     """
     free = free_memory(comm.local_size())
-    if comm.on_gpu() and CARD not in free:
+    if device.on_accelerator() and CARD not in free:
         raise ConfigError(
             "auto: the card does not say how much memory it has free",
             code="free_memory_unknown",
@@ -223,9 +223,8 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
     settled = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
-    device = {"device": "gpu" if comm.on_gpu() else "cpu"}
     return {
-        "config": settled.model_copy(update=device).model_dump(mode="json"),
+        "config": settled.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
         "micro_steps": several,
         "objects": objects,
         "images": images,
@@ -432,9 +431,9 @@ class Estimate:
     def line(self, on_card: bool) -> str:
         """For the log."""
         height, width = self.size
-        device = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
+        where = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
         return (
-            f"a step is estimated to take {device if on_card else shown(self.total)} of each rank: "
+            f"a step is estimated to take {where if on_card else shown(self.total)} of each rank: "
             f"weights {shown(self.weights)}, gradients {shown(self.gradients)}, moments "
             f"{shown(self.moments)}, average {shown(self.average)}, {self.images} images of "
             f"{height} x {width} pixels {shown(self.activations)}, kept and being written "
@@ -451,7 +450,7 @@ def log_estimate(make: Callable[[], Estimate], log: RunLog) -> None:
     """
     try:
         expected = make()
-        line = expected.line(comm.on_gpu())
+        line = expected.line(device.on_accelerator())
         own = list(shortages(expected, free_memory(comm.local_size())))
     except Exception as error:  # no estimate is worth a run
         line, own = "", [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
@@ -586,7 +585,7 @@ def free_memory(ranks_on_host: int) -> dict[str, int]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         found[ADDRESSES] = max(0, limit - process_memory()["VmSize"])
-    if comm.on_gpu():
+    if device.on_accelerator():
         free = _free_on_card()
         found |= {} if free is None else {CARD: free}
     return found
@@ -614,8 +613,8 @@ class Meter:
             HOST: max(0, now["VmHWM"] - self._before[HOST]),
             ADDRESSES: max(0, now["VmPeak"] - self._before[ADDRESSES]),
         }
-        if comm.on_gpu():
-            found[CARD] = int(paddle.device.cuda.max_memory_reserved())
+        if device.on_accelerator():
+            found[CARD] = device.peak_reserved_bytes()
         return found
 
 

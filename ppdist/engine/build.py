@@ -21,7 +21,7 @@ from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
@@ -400,7 +400,7 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
 
     Returns: a warning where they do not; else "".
     """
-    if comm.on_gpu() or config.train.cpu_convolutions == "plain":
+    if device.on_accelerator() or config.train.cpu_convolutions == "plain":
         return ""
     reason = self_check(models[0], 2 * models[0].size_multiple)
     comm.barrier()  # a slow machine may need longer than the timeout of a collective

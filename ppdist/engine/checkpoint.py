@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
 _DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 20
+_BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
 # Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
 _RETRY_SECONDS = (1.0, 4.0, 10.0)
 # How safetensors names the types of numpy.
@@ -115,10 +117,9 @@ def save_checkpoint(
         _sync_folder(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
-        needed = sum(array.nbytes for arrays in groups.values() for array in arrays.values())
         raise CheckpointError(
             f"failed to write the checkpoint: {error.strerror or error} (needs "
-            f"{needed / 1e6:.1f} MB, {_free(folder)})",
+            f"{_bytes(groups) / 1e6:.1f} MB and {len(groups) + 4} inodes, {_free(folder)})",
             code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
             where=f"{final}",
             fix="older checkpoints are untouched",
@@ -180,11 +181,39 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
+    """Why the disk may not hold what a run writes; "": it will.
+
+    Args: keep: see `CheckpointWriter`; beside these the best and the one being written.
+    """
+    size, count = _bytes(snapshot.groups), keep + 2
+    needed = count * size + _BESIDE_BYTES
+    try:
+        there = sum(file.stat().st_size for path in _steps(folder) for file in path.iterdir())
+        free = free_disk(folder)
+    except OSError:  # an estimate that cannot be made ends no run
+        return ""
+    if free + there >= needed:
+        return ""
+    return (
+        f"output_dir: {free / 1e6:.0f} MB are free at {folder.parent}; checkpoint.keep: {keep} and "
+        f"with it the best and the one being written, of {size / 1e6:.1f} MB each, logs and "
+        f"pictures take {needed / 1e6:.0f} MB: where the disk is full, older checkpoints go first; "
+        f"delete files, or set another output_dir or a smaller checkpoint.keep"
+    )
+
+
+def _bytes(groups: Mapping[str, Mapping[str, np.ndarray]]) -> int:
+    return sum(array.nbytes for arrays in groups.values() for array in arrays.values())
+
+
 def _free(folder: Path) -> str:
     try:
-        return f"{free_disk(folder) / 1e6:.1f} MB free"
+        found = os.statvfs(folder)
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+    inodes = f" and {found.f_favail} inodes" if found.f_files else ""  # some systems count none
+    return f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB{inodes} free"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -213,14 +242,28 @@ def point_at_step(link: Path, step: int) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints, `best` and `last`; and abandoned drafts."""
     remove_drafts(folder)
+    _delete(folder, _steps(folder)[keep:])
+
+
+def prune_to_newest(folder: Path) -> bool:
+    """Deletes all but the newest whole checkpoint, `best` and `last`; whether there was any."""
+    newest, _ = newest_valid(folder)
+    if newest is None:
+        return False
+    return _delete(folder, [path for path in _steps(folder) if path != newest.path])
+
+
+def _delete(folder: Path, paths: Sequence[Path]) -> bool:
+    """Deletes checkpoints that no link names; whether there was any."""
     named = {link.resolve() for link in (folder / "best", folder / "last") if link.is_symlink()}
-    old = [path for path in _steps(folder)[keep:] if path.resolve() not in named]
+    old = [path for path in paths if path.resolve() not in named]
     if old:
         _sync_folder(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
         draft = _draft_of(path)
         path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
         shutil.rmtree(draft, ignore_errors=True)
+    return bool(old)
 
 
 def remove_drafts(folder: Path) -> None:
@@ -395,7 +438,7 @@ class CheckpointWriter:
         self._lock = threading.Lock()  # of everything below
         self._thread: threading.Thread | None = None  # while there is something to write
         self._waiting: list[Snapshot] = []  # oldest first
-        self._refused: list[tuple[Snapshot, str]] = []  # by the disk, and why; newest last
+        self._refused: list[tuple[Snapshot, Exception]] = []  # by the disk, and why; newest last
         self._troubles: list[str] = []
 
     def make_room(self) -> None:
@@ -431,10 +474,11 @@ class CheckpointWriter:
             told, self._troubles = self._troubles, []
         return told
 
-    def finish(self) -> str:
+    def finish(self) -> Exception | None:
         """Waits until nothing is left to write.
 
-        Returns: why the newest snapshot, or the best, could not be written; "": they are on disk.
+        Returns: why the newest snapshot, or the best, could not be written, a CheckpointError where
+            the disk refused; None: they are on disk.
         """
         self._wait()
         for seconds in _RETRY_SECONDS:
@@ -444,7 +488,7 @@ class CheckpointWriter:
             with self._lock:
                 self._begin([each for each, _ in self._refused])
             self._wait()
-        return self._refused[-1][1] if self._refused else ""
+        return self._refused[-1][1] if self._refused else None
 
     def _begin(self, snapshots: list[Snapshot]) -> None:
         """With the lock held."""
@@ -468,27 +512,48 @@ class CheckpointWriter:
             trouble = self._write(snapshot)
             with self._lock:
                 self._refused = [each for each in self._refused if _is_needed(each[0], [snapshot])]
-                if trouble:
-                    self._troubles.append(trouble)
+                if trouble is not None:
+                    self._troubles.append(f"{trouble}")
                     if not self._waiting or _is_needed(snapshot, self._waiting):
                         self._refused.append((snapshot, trouble))
 
-    def _write(self, snapshot: Snapshot) -> str:
-        """Writes a snapshot, links the best, deletes old ones; returns the failure, or ""."""
+    def _write(self, snapshot: Snapshot) -> Exception | None:
+        """Writes a snapshot, links the best, deletes old ones; returns the failure."""
+        failed = f"the checkpoint of step {snapshot.step} was not written"
         try:
-            save_checkpoint(
-                self.folder, snapshot.step, snapshot.groups, snapshot.state, self.config_yaml
-            )
-        except Exception as error:  # also out of memory, or our own bug: training must outlive it
-            said = f"{error}" if isinstance(error, CheckpointError) else repr(error)
-            return f"the checkpoint of step {snapshot.step} was not written: {said}"
+            self._save(snapshot)
+        except CheckpointError as error:
+            return CheckpointError(f"{failed}: {error}", code="checkpoint_unwritable")
+        except Exception as error:  # out of memory, or our own bug: training must outlive it
+            return RuntimeError(f"{failed}: {error!r}")
         try:
             point_at_step(self.folder / "best", snapshot.state["best_step"])
             prune(self.folder, self.keep)
         except Exception as error:  # the thread must live: `_wait` waits for it
             with self._lock:
                 self._troubles.append(f"failed to link the best or delete old checkpoints: {error}")
-        return ""
+        return None
+
+    def _save(self, snapshot: Snapshot) -> None:
+        """Writes a snapshot; on a full disk in the room of those older than the newest.
+
+        A disk may have room for `keep` checkpoints and not for one more.
+        """
+        step = snapshot.step
+        save = partial(
+            save_checkpoint, self.folder, step, snapshot.groups, snapshot.state, self.config_yaml
+        )
+        try:
+            save()
+        except CheckpointError as error:
+            if error.code != "disk_full" or not prune_to_newest(self.folder):
+                raise
+            save()
+            with self._lock:
+                self._troubles.append(
+                    f"{self.folder}: the disk is full; of the older checkpoints only the newest "
+                    f"and the best were kept, to make room for that of step {step}"
+                )
 
 
 def _is_best(snapshot: Snapshot) -> bool:

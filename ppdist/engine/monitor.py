@@ -13,7 +13,7 @@ from paddle import nn
 
 from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog, duration
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.train_step import StepResult
@@ -222,8 +222,8 @@ class EpochLogger(Callback):
 
 def _memory() -> str:
     """The most that this process has held at once."""
-    if comm.on_gpu():
-        return f"GPU memory {paddle.device.cuda.max_memory_allocated() / _GIB:.1f} GiB"
+    if device.on_accelerator():
+        return f"{device.kind()} memory {device.peak_allocated_bytes() / _GIB:.1f} GiB"
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return f"memory {kibibytes * 1024 / _GIB:.1f} GiB"
 

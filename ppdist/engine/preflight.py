@@ -26,7 +26,7 @@ from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
 from ppdist.models.weights import checkpoint_of, digest_of_weights
@@ -87,14 +87,14 @@ def check_precision(config: Any) -> None:
     """Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
     `distributed.gradient_dtype`."""
     amp, sums = config.train.amp, config.distributed.gradient_dtype
-    if sums == "float16" and not comm.on_gpu() and comm.world_size() > 1:
+    if sums == "float16" and not device.on_accelerator() and comm.world_size() > 1:
         raise ConfigError(
             "float16, but this run is on CPU, where gloo sums float16 to infinity",
             code="gradient_dtype_on_cpu",
             where="distributed.gradient_dtype",
             fix="set bfloat16, which has the same size, or float32",
         )
-    if amp.enabled and not comm.on_gpu():
+    if amp.enabled and not device.on_accelerator():
         raise ConfigError(
             "true, but this run is on CPU, where Paddle has no float16 or bfloat16 kernels and "
             "ignores AMP silently",
@@ -241,7 +241,7 @@ def resource_warnings(output_dir: Path) -> Iterator[str]:
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
             f"{'s' * (count > 1)}; use a smaller batch or fewer processes"
         )
-    if comm.on_gpu() and count > 1:  # NCCL; our own data loader needs none of it
+    if device.on_accelerator() and count > 1:  # NCCL; our own data loader needs none of it
         free = free_disk("/dev/shm")
         if free < _SHARED_BYTES:
             yield (

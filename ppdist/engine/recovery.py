@@ -19,7 +19,7 @@ import paddle
 from ppdist.common.errors import ConfigError, is_out_of_memory
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.data import Feed
@@ -400,7 +400,7 @@ def _by_type(step: TrainStep) -> list[list[paddle.Tensor]]:
 @paddle.no_grad()
 def _sums(tensors: tuple[paddle.Tensor, ...]) -> list[int]:
     """The sum of the bits of each tensor, read as integers: any one flipped bit changes it."""
-    if comm.on_gpu():  # not run on one
+    if device.on_accelerator():
         flat = [paddle.view(each.flatten(), _INTEGERS[each.element_size()]) for each in tensors]
         return [int(each) for each in paddle.stack([each.sum() for each in flat]).numpy()]
     sums = []

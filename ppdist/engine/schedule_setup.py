@@ -23,7 +23,7 @@ from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay
 from ppdist.optim.lr_scheduler import (
@@ -455,7 +455,6 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
 
     Raises: ConfigError: nothing can be written there.
     """
-    cards = paddle.device.cuda.device_count() if comm.on_gpu() else 0
     environment = {
         "command": command,
         **versions(),
@@ -465,7 +464,8 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "ranks": comm.world_size(),
-        "cards_on_this_host": cards,
+        "device": device.kind(),
+        "cards_on_this_host": device.card_count(),
         "git_commit": _git_commit(),
     }
     text = json.dumps(environment, indent=1)

@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from ppdist.common.errors import is_out_of_memory
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
@@ -28,7 +28,8 @@ _APART = "apart "  # before the names of the loss that has a normalizer of its o
 
 
 class Clock:
-    """Wall seconds of the parts of a step; on a GPU they mean something with `synchronize` only."""
+    """Wall seconds of the parts of a step; on an accelerator they mean something with
+    `synchronize` only."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.synchronize = synchronize
@@ -37,8 +38,8 @@ class Clock:
 
     def lap(self, part: str) -> None:
         """Books the time since the previous lap under a name."""
-        if self.synchronize and comm.on_gpu():
-            paddle.device.synchronize()
+        if self.synchronize:
+            device.synchronize()
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
@@ -121,6 +122,7 @@ class TrainStep:
         self.wrapped = comm.wrap(model)
         self.loss = loss
         self.optimizer = optimizer
+        self._fleet_optimizer = comm.wrap_optimizer(optimizer)
         self.ema = ema
         self.amp = amp
         self.clip_norm = clip_norm
@@ -136,7 +138,7 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         named = model.named_parameters()
         self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
-        self._all_statistics = _running_statistics(model)
+        self._all_statistics = running_statistics(model)
         self._statistics = self._all_statistics if average_statistics else []
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
         self._norms_meet = bool(self._all_statistics) and not average_statistics
@@ -172,7 +174,7 @@ class TrainStep:
         images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
         finite = paddle.isfinite(sums["loss"]).astype("float32")
         own = [float(each) for each in (images, stop, len(bad_images), not fitted)]
-        facts = [paddle.to_tensor(own), 1.0 - finite, *sums.values()]
+        facts = [device.put(own), 1.0 - finite, *sums.values()]
         tally = comm.all_reduce_sum(paddle.concat(facts)).numpy()
         clock.lap("communication")
         total_images, stops, bad, short, broken, *values = map(float, tally)
@@ -257,8 +259,7 @@ class TrainStep:
             if not is_out_of_memory(error) or (meets and comm.world_size() > 1):
                 raise
         # After the clause: the exception holds frames, and these hold the memory.
-        if comm.on_gpu():
-            paddle.device.cuda.empty_cache()
+        device.release_memory()
         return None
 
     @paddle.no_grad()
@@ -334,7 +335,7 @@ class TrainStep:
         factor = self.loss_divisor * comm.world_size() / result.divisor
         scaled = factor / (loss_scale(self.scaler) or 1.0)
         self.grad_sync.gradients(gradients, scaled if finite else math.nan)
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self._fleet_optimizer)
         norm = self.grad_sync.norm(_norm(gradients) * factor)
         applied = finite and math.isfinite(norm)
         if applied:
@@ -344,7 +345,7 @@ class TrainStep:
                 gradient.scale_(factor)
             set_rates(self.optimizer, self._biases, rates)
             with nullcontext() if self.sharding is None else self.sharding.only_mine():
-                self.scaler.step(self.optimizer)
+                self.scaler.step(self._fleet_optimizer)
             if self.sharding is not None:
                 self.sharding.exchange()
         self.scaler.update()
@@ -389,7 +390,8 @@ def _norm(gradients: list[paddle.Tensor]) -> float:
     return math.sqrt(float(paddle.stack([paddle.dot(g, g) for g in flat]).sum()))
 
 
-def _running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
+def running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
+    """Means and variances of batch norm that training moves, float32."""
     norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
     layers = [layer for layer in layers if not layer._use_global_stats]  # they never move

@@ -26,7 +26,7 @@ from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
-from ppdist.engine.checkpoint import CheckpointWriter, point_at_step, set_aside
+from ppdist.engine.checkpoint import CheckpointWriter, point_at_step, room_warning, set_aside
 from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
@@ -128,7 +128,10 @@ class Trainer:
         self._begin()
         if self._missed_an_evaluation() and not self._evaluate():
             return self._stopped()
-        self.recovery.begin(progress, capture_state(self.train_step, progress, self.derived))
+        snapshot = capture_state(self.train_step, progress, self.derived)
+        self.recovery.begin(progress, snapshot)
+        if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
+            self.log.warning(warning)
         self._seek()
         while progress.step < total and not self._reason_to_end():
             self._warn_of_saving()
@@ -448,19 +451,26 @@ class Trainer:
     def _finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk.  Collective.
 
-        Raises: RuntimeError, on every rank: the newest or the best never got there.
+        Raises: CheckpointError, on every rank: the disk did not take the newest or the best one.
         """
         heartbeat.beat("save", self.progress.step)
         with self.log.spending(SAVING, self.progress.step):
-            trouble = comm.run_on_main(self.writer.finish)
+            comm.run_on_main(self._write_the_last)
+
+    def _write_the_last(self) -> None:
+        trouble = self.writer.finish()
         for each in dict.fromkeys(self.writer.troubles()):
-            if each != trouble:
+            if each != f"{trouble}":
                 self.log.warning(f"at the end of the run: {each}")
-        if trouble:
-            raise RuntimeError(
-                f"{trouble}. What was learned since the newest one in {self.folder} is lost: make "
-                f"room (or make it writable) and start again with --resume, which repeats it"
+        if isinstance(trouble, CheckpointError):
+            raise CheckpointError(
+                f"{trouble}; what was learned since the newest one in {self.folder} is lost",
+                code="checkpoint_lost",
+                fix="make room (or make it writable) and start again with --resume, which repeats "
+                "it",
             )
+        if trouble is not None:
+            raise trouble
 
     def _mend_links(self) -> None:
         point_at_step(self.folder / "last", self.progress.step)

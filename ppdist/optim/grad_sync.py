@@ -27,7 +27,7 @@ import paddle
 
 from ppdist.common.errors import CheckpointError
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 
 
 class AllReduceSync:
@@ -329,7 +329,7 @@ class TopKSparsify(_Feedback):
 
 def _largest(values_N: paddle.Tensor, count: int) -> paddle.Tensor:
     """Positions of the `count` entries of largest magnitude, in any order."""
-    if comm.on_gpu():
+    if device.on_accelerator():
         return paddle.topk(values_N.abs(), count, sorted=False)[1]
     # On a CPU Paddle's topk took five times as long.
     return paddle.to_tensor(np.argpartition(np.abs(values_N.numpy()), -count)[-count:])
@@ -523,7 +523,7 @@ def build_grad_sync(
     if config.topk_fraction is not None:
         return TopKSparsify(parameters, config.topk_fraction)
     # gloo overlaps nothing with backward, so nothing is lost by coming after it.
-    return DuringBackward() if comm.on_gpu() else AllReduceSync()
+    return DuringBackward() if device.on_accelerator() else AllReduceSync()
 
 
 def build_sharding(

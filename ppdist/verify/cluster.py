@@ -18,7 +18,7 @@ import paddle
 from ppdist.config import ExperimentConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import differences, require_agreement
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import digests_of_code, preflight, require_sum, versions, within
@@ -30,8 +30,8 @@ _SIZE_SECONDS = 0.2  # so long, at most 20 times and at least 3, each size is su
 _LONGEST_SECONDS = 4.0  # no larger message than takes so long: gloo gives up after 30
 _PINGS = 20
 _CLOCK_ROUNDS = 3  # ranks leave a barrier one after the other: the least difference counts
-_SIDE = {"cpu": 1024, "gpu": 8192}  # of the square matrices that are multiplied
-_PIECE_BYTES = {"cpu": 4 << 20, "gpu": 64 << 20}  # sent to find the rate of a link
+_SIDE, _SIDE_ON_CPU = 8192, 1024  # of the square matrices that are multiplied
+_PIECE_BYTES, _PIECE_BYTES_ON_CPU = 64 << 20, 4 << 20  # sent to find the rate of a link
 _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbours in rank
 
 
@@ -44,8 +44,8 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
     Raises: UserError, on every rank: they differ, cannot sum, or the data are wrong.
     """
     with within(_STAGE_SECONDS, "joining the other ranks"):
-        device = config.device if config else "auto"
-        comm.init(device, config.distributed if config else DistributedConfig())
+        wanted = config.device if config else "auto"
+        comm.init(wanted, config.distributed if config else DistributedConfig())
     if config is None or output_dir is None:
         require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
@@ -105,7 +105,7 @@ def compare_hosts(facts: dict[str, str]) -> Report:
 
 def measure_computing(hosts_W: list[str]) -> list[Report]:
     """A float32 matrix product on all ranks at once: `seconds` and `flops_per_second` of each."""
-    side = _SIDE["gpu" if comm.on_gpu() else "cpu"]
+    side = _SIDE if device.on_accelerator() else _SIDE_ON_CPU
     matrix = paddle.ones([side, side])
     _seconds(lambda: paddle.matmul(matrix, matrix))
     comm.barrier()
@@ -169,7 +169,7 @@ def measure_links(hosts_W: list[str]) -> list[Report]:
 
 def _measure_link(first: int, second: int, link: Any) -> Report | None:
     """Both ranks of a pair call it; the first one returns what it measured."""
-    piece = paddle.zeros([_PIECE_BYTES["gpu" if comm.on_gpu() else "cpu"] // 4])
+    piece = paddle.zeros([(_PIECE_BYTES if device.on_accelerator() else _PIECE_BYTES_ON_CPU) // 4])
     mark = paddle.zeros([1])
     if comm.rank() == second:
         for _ in range(_PINGS + 1):
@@ -207,8 +207,7 @@ def _seconds(work: Callable[[], Any]) -> float:
     """How long the work takes, the GPU's part of it included."""
     began = time.perf_counter()
     work()
-    if comm.on_gpu():
-        paddle.device.synchronize()
+    device.synchronize()
     return time.perf_counter() - began
 
 

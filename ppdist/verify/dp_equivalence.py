@@ -4,7 +4,8 @@ The ranks train some steps as configured.  Then rank 0, while the others wait, s
 that trains the same steps alone:
 
     train.sync_bn: false    1 rank, the same micro-batches one after the other: each is normalised
-                            by its own statistics there as here
+                            by its own statistics there as here, and moves the running statistics
+                            of the rank that it stands for
     train.sync_bn: true     1 rank, batches of all ranks together: as synchronised statistics see it
 
 Two ways to add the same numbers differ by rounding, and training amplifies that; how far depends on
@@ -41,9 +42,10 @@ from ppdist.benchmark.scaling import launch
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.engine.build import build_training
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import Clock, TrainStep, running_statistics
+from ppdist.models.base import ImageModel
 from ppdist.models.layers import take_sync_batch_norm
 from ppdist.optim.ema import Decay
 
@@ -116,8 +118,7 @@ def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -
     require_comparable(config)
     with redirect_stdout(sys.stderr):
         ranks = train_steps(config, steps)
-    if comm.on_gpu():
-        paddle.device.cuda.empty_cache()  # the process alone needs the same card
+    device.release_memory()  # the process alone needs the same card
     digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
     odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
     world = comm.world_size()
@@ -159,9 +160,8 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         ranks = dict(file)
     train = config.train
     with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        together = job["ranks"] if train.sync_bn else 1
-        alone = train_steps(config, job["steps"], stands_for=together)
-        moved = train_steps(config, job["steps"], Rounding.of(config), stands_for=together)
+        alone = train_steps(config, job["steps"], stands_for=job["ranks"])
+        moved = train_steps(config, job["steps"], Rounding.of(config), stands_for=job["ranks"])
     report = {
         **job,
         "one_rank": {
@@ -170,14 +170,7 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         },
         "sync_bn": train.sync_bn,
     }
-    report |= compare(
-        ranks,
-        alone,
-        moved,
-        tolerance=tolerance_of(config),
-        # Running statistics move with every batch they see: alone, one after the other.
-        statistics=train.sync_bn or job["ranks"] == 1,
-    )
+    report |= compare(ranks, alone, moved, tolerance=tolerance_of(config))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
@@ -246,6 +239,49 @@ class Average:
         return (off / max(size, 1e-24)) ** 0.5
 
 
+class StatisticsInTurn:
+    """Running statistics of several ranks, on one that takes their micro-batches in turn.
+
+    Each rank moves its own from what all had in common, and a step ends with their mean.
+    """
+
+    def __init__(self, model: ImageModel, ranks: int) -> None:
+        self._live = running_statistics(model)
+        self._ranks = ranks
+        self._common = [_array(each) for each in self._live]
+        self._begin_step()
+        model.register_forward_pre_hook(lambda layer, inputs: self._next_rank())
+
+    def _begin_step(self) -> None:
+        self._of_ranks = [self._common] * self._ranks
+        self._rank: int | None = None
+
+    def _next_rank(self) -> None:
+        """Micro-batch m of rank r is the one of number m * ranks + r: see TrainSampler."""
+        self._put_away()
+        self._rank = 0 if self._rank is None else (self._rank + 1) % self._ranks
+        self._show(self._of_ranks[self._rank])
+
+    def _put_away(self) -> None:
+        if self._rank is not None:
+            self._of_ranks[self._rank] = [_array(each) for each in self._live]
+
+    def _show(self, arrays: list[np.ndarray]) -> None:
+        for tensor, array in zip(self._live, arrays):
+            tensor.set_value(array)
+
+    def end_step(self, applied: bool) -> None:
+        """Leaves what the ranks would hold; of a step that was not applied what it found."""
+        self._put_away()
+        if applied:
+            self._common = [
+                sum(arrays[1:], arrays[0]) * np.float32(1 / self._ranks)
+                for arrays in zip(*self._of_ranks)
+            ]
+        self._show(self._common)
+        self._begin_step()
+
+
 def train_steps(
     config: ExperimentConfig,
     steps: int,
@@ -259,7 +295,8 @@ def train_steps(
         steps: it takes fewer if the run is shorter.
         rounding: is done to the weights before every step.  With synchronised statistics one rank
             then computes batch norm as ranks do, not as it would.
-        stands_for: ranks whose batches make one of this rank.
+        stands_for: ranks whose micro-batches this one takes: with synchronised statistics those of
+            all together as one, else one after the other.
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
@@ -268,7 +305,11 @@ def train_steps(
         experiment.log.close()
     trainer, derived = experiment.trainer, experiment.trainer.derived
     step = trainer.train_step
-    trainer.feed.stands_for = stands_for
+    turns = None
+    if config.train.sync_bn:
+        trainer.feed.stands_for = stands_for
+    else:
+        turns = StatisticsInTurn(step.model, stands_for)
     if rounding is not None and config.train.sync_bn:
         # Of the two programs that compute batch norm the other one: what they round differently in
         # every layer becomes more than what a few roundings of the weights become.
@@ -285,6 +326,8 @@ def train_steps(
             before = {key: _array(value) for key, value in parameters.items()}
         rates = derived.schedule.rates(number)
         results.append(step(batches, derived.accumulate_steps, number, rates, False, Clock()))
+        if turns is not None:
+            turns.end_step(results[-1].applied)
         weights = _weights(step)
         sketches.append(_sketches(step, weights))
         if results[-1].applied:
@@ -381,16 +424,12 @@ class Measurement:
         return self.difference <= self.allowed
 
 
-def compare(
-    ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float, statistics: bool
-) -> Report:
+def compare(ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float) -> Report:
     """What is measured of the ranks, and how much of it proves anything.
 
-    Args:
-        moved: one rank as in `alone`, moved by a rounding.
-        statistics: compare running statistics of batch norm too.
+    Args: moved: one rank as in `alone`, moved by a rounding.
     """
-    found = measure(ranks, alone, moved, tolerance=tolerance, statistics=statistics)
+    found = measure(ranks, alone, moved, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
     rounding_S = np.minimum(losses_off(moved, alone), norm_off(moved, alone))
     tells_S = _ROUNDINGS_ALLOWED * _envelope(rounding_S) <= _BLIND
@@ -402,9 +441,7 @@ def compare(
     }
 
 
-def measure(
-    ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float, statistics: bool
-) -> list[Measurement]:
+def measure(ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float) -> list[Measurement]:
     """The rows of `compare`."""
     found = []
     for name, off_by_step in (("losses", losses_off), ("gradient norm", norm_off)):
@@ -412,7 +449,7 @@ def measure(
         allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
         off_S = off_by_step(ranks, alone)
         found.append(_worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND)))
-    for group in ("weights", *["statistics"] * statistics):
+    for group in ("weights", "statistics"):
         moved_S = _moved(alone, group)
         if moved_S.any():  # a model without statistics has none that move
             rounding_S = _envelope(sketches_off(moved, alone, group))
@@ -516,11 +553,6 @@ def lines(report: Report) -> list[str]:
     result.append(f"  training moved the weights by {report['weights_moved']:.1e}")
     if odd:
         result.append(f"  other weights than rank 0: rank {', '.join(map(str, odd))}")
-    if not report["sync_bn"] and report["ranks"] > 1:
-        result.append(
-            "  not compared: running statistics of batch norm (one rank meets the micro-batches "
-            "one after the other; those of ranks are averaged)"
-        )
     if steps < report["steps_asked_for"]:
         result.append("  the run has no more")
     if report["steps_that_tell"] < steps:

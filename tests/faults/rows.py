@@ -115,8 +115,11 @@ ROWS = (
         "without a majority all go back to what they held at the last checkpoint",
         (AGREEMENT + "test_a_flipped_bit_is_found_and_the_rank_is_named",
          RECOVERY + "test_unequal_replicas_are_named_and_roll_back")),
-    Row(24, "the disk is full at a checkpoint", "training goes on, older checkpoints are whole",
+    Row(24, "the disk is full at a checkpoint", "older ones but the newest and the best make room; "
+        "without any, training goes on and older checkpoints are whole",
         ("tests/unit/engine/test_checkpoint_writer.py::"
+         "test_a_disk_for_two_checkpoints_takes_any_number",
+         "tests/unit/engine/test_checkpoint_writer.py::"
          "test_full_disk_keeps_checkpoints_until_room",
          SAVING + "test_a_full_disk_costs_a_checkpoint_and_nothing_else",
          BEARS + "[disk-full=2@rank0:step3]")),

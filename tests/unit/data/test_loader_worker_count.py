@@ -20,7 +20,7 @@ def test_the_worker_count_follows_from_cores_and_ranks(
     monkeypatch, caplog, available, ranks, gpu, expected
 ):
     monkeypatch.setattr(loader, "available_cores", lambda: float(available))
-    monkeypatch.setattr(loader.comm, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(loader.device, "on_accelerator", lambda: gpu)
     worker_count.cache_clear()
     with caplog.at_level(logging.INFO, "ppdist.data"):
         assert worker_count("auto", ranks) == expected

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from ppdist.config.distributed import DistributedConfig
+from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from tests.unit.engine.tiny import init_cpu, tiny_config
+from tests.unit.engine.tiny import tiny_config
 
 
 def build_run(
@@ -19,9 +21,10 @@ def build_run(
     changed=False,
     evaluate=False,
     callbacks=(),
+    device="cpu",
 ):
     """The experiment of a tiny model; resume may be True (from output_dir) or a path."""
-    init_cpu()
+    comm.init(device, DistributedConfig())
     return build_training(
         tiny_config(Path(data), overrides, model),
         output_dir=Path(output_dir),

@@ -12,7 +12,7 @@ import pytest
 from ppdist.common.logging import RunLog
 from ppdist.config import load_config
 from ppdist.config.train import AmpConfig
-from ppdist.distributed import comm
+from ppdist.distributed import comm, device
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
     ADDRESSES,
@@ -169,7 +169,7 @@ def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
         raise OSError("cuda error 999")
 
     monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
-    monkeypatch.setattr(comm, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "on_accelerator", lambda: True)
     assert CARD not in free_memory(1)
     with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
         log_estimate(fail, log)

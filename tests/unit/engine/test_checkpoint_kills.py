@@ -50,7 +50,7 @@ def save_one_more(folder: Path, step: int = NEW) -> None:
     """Saves a best one and deletes 10 and 20, 30."""
     writer = CheckpointWriter(folder, "seed: 1\n", KEEP)
     writer.hand_over(snapshot_of(step, step))
-    assert writer.finish() == ""
+    assert writer.finish() is None
 
 
 def watch(before: Callable[[str, Any], None]) -> None:

@@ -21,6 +21,7 @@ from ppdist.engine.checkpoint import (
     point_at_step,
     prune,
     read_checkpoint,
+    room_warning,
     save_checkpoint,
     set_aside,
 )
@@ -72,7 +73,7 @@ def test_slow_storage_saves_newest_without_blocking(tmp_path, storage, record_pr
         assert step > 1 or storage.began.acquire(timeout=SECONDS)
     record_property("longest_hand_over_seconds", longest)
     storage.goes_on.release(9)
-    assert writer.finish() == "" and storage.tried == [1, 5] and writer.troubles() == []
+    assert writer.finish() is None and storage.tried == [1, 5] and writer.troubles() == []
     assert steps_in(tmp_path) == [1, 5]
 
 
@@ -84,7 +85,7 @@ def test_the_best_is_written_although_newer_ones_wait(tmp_path, storage):
         writer.make_room()
         writer.hand_over(snapshot(step, best))
     storage.goes_on.release(9)
-    assert writer.finish() == "" and storage.tried == [1, 3, 5]
+    assert writer.finish() is None and storage.tried == [1, 3, 5]
     assert (tmp_path / "best").resolve().name == "step-00000003"
     assert (tmp_path / "last").resolve().name == "step-00000005"
 
@@ -103,7 +104,7 @@ def test_refused_best_is_retried_before_next(tmp_path, storage):
     storage.refuses = False
     writer.make_room()
     writer.hand_over(snapshot(3, 1))
-    assert writer.finish() == ""
+    assert writer.finish() is None
     assert storage.tried == [1, 1, 2, 1, 3] and steps_in(tmp_path) == [1, 3]
     assert (tmp_path / "best").resolve().name == "step-00000001"
 
@@ -113,10 +114,10 @@ def test_end_retries_newest_then_reports_loss(tmp_path, storage):
     storage.refuses = True
     storage.goes_on.release(99)
     writer.hand_over(snapshot(1))
-    assert writer.finish() == "the checkpoint of step 1 was not written: the disk is full"
+    assert str(writer.finish()) == "the checkpoint of step 1 was not written: the disk is full"
     assert storage.tried == [1, 1] and len(writer.troubles()) == 2
     storage.refuses = False
-    assert writer.finish() == "" and steps_in(tmp_path) == [1]
+    assert writer.finish() is None and steps_in(tmp_path) == [1]
 
 
 def test_a_bug_in_the_thread_is_told_and_does_not_end_it(tmp_path):
@@ -126,7 +127,7 @@ def test_a_bug_in_the_thread_is_told_and_does_not_end_it(tmp_path):
     writer._wait()
     assert "KeyError" in writer.troubles()[0]
     writer.hand_over(snapshot(2))
-    assert writer.finish() == "" and steps_in(tmp_path) == [2]
+    assert writer.finish() is None and steps_in(tmp_path) == [2]
 
 
 def test_late_best_does_not_move_last_back(tmp_path, storage):
@@ -141,7 +142,7 @@ def test_late_best_does_not_move_last_back(tmp_path, storage):
     assert storage.began.acquire(timeout=SECONDS)
     storage.refuses = False
     storage.goes_on.release(9)
-    assert writer.finish() == "" and storage.tried == [8, 8, 12, 8]
+    assert writer.finish() is None and storage.tried == [8, 8, 12, 8]
     assert steps_in(tmp_path) == [8, 12]
     assert (tmp_path / "last").resolve().name == "step-00000012"
     assert (tmp_path / "best").resolve().name == "step-00000008"
@@ -151,7 +152,7 @@ def test_self_link_does_not_end_writer_thread(tmp_path):
     (tmp_path / "best").symlink_to("best")
     writer = CheckpointWriter(tmp_path, "", keep=9)
     writer.hand_over(snapshot(1))
-    assert writer.finish() == "" and steps_in(tmp_path) == [1]
+    assert writer.finish() is None and steps_in(tmp_path) == [1]
     assert "failed to link the best or delete old checkpoints: " in writer.troubles()[0]
 
 
@@ -175,18 +176,51 @@ def test_full_disk_keeps_checkpoints_until_room(small_disk, monkeypatch):
     folder = small_disk / "checkpoints"
     writer = CheckpointWriter(folder, "seed: 1\n", keep=2)
     writer.hand_over(snapshot(1, floats=100_000))
-    assert writer.finish() == ""
+    assert writer.finish() is None
     filler = small_disk / "filler"
     filler.write_bytes(bytes(400_000))
     writer.hand_over(snapshot(2, floats=100_000))
     lost = writer.finish()
-    assert "No space left on device (needs 0.4 MB, 0.2 MB free)" in lost
+    assert "No space left on device (needs 0.4 MB and 5 inodes, 0.2 MB and " in str(lost)
     checkpoint, passed_over = newest_valid(folder)
     assert checkpoint.state["step"] == 1 and passed_over == []
     assert {path.name for path in folder.iterdir()} == {"step-00000001", "last"}  # no drafts
     filler.unlink()
     writer.hand_over(snapshot(3, floats=100_000))
-    assert writer.finish() == "" and newest_valid(folder)[0].state["step"] == 3
+    assert writer.finish() is None and newest_valid(folder)[0].state["step"] == 3
+
+
+def test_a_disk_for_two_checkpoints_takes_any_number(small_disk, monkeypatch):
+    """`keep` would need room for one more: before, the third and all later ones were lost."""
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
+    folder = small_disk / "checkpoints"
+    writer = CheckpointWriter(folder, "seed: 1\n", keep=3)
+    for step in (1, 2, 3, 4, 5):
+        writer.hand_over(snapshot(step, floats=100_000))  # 0.4 of 1 MiB
+        assert writer.finish() is None
+        assert newest_valid(folder)[0].state["step"] == step
+    told = writer.troubles()
+    assert len(told) == 3 and "to make room for that of step 5" in told[-1]
+    damaged = folder / "step-00000005" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    writer.hand_over(snapshot(6, floats=100_000))
+    assert writer.finish() is not None  # the room of the older, whole one is not taken
+    assert newest_valid(folder)[0].state["step"] == 4
+
+
+def test_too_small_a_disk_is_said_beforehand(small_disk):
+    text = room_warning(small_disk / "checkpoints", snapshot(1, floats=100_000), keep=3)
+    assert text.startswith("output_dir: 1 MB are free at ") and "of 0.4 MB each" in text
+    assert room_warning(Path("/tmp/checkpoints"), snapshot(1), keep=3) == ""
+
+
+def test_no_inodes_left_is_said(small_disk, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
+    subprocess.run(["mount", "-o", "remount,nr_inodes=6", f"{small_disk}"], check=True)
+    writer = CheckpointWriter(small_disk / "checkpoints", "seed: 1\n", keep=3)
+    writer.hand_over(snapshot(1))
+    refused = writer.finish()
+    assert "MB and 4 inodes free)" in str(refused)
 
 
 def test_file_system_without_links_takes_checkpoints(tmp_path, monkeypatch):
@@ -197,7 +231,7 @@ def test_file_system_without_links_takes_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", refuse)
     writer = CheckpointWriter(tmp_path, "", keep=9)
     writer.hand_over(snapshot(1, 1))
-    assert writer.finish() == "" and newest_valid(tmp_path)[0].state["step"] == 1
+    assert writer.finish() is None and newest_valid(tmp_path)[0].state["step"] == 1
     assert "failed to link the best" in writer.troubles()[0]
 
 
@@ -282,4 +316,4 @@ def test_writer_drops_steps_beyond_rollback(tmp_path, storage):
     writer.drop_beyond(4)
     storage.refuses = False
     writer.hand_over(snapshot(5))
-    assert writer.finish() == "" and steps_in(tmp_path) == [5]
+    assert writer.finish() is None and steps_in(tmp_path) == [5]

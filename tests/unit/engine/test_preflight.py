@@ -18,7 +18,7 @@ from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm, store
+from ppdist.distributed import comm, device, store
 from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
@@ -95,7 +95,7 @@ def attempt(work: Callable[[], Any]) -> str:
 
 def on_two_ranks(folder: str) -> dict[str, str]:
     """Several differences between two ranks, one after the other; all of them are told of each."""
-    texts = {"devices": attempt(lambda: init_with(comm, "_choose_device", lambda device: "gpu"))}
+    texts = {"devices": attempt(lambda: init_with(device, "choose", lambda wanted: "gpu"))}
     other = DistributedConfig(bucket_mb="auto" if comm.rank() else 25)
     texts["joining"] = attempt(lambda: comm.init("cpu", other))
     init_cpu()

@@ -45,6 +45,7 @@ class RecordingOptimizer:
     def __init__(self, parameter) -> None:
         self.parameter = parameter
         self.gradients: list[float] = []
+        self._grad_clip = None
         self._master_weights: dict = {}
         self._parameter_list = [parameter]
 

@@ -68,10 +68,15 @@ def test_two_ranks_train_like_one(config_file: Path) -> None:
     assert report["ranks"] == 2 and report["steps"] == STEPS
     assert report["one_rank"] == {"batch_size_per_card": 2, "accumulate_steps": 2}
     measured = {each["name"]: each for each in report["measured"]}
-    assert set(measured) == {"losses", "gradient norm", "weights", "averaged weights"}
+    assert set(measured) == {
+        "losses",
+        "gradient norm",
+        "weights",
+        "statistics",
+        "averaged weights",
+    }
     assert measured["losses"]["difference"] <= 1e-5
     assert report["ranks_with_other_weights"] == []
-    assert "not compared: running statistics" in done.stdout
     assert {path.name for path in config_file.parent.iterdir()} <= {
         "data", "cfg.yml", "report.json"
     }  # fmt: skip
@@ -153,7 +158,7 @@ def right(config_file: Path) -> tuple[Trace, Trace]:
 
 def judged(trained: Trace, right: tuple[Trace, Trace]):
     """(verdict, rows that are too far off) of a run that takes the place of the ranks'."""
-    found = compare(trained, *right, tolerance=1e-5, statistics=True)
+    found = compare(trained, *right, tolerance=1e-5)
     report = {**found, "steps": STEPS, "ranks_with_other_weights": []}
     return verdict(report), [each["name"] for each in report["measured"] if not each["passed"]]
 
@@ -190,10 +195,11 @@ def test_an_average_moved_twice_is_found_out(
     assert judged(wrong, right) == ("FAIL", ["averaged weights"])
 
 
-def test_ranks_that_stand_still_are_found_out(right) -> None:
+@pytest.mark.parametrize("group", ["weights", "statistics"])
+def test_ranks_that_stand_still_are_found_out(group, right) -> None:
     still = dict(right[0])
-    still["sketch/weights"] = still["sketch/weights"][:1].repeat(STEPS + 1, 0)
-    assert judged(still, right) == ("FAIL", ["weights"])
+    still[f"sketch/{group}"] = still[f"sketch/{group}"][:1].repeat(STEPS + 1, 0)
+    assert judged(still, right) == ("FAIL", [group])
 
 
 def test_weights_that_hardly_move_prove_nothing(right) -> None:
@@ -215,6 +221,7 @@ def trace(losses: list[float]) -> Trace:
         "losses/loss": np.array(losses),
         "norm/gradient": np.ones(len(losses)),
         "sketch/weights": 1.0 + np.arange(len(losses) + 1.0)[:, None],
+        "sketch/statistics": np.ones([len(losses) + 1, 1]),
     }
 
 
@@ -222,7 +229,7 @@ def test_ranks_may_be_off_by_ten_roundings() -> None:
     alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-4, 1.0])
     for off, passes in ((9e-4, True), (11e-4, False)):
         ranks = trace([1.0, 1.0, 1.0 + off])  # what has grown counts on
-        losses, *_ = measure(ranks, alone, moved, tolerance=1e-5, statistics=False)
+        losses, *_ = measure(ranks, alone, moved, tolerance=1e-5)
         assert (losses.name, losses.step, losses.passed) == ("losses", 3, passes)
         assert losses.allowed == pytest.approx(1e-3)
 
@@ -230,14 +237,14 @@ def test_ranks_may_be_off_by_ten_roundings() -> None:
 def test_the_first_step_is_not_excused() -> None:
     alone, moved = trace([1.0, 1.0, 1.0]), trace([1.0, 1.0 + 1e-2, 1.0])
     ranks = trace([1.0 + 1e-4, 1.0, 1.0])
-    losses, *_ = measure(ranks, alone, moved, tolerance=1e-5, statistics=False)
+    losses, *_ = measure(ranks, alone, moved, tolerance=1e-5)
     assert (losses.step, losses.allowed, losses.passed) == (1, 1e-5, False)
 
 
 def test_nan_loss_only_on_ranks_fails() -> None:
     alone = trace([1.0, 1.0])
     ranks = trace([1.0, float("nan")])
-    losses, *_ = measure(ranks, alone, alone, tolerance=1e-5, statistics=False)
+    losses, *_ = measure(ranks, alone, alone, tolerance=1e-5)
     assert not losses.passed
 
 

@@ -1,0 +1,145 @@
+"""Where a rank's tensors live: the CPU, or any accelerator.
+
+A kind is Paddle's own word for it: `cpu`, `gpu` (CUDA or ROCm), `xpu`, or the name of a plug-in's
+device (`npu`, `mlu`, ...).  Nothing above this folder asks for a kind by name.
+"""
+
+import os
+from typing import Any
+
+import paddle
+from paddle import distributed as pd
+
+from ppdist.common.errors import ConfigError
+from ppdist.distributed.store import host, rank, world_size
+
+CPU = "cpu"
+BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
+_NVIDIA_BUILDS = "https://www.paddlepaddle.org.cn/packages/stable/cu129/"
+
+
+def accelerators() -> list[str]:
+    """Kinds of accelerators that this Paddle can use here and now, its own before plug-ins'."""
+    found = []
+    if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
+        found.append("gpu")
+    if paddle.device.is_compiled_with_xpu() and paddle.device.xpu.device_count() > 0:
+        found.append("xpu")
+    named = [each.partition(":")[0] for each in paddle.device.get_available_custom_device()]
+    return found + list(dict.fromkeys(named))
+
+
+def card_count() -> int:
+    """Cards of this rank's kind that its process sees; 0 on the CPU."""
+    return paddle.device.device_count() if on_accelerator() else 0
+
+
+def kind() -> str:
+    """Of this rank's device."""
+    return paddle.device.get_device().partition(":")[0]
+
+
+def on_accelerator() -> bool:
+    """True when tensors live anywhere but in the memory of the host."""
+    return kind() != CPU
+
+
+def choose(wanted: str) -> str:
+    """Sets the device of this rank's tensors; returns its kind.
+
+    Args: wanted: a kind, or `auto`: the first accelerator there is, unless the launcher has
+        started processes for CPUs.
+    Raises: ConfigError: a kind that this Paddle cannot use, or the launcher has started processes
+        for CPUs; or a card that computes nonsense.
+    """
+    there = accelerators()
+    for_cpus = world_size() > 1 and os.environ.get(BACKEND) == "gloo"
+    if wanted not in ("auto", CPU, *there):
+        able = [CPU, *paddle.device.get_all_device_type()]
+        found = "sees no card" if wanted in able else f"knows only {', '.join(able)}"
+        raise ConfigError(
+            f"{wanted} was asked for, but the installed Paddle {paddle.__version__} {found}",
+            code="device_unavailable",
+            where="device",
+            fix="install the Paddle for it (README, GPU), or set device: cpu",
+        )
+    if wanted not in ("auto", CPU) and for_cpus:
+        raise ConfigError(
+            f"{wanted} was asked for, but the launcher started processes for CPUs",
+            code="launched_for_cpu",
+            where="device",
+            fix="start it with --selected_gpus (--devices for other kinds), or set device: cpu",
+        )
+    if wanted == CPU or for_cpus or not there:
+        paddle.set_device(CPU)
+        os.environ[BACKEND] = "gloo"  # a build for cards would take theirs
+        return CPU
+    chosen = there[0] if wanted == "auto" else wanted
+    paddle.set_device(f"{chosen}:{pd.ParallelEnv().device_id}")
+    require_arithmetic()
+    return chosen
+
+
+def require_arithmetic() -> None:
+    """Refuses a card on which 1 + 1 is not 2.
+
+    Where the wheel holds no code for a card, Paddle warns and every operator gives zeros, and a
+    training goes on with them (PaddlePaddle/Paddle#72252).
+
+    Raises: ConfigError: it is one.
+    """
+    two = (paddle.ones([1]) + paddle.ones([1])).item()
+    if two != 2.0:
+        raise ConfigError(
+            f"rank {rank()} (host {host()}): 1 + 1 is {two:g} on {_card()}, for which this Paddle "
+            f"{paddle.__version__} holds no code",
+            code="card_without_code",
+            where="device",
+            fix=f"install the build for it: pip install paddlepaddle-gpu -i {_NVIDIA_BUILDS}",
+        )
+
+
+def put(values: Any) -> paddle.Tensor:
+    """A copy of an array on this rank's device, for which the host does not wait.
+
+    It goes to the card from memory that the card reads by itself, in the order of what else the
+    card was given.  That memory lives as long as the tensor: keep it until something is read back.
+    """
+    if not on_accelerator():
+        return paddle.to_tensor(values)
+    staged = paddle.to_tensor(values, place=_staging_place())
+    tensor = staged.to(_card(), blocking=False)
+    tensor.staged = staged
+    return tensor
+
+
+def _staging_place() -> Any:
+    """Pinned memory where Paddle has it; a plug-in's device has to see all of the host's."""
+    pinned = {"gpu": "CUDAPinnedPlace", "xpu": "XPUPinnedPlace"}.get(kind())
+    return getattr(paddle, pinned)() if pinned and hasattr(paddle, pinned) else paddle.CPUPlace()
+
+
+def synchronize() -> None:
+    """Waits until the device has done all it was given; on the CPU it always has."""
+    if on_accelerator():
+        paddle.device.synchronize()
+
+
+def release_memory() -> None:
+    """Gives cached memory of the card back; on the CPU see `comm.keep_freed_memory`."""
+    if on_accelerator():
+        paddle.device.empty_cache()
+
+
+def peak_allocated_bytes() -> int:
+    """The most that tensors have taken on this rank's card; 0 on the CPU."""
+    return paddle.device.max_memory_allocated(_card()) if on_accelerator() else 0
+
+
+def peak_reserved_bytes() -> int:
+    """The most that Paddle's allocator has taken of this rank's card; 0 on the CPU."""
+    return paddle.device.max_memory_reserved(_card()) if on_accelerator() else 0
+
+
+def _card() -> str:
+    return paddle.device.get_device()  # without it a plug-in's first card is asked
