@@ -645,17 +645,18 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     variables = _clean(environment)
     labels, note = cards_of_run(options, environment, machine)
     processes = len(labels) or options.processes or 1
+    name, visible = _visible(options, environment, machine)
+    if name in variables and visible is not None:
+        variables[name] = ",".join(visible if labels else ())  # some readers keep its spaces
     if labels:
-        device, (_, visible) = options.kind, _visible(options, environment, machine)
+        device = options.kind
         cards = [_card_variables(device, label, visible) for label in labels]
         what = f"card{'s' * (processes > 1)}" if device == "gpu" else device
         what += f" {','.join(labels)}"
     else:
-        device, visible, cards = "cpu", [], [{"PADDLE_DISTRI_BACKEND": "gloo"}] * processes
+        device, cards = "cpu", [{"PADDLE_DISTRI_BACKEND": "gloo"}] * processes
         threads = variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // processes)))
         what = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
-    if "CUDA_VISIBLE_DEVICES" in variables and device in ("cpu", "gpu"):
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible or [])  # without spaces
     hosts: list[str] = []
     port, ranks_port, where = None, options.start_port, ""
     if options.master is not None:
@@ -806,7 +807,7 @@ def cards_of_run(
     variable, noun = environment.get(name), "GPU" if options.kind == "gpu" else options.kind
     if wanted is not None and not visible:
         found = f"this machine has no visible {noun}"
-        if variable is not None and (machine.cards or options.kind != "gpu"):
+        if machine.cards or options.kind != "gpu":
             found = f"{name}={variable!r} hides all {noun}s of this machine"
         raise LaunchError(
             f"cards {','.join(wanted)} were asked for, but {found}; to train on its CPU, type: "
@@ -863,9 +864,7 @@ def _visible(
     if options.kind == "xpu" and "XPULINK_VISIBLE_DEVICES" in environment:
         name = "XPULINK_VISIBLE_DEVICES"
     variable = environment.get(name, "all").strip()
-    return name, None if variable == "all" else [
-        part for part in re.split(r"[,\s]+", variable) if part
-    ]
+    return name, None if variable == "all" else variable.replace(",", " ").split()
 
 
 def _refuse_absent(

@@ -387,6 +387,7 @@ def test_cards_of_another_kind_are_taken_as_named(typed: str, variables: dict[st
 def test_visible_cards_of_another_kind_are_numbered_anew() -> None:
     made = plan("--devices mlu:6", machine(), MLU_VISIBLE_DEVICES="4, 6")
     assert told(made, "FLAGS_selected_mlus") == "1"
+    assert made.environment["MLU_VISIBLE_DEVICES"] == "4,6"
     made = plan("", machine(), MLU_VISIBLE_DEVICES="4,6", PADDLE_XCCL_BACKEND="mlu")
     assert told(made, "FLAGS_selected_mlus") == "0 1"
     made = plan("--nproc_per_node 2", machine(), PADDLE_XCCL_BACKEND="mlu")
