@@ -1,12 +1,12 @@
-"""The `fleetrun` command: a front over Paddle's launcher; imports no Paddle.
+"""The `fleetrun` command: starts the ranks of a run; imports no Paddle.
 
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 
     options      what was typed
-    topology     cards, hosts, ports, and what Paddle's launcher is given
+    topology     cards, hosts, ports, and the variables of each rank
     rendezvous   hosts find each other, compare, and stay connected
     supervisor   the processes of this host's ranks
-    worker       what Paddle's launcher starts for each rank
+    worker       what is started for each rank, and starts the script
     watchdog     who makes no progress, who failed first, which exit code
     metrics      what Prometheus reads
     doctor       preflight of a host

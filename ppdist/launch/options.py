@@ -1,7 +1,8 @@
 """Command line of fleetrun: its own options and Paddle's launcher's.
 
 Paddle's parser takes the value of an option that it does not know for the training script, so
-everything before the script is checked here and nothing unknown reaches it.
+everything before the script is checked here and nothing unknown reaches it.  Its launcher starts
+the ranks only where that is needed for one of its own options (`Options.needs_paddle`).
 """
 
 import difflib
@@ -37,6 +38,7 @@ STALE_VARIABLES = (
     "PADDLE_RANK_IN_NODE",
     "FLAGS_selected_gpus",
 )
+KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug-in brings
 TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"  # what its user gives to all hosts of a job, see rendezvous.py
 START_SECONDS = 600
 MOST_RESTARTS = 1_000_000
@@ -56,12 +58,16 @@ class Option:
         return self.names[0].lstrip("-")
 
 
+_GPU = "gpu"
 _CARDS = Option(
-    ("--devices", "--selected_gpus", "--selected_gpu", "--gpus"),
+    ("--devices", "--selected_gpus", "--selected_gpu", "--gpus", "--xpus", "--npus"),
     "0-3,6",
-    "cards to use, one process each: a list with ranges of their physical ids",
+    "cards to use, one process each: a list with ranges of their physical ids.  Of another kind "
+    "than NVIDIA's: --devices KIND:0-7, or --npus 0-7, or --devices 0-7 with "
+    f"{KIND_VARIABLE}=KIND in the environment; KIND is Paddle's name, such as npu, xpu, mlu",
     ("PADDLE_DEVICES",),
 )
+_KIND_OF_NAME = {"--xpus": "xpu", "--npus": "npu"}
 _IPS = Option(("--ips",), "A,B", "all hosts of the run, rank 0's first", ("PADDLE_IPS",))
 _OURS = (
     _CARDS,
@@ -128,6 +134,8 @@ _PADDLES = (
     Option(("--with_gloo",), "0|1", variables=("PADDLE_WITH_GLOO",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
+# What they do shows in the log of Paddle's launcher alone, which nobody sees.
+_WITHOUT_EFFECT = {"job_id", "log_level"}
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
 OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.variables)
@@ -140,6 +148,7 @@ class Options:
     script: str
     script_arguments: tuple[str, ...]
     typed: tuple[str, ...]  # everything before the script, for messages that suggest a command
+    kind: str = _GPU  # of the cards
     cards: str | None = None
     ips: str | None = None
     processes: int | None = None
@@ -153,6 +162,11 @@ class Options:
     log_dir: str = "log"
     log_overwrite: bool = False
     passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
+
+    @property
+    def needs_paddle(self) -> bool:
+        """Whether Paddle's launcher is to start the ranks, because only it knows how."""
+        return self.master is not None or not self.passed.keys() <= _WITHOUT_EFFECT
 
 
 def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
@@ -174,11 +188,13 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
                 values.setdefault(option.key, environment[variable])
     taken = {option.key for option in _OURS}
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
+    kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
     return Options(
         script=rest[0],
         script_arguments=tuple(rest[1:]),
         typed=tuple(arguments[: len(arguments) - len(rest)]),
-        cards=values.get(_CARDS.key),
+        kind=kind,
+        cards=cards,
         ips=values.get(_IPS.key),
         processes=_integer(values, "nproc_per_node", 1, 4096),
         host=values.get("host"),
@@ -200,7 +216,10 @@ def help_text() -> str:
     for option in _OURS:
         lines.append(f"  {', '.join(option.names)} {option.metavar}\n      {option.help}")
     names = ", ".join(name for option in _PADDLES for name in option.names)
-    lines.append(f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}")
+    lines.append(
+        f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}\n"
+        "With one of them or --master it starts the ranks, which takes a second and 300 MB more."
+    )
     return "\n".join(lines)
 
 
@@ -243,6 +262,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                     break
                 value += rest.pop(0)
         value = value.strip().strip("'\"").strip()
+        if name in _KIND_OF_NAME:
+            value = f"{_KIND_OF_NAME[name]}:{value}"
         if option.key in values:
             raise LaunchError(
                 f"{' / '.join(option.names)} was given before, as {values[option.key]!r}",
@@ -266,6 +287,20 @@ def _unknown(name: str) -> str:
         f"unknown option {name} before the script; {hint}options of the script go after it, and "
         f"fleetrun --help lists those that go before"
     )
+
+
+def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
+    """Kind and list of `0-3`, `npu:0-3`.  Args: kind: where the text says none."""
+    typed, colon, cards = (text or "").rpartition(":")
+    kind = typed if colon else kind
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", kind) or kind == "cpu":
+        raise LaunchError(
+            f"{kind!r} is no kind of card",
+            code="cards_invalid",
+            where=f"cards {text!r}" if colon else f"{KIND_VARIABLE}={kind}",
+            fix="expected a list such as 0-3 or npu:0-3; for CPUs --nproc_per_node N alone",
+        )
+    return kind, None if text is None else cards
 
 
 def _integer(values: Mapping[str, str], key: str, least: int, most: int) -> int | None:

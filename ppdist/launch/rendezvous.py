@@ -47,7 +47,6 @@ from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
 from ppdist.common.process import STOPPED, USER_ERROR
-from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
     LaunchPlan,
@@ -57,7 +56,6 @@ from ppdist.launch.topology import (
     typed_hosts,
 )
 from ppdist.launch.watchdog import Outcome, Stopped, at_once
-from ppdist.launch.worker import CPU_VARIABLE
 
 _POLL_SECONDS = 0.1
 
@@ -237,7 +235,7 @@ class Handshake:
     host: str  # which of `hosts` it is
     hosts: tuple[str, ...]  # addresses
     processes: int  # on this host
-    device: str  # gpu or cpu
+    device: str  # cpu, gpu or another kind of card
     script: str
     arguments: tuple[str, ...]
     ppdist: str  # versions
@@ -284,7 +282,7 @@ def own_handshake(
         host=plan.host,
         hosts=plan.hosts,
         processes=plan.processes,
-        device="cpu" if plan.environment.get(CPU_VARIABLE) else "gpu",
+        device=plan.device,
         script=options.script,
         arguments=options.script_arguments,
         ppdist=installed_version("ppdist"),
@@ -396,6 +394,9 @@ def _same(own: Sequence[str], other: Sequence[str]) -> int:
 
 def _of_the_run(words: Sequence[str]) -> list[str]:
     """The arguments without those that set where something lies on this host."""
+    # Here, because reading Sections would take half of the time and memory of fleetrun's start.
+    from ppdist.config.distributed import HOSTS_OWN_KEYS
+
     kept = [word for word in words if word.partition("=")[0] not in HOSTS_OWN_KEYS]
     alone = len(kept) < len(words)  # an -o may have lost all its values
     return [

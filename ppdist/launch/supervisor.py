@@ -1,8 +1,9 @@
-"""Supervisor of this host's ranks: starts Paddle's launcher and ends all processes.
+"""Supervisor of this host's ranks: starts, watches and ends all processes.
 
-Paddle's launcher looks after its workers once a second, forgets who failed first, gives the others
-three seconds and then waits for them; when it is killed itself, nobody looks after them.  So
-fleetrun looks by itself, five times a second, and ends the peers of the first failure.
+fleetrun starts a worker (worker.py) for each rank itself.  Paddle's launcher, which would load all
+of Paddle first, does it only where something is asked for that it alone can do, as with --master;
+it forgets who failed first, and when it is killed nobody looks after its workers.  So fleetrun
+looks by itself, five times a second, and ends the peers of the first failure.
 
 Whatever an attempt starts has the attempt's own folder in its environment.  By that a process is
 found though its parent and its process group are gone, and none outlives the attempt.
@@ -21,9 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import EXIT_DIR_VARIABLE, ends_with_this, is_alive
+from ppdist.common.process import EXIT_DIR_VARIABLE, STOPPED, ends_with_this, is_alive
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel
@@ -35,8 +37,10 @@ from ppdist.launch.watchdog import (
     Watch,
     at_once,
     code_of,
+    failed_now,
     first_cause,
     judge,
+    not_started,
     read_ends,
     say,
     say_end,
@@ -44,6 +48,7 @@ from ppdist.launch.watchdog import (
 
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
+_WORD_SECONDS = 1.0  # after which they are asked to end
 _GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _GONE_POLL_SECONDS = 0.02
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
@@ -61,8 +66,7 @@ def run_job(
 
     With a channel to other hosts it waits for theirs as well, and all hosts end alike.
 
-    Paddle's launcher writes the whole environment, secrets too, into its log directory.  It gets a
-    private one that is removed in the end; what the ranks print is in options.log_dir.
+    What the ranks print is in options.log_dir.
 
     Args:
         folder: private and new, for this attempt alone.
@@ -85,7 +89,7 @@ def run_job(
         "log_overwrite": afresh,
         "restart": restarts,
         "processes": plan.processes,
-        "cards": plan.cards,
+        "cards": plan.gpus,
     }
     with private_files(folder):
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
@@ -126,16 +130,45 @@ class _Job:
         self._attempt, self._folder, self._plan = attempt, attempt.folder, plan
         self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
+        self._processes: list[subprocess.Popen] = []  # the workers by local rank, or the launcher
+        self._asked = False  # all ranks to end: SIGTERM was sent
         self._stop_sent = False
+        self._left = False  # a rank has stopped by itself, and the others shall too
         self._ending: float | None = None  # since when the ranks end because one has failed
         self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
         self.said = ""
 
     def run(self) -> Outcome:
         """Starts them, waits until all have ended, and says how."""
-        command = [sys.executable, paddle_launcher.__file__, *self._plan.arguments]
-        command += ["--log_dir", str(self._folder / "paddle"), worker.__file__]
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with terminal, self._attempt.launcher_log.open("wb") as output:
+            terminal.bind(str(self._folder / "terminal"))
+            terminal.listen()
+            try:
+                self._start(output)
+                while any([each.poll() is None for each in self._processes]):
+                    if select.select([terminal], [], [], _POLL_SECONDS)[0]:
+                        _hand_over_terminal(terminal)
+                    self._look()
+                self._look_at_processes()
+            finally:
+                self._end()
+        if self._verdict is not None:
+            return self._verdict
+        stopped = self._received[0] if self._received else None
+        if self._channel is not None and stopped is None:
+            stopped = self._channel.stopped_by
+        code = 0 if self._plan.ranks else self._processes[0].returncode
+        return judge(self._attempt, code, stopped)
+
+    def _start(self, output: BinaryIO) -> None:
+        """Args: output: of Paddle's launcher, or of the workers until they have their own."""
+        command, ranks = [sys.executable, worker.__file__], self._plan.ranks
+        if not ranks:
+            # It writes the whole environment, secrets too, into its log directory: a private one.
+            options = self._plan.paddle_options | {"--log_dir": str(self._folder / "paddle")}
+            words = [word for option in options.items() for word in option]
+            command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
         end_with_fleetrun = ends_with_this(signal.SIGTERM)
 
         def prepare() -> None:
@@ -145,35 +178,24 @@ class _Job:
                 signal.signal(number, signal.SIG_IGN)
             end_with_fleetrun()
 
-        with terminal, self._attempt.launcher_log.open("wb") as output:
-            terminal.bind(str(self._folder / "terminal"))
-            terminal.listen()
-            launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)},
-                start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
-                preexec_fn=prepare,
-            )
+        environment = self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)}
+        for variables in ranks or ({},):
             try:
-                while launcher.poll() is None:
-                    if select.select([terminal], [], [], _POLL_SECONDS)[0]:
-                        _hand_over_terminal(terminal)
-                    self._look(launcher)
-                if launcher.returncode < 0 and self._verdict is None and self._ending is None:
-                    self._verdict = _launcher_killed(launcher)
-            finally:
-                self._end(launcher)
-        if self._verdict is not None:
-            return self._verdict
-        stopped = self._received[0] if self._received else None
-        if self._channel is not None and stopped is None:
-            stopped = self._channel.stopped_by
-        return judge(self._attempt, launcher.returncode, stopped)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment | variables,
+                    start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
+                    preexec_fn=prepare,
+                )
+            except OSError as error:  # as for one process more than the user may have
+                self._verdict = failed_now(f"a rank cannot be started: {error.strerror}")
+                return self._end()
+            self._processes.append(process)
 
-    def _look(self, launcher: subprocess.Popen) -> None:
+    def _look(self) -> None:
         """What has happened since the last look, and what follows from it."""
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
@@ -181,19 +203,43 @@ class _Job:
             others_failed = others_stop and self._channel.stopped_by is None
             others_wait = others_failed and not self._channel.cause_known
         self._watch.look(others_wait)
+        self._look_at_processes()
+        if self._verdict is not None:
+            return
         if not self._stop_sent and not self.said:
-            self._look_for_failures()
+            self._look_for_ends()
         if others_failed and self._ending is None:
             self._ending = time.monotonic()
         if at_once(self._received):
-            self._end_at_once(launcher)
+            self._end_at_once()
         elif self._ending is not None:
-            if time.monotonic() - self._ending > _PEER_SECONDS:
-                self._end(launcher)
+            seconds = time.monotonic() - self._ending
+            if seconds > _WORD_SECONDS:
+                self._ask()
+            if seconds > _PEER_SECONDS:
+                self._end()
         elif not self._stop_sent:
-            self._pass_stop_on(launcher, others_stop)
+            self._pass_stop_on(others_stop)
 
-    def _look_for_failures(self) -> None:
+    def _look_at_processes(self) -> None:
+        """What nobody else could tell: Paddle's launcher is gone, or a worker that said nothing."""
+        if self._verdict is not None or self._ending is not None:
+            return
+        if not self._plan.ranks:
+            launcher = self._processes[0]
+            if (launcher.returncode or 0) < 0:
+                who = f"Paddle's launcher (process {launcher.pid})"
+                name = signal.Signals(-launcher.returncode).name
+                self._verdict = failed_now(f"{who} was killed by {name}, its ranks were ended")
+        elif not self._stop_sent and any(each.returncode for each in self._processes):
+            begun = {report.rank for report in worker.reports(self._folder)}
+            for process, variables in zip(self._processes, self._plan.ranks):
+                rank = int(variables["PADDLE_TRAINER_ID"])
+                if process.returncode and rank not in begun:
+                    self._verdict = not_started(self._attempt, f"rank {rank} did not begin")
+                    return self._end()
+
+    def _look_for_ends(self) -> None:
         ends = _ended(self._folder, self._ending is None)
         if any(end.failed for end in ends):
             cause = first_cause(self._attempt, ends)
@@ -201,16 +247,15 @@ class _Job:
                 self._announce(cause)
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
-        gone = [end for end in ends if end.process_code is not None]  # others may still say why
-        if self._ending is not None and len(gone) == self._plan.processes:
-            self._ending -= _PEER_SECONDS  # nobody is left who could say anything
+        elif any(end.exit_code == STOPPED for end in ends):
+            self._left = True
 
-    def _end_at_once(self, launcher: subprocess.Popen) -> None:
+    def _end_at_once(self) -> None:
         name = signal.Signals(self._received[-1]).name
         said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
         code, first = code_of(self._received), self._received[0]
         self._verdict = Outcome(code, said, first, said, is_consequence=True, time=time.time())
-        self._end(launcher)
+        self._end()
 
     def _announce(self, failure: Outcome) -> None:
         """Says it here and to the other hosts, once."""
@@ -220,7 +265,7 @@ class _Job:
             if self._channel is not None:
                 self._channel.tell_failure(failure)
 
-    def _pass_stop_on(self, launcher: subprocess.Popen, others_stop: bool) -> None:
+    def _pass_stop_on(self, others_stop: bool) -> None:
         """A signal for one process of the job is one for all ranks."""
         asked = _asked_to_stop(self._folder)
         if asked is not None and not self._received and not others_stop:
@@ -230,25 +275,29 @@ class _Job:
         elif self._received:
             name = signal.Signals(self._received[0]).name
             say(f"got {name}: stopping all ranks after their step; a second signal kills them")
-        if self._received or others_stop:
+        if self._received or others_stop or self._left:
             self._stop_sent = True
-            launcher.send_signal(signal.SIGTERM)
+            self._ask()
 
-    def _end(self, launcher: subprocess.Popen) -> None:
+    def _ask(self) -> None:
+        """SIGTERM for all ranks, once: to the group of each worker, in which its script is."""
+        if self._asked:
+            return
+        self._asked = True
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def _end(self) -> None:
         """Kills what is left of this attempt."""
-        if launcher.poll() is None:
-            launcher.kill()  # before its workers, which it would look after
-            launcher.wait()
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()  # Paddle's launcher before its workers, which it would look after
+                process.wait()
         stubborn = _end_all(self._folder)
         if stubborn:
             ids = ", ".join(str(pid) for pid in stubborn)
             say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
-
-
-def _launcher_killed(launcher: subprocess.Popen) -> Outcome:
-    name = signal.Signals(-launcher.returncode).name
-    said = f"Paddle's launcher (process {launcher.pid}) was killed by {name}, its ranks were ended"
-    return Outcome(1, said, told=said, time=time.time())
 
 
 def _hand_over_terminal(listener: socket.socket) -> None:

@@ -1,7 +1,8 @@
-"""Topology of a run: cards, hosts, ports, arguments of Paddle's launcher.
+"""Topology of a run: cards, hosts, ports, variables of each rank.
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
-ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.
+ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.  Cards
+of another kind are taken as they are named: only Paddle's plug-in could count them.
 
 Schedulers make host names known late and give them to other addresses, so names are looked up until
 they answer.
@@ -34,7 +35,7 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
-from ppdist.launch.options import OPTION_VARIABLES, TOKEN_VARIABLE, Options
+from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
 from ppdist.launch.worker import CPU_VARIABLE
 
@@ -210,32 +211,6 @@ def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
             ),
         )
     return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
-
-
-def _choose(wanted: Sequence[str], visible: Sequence[str], variable: str | None) -> list[str]:
-    """The cards asked for, when all of them are visible.
-
-    Args:
-        wanted: ids from `expand_ids`.
-        visible: labels from `visible_labels`; not empty.
-        variable: the value of CUDA_VISIBLE_DEVICES, or None.
-    Raises: LaunchError: one of them is not visible.
-    """
-    absent = [label for label in wanted if label not in visible]
-    if not absent:
-        return list(wanted)
-    if variable is None:
-        raise LaunchError(
-            f"there is no card {', '.join(absent)}: this machine has {_ids(visible)}",
-            code="card_missing",
-            fix="choose among these",
-        )
-    raise LaunchError(
-        f"card {', '.join(absent)} is hidden by CUDA_VISIBLE_DEVICES={variable}: the ids are those "
-        f"nvidia-smi shows, here {_ids(visible)}",
-        code="card_hidden",
-        fix="choose among these, or unset CUDA_VISIBLE_DEVICES",
-    )
 
 
 def _ids(labels: Iterable[object]) -> str:
@@ -645,16 +620,18 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One start of Paddle's launcher on this host."""
+    """How the processes of this host are started."""
 
-    arguments: tuple[str, ...]  # of Paddle's launcher, without its --log_dir and its script
-    environment: dict[str, str]  # the whole environment of the run
+    device: str  # cpu, gpu or another kind of card
     processes: int  # on this host
+    environment: dict[str, str]  # of all of them
+    ranks: tuple[dict[str, str], ...]  # what each gets beside; () where Paddle's launcher does it
+    paddle_options: dict[str, str]  # of that, but its --log_dir; else {}
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
-    host: str  # which of them this is; "" with --master
+    host: str  # which of them this is; "" where --master has to find out
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
-    cards: tuple[str, ...] = ()  # by physical id, in the order of local ranks; none on CPU
+    gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:
@@ -665,49 +642,123 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     Raises: LaunchError: the command does not fit this machine.
     """
     _check_paddle_and_script(options, machine)
-    variables = {name: value for name, value in environment.items() if name not in OPTION_VARIABLES}
-    variables[LAUNCHER_VARIABLE] = "fleetrun"
-    for name in (*_OWN_VARIABLES, TOKEN_VARIABLE):
-        variables.pop(name, None)
-    variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
+    variables = _clean(environment)
     labels, note = cards_of_run(options, environment, machine)
+    processes = len(labels) or options.processes or 1
+    name, visible = _visible(options, environment, machine)
+    if name in variables and visible is not None:
+        variables[name] = ",".join(visible if labels else ())  # some readers keep its spaces
     if labels:
-        processes = len(labels)
-        arguments = ["--devices", ",".join(labels)]
-        what = f"card{'s' * (processes > 1)} {','.join(labels)}"
-        if "CUDA_VISIBLE_DEVICES" in environment:  # Paddle compares texts, spaces and all
-            visible = visible_labels(machine.cards, environment["CUDA_VISIBLE_DEVICES"])
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        device = options.kind
+        cards = [_card_variables(device, label, visible) for label in labels]
+        what = f"card{'s' * (processes > 1)}" if device == "gpu" else device
+        what += f" {','.join(labels)}"
     else:
-        processes = options.processes or 1
-        arguments = ["--nproc_per_node", str(processes)]
-        what = f"CPU (gloo), {_share_cores(variables, processes, machine)}"
+        device, cards = "cpu", [{"PADDLE_DISTRI_BACKEND": "gloo"}] * processes
+        threads = variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // processes)))
+        what = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
     hosts: list[str] = []
-    own, port, where = "", None, ""
+    port, ranks_port, where = None, options.start_port, ""
     if options.master is not None:
-        arguments += _with_master(options, options.master, variables, machine.network)
+        own = _with_master(options, options.master, variables, machine.network)
+        place = {"--master": options.master}
     else:
         hosts, own = _with_hosts(options, variables, machine.network)
         port = choose_port(
             options.start_port, processes, len(hosts), own == hosts[0], machine.network, own,
             options.metrics_port,
         )  # fmt: skip
-        arguments += ["--ips", ",".join(hosts), "--host", own]
-        arguments += ["--start_port", str(_ranks_port(port, len(hosts)))]
+        ranks_port = _ranks_port(port, len(hosts))
+        place = {"--ips": ",".join(hosts)}
         where = f"host {hosts.index(own) + 1} of {len(hosts)}, " if hosts[1:] else ""
-    for key, value in options.passed.items():
-        arguments += [f"--{key}", value]
+    if options.needs_paddle:
+        place |= {"--devices": ",".join(labels)} if labels else {"--nproc_per_node": f"{processes}"}
+        place |= {"--host": own} if own else {}
+        place |= {"--start_port": str(ranks_port)} if ranks_port else {}
+        place |= {f"--{key}": value for key, value in options.passed.items()}
+        if not labels:
+            variables[CPU_VARIABLE] = "1"
+            if "CUDA_VISIBLE_DEVICES" in variables:
+                # Paddle's takes even an empty list for one of one card; the worker hides it.
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
+        ranks: tuple[dict[str, str], ...] = ()
+    else:
+        ranks, place = rank_variables(hosts, own, ranks_port or 0, cards), {}
     plural = "process" if processes == 1 else "processes"
     return LaunchPlan(
-        arguments=tuple(arguments),
-        environment=variables,
+        device=device,
         processes=processes,
+        environment=variables,
+        ranks=ranks,
+        paddle_options=place,
         hosts=tuple(hosts),
         host=own,
         rendezvous_port=port if len(hosts) > 1 else None,
         description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
-        cards=tuple(labels),
+        gpus=tuple(labels) if device == "gpu" else (),
     )
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks get of fleetrun's own environment."""
+    variables = {name: value for name, value in environment.items() if name not in OPTION_VARIABLES}
+    variables[LAUNCHER_VARIABLE] = "fleetrun"
+    for name in (*_OWN_VARIABLES, TOKEN_VARIABLE):
+        variables.pop(name, None)
+    variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
+    # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
+    # a proxy is said to disturb NCCL.
+    variables.setdefault("POD_NAME", socket.gethostname())
+    for name in ("http_proxy", "https_proxy"):
+        if name in variables:
+            variables[f"{name}_original"] = variables.pop(name)
+    return variables
+
+
+def rank_variables(
+    hosts: Sequence[str], own: str, port: int, cards: Sequence[Mapping[str, str]]
+) -> tuple[dict[str, str], ...]:
+    """What Paddle's launcher gives to each process of a host, by which Paddle knows its rank.
+
+    Args:
+        own: which of the hosts it is.
+        port: of the first rank of each host.
+        cards: variables of the device of each process.
+    Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that gives.
+    """
+    count = len(cards)
+    endpoints = [f"{host}:{port + local}" for host in hosts for local in range(count)]
+    first = hosts.index(own) * count
+    found = []
+    for local, card in enumerate(cards):
+        rank, world = str(first + local), str(len(endpoints))
+        found.append(
+            {
+                "PADDLE_MASTER": endpoints[0],
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                "PADDLE_CURRENT_ENDPOINT": endpoints[first + local],
+                "PADDLE_TRAINER_ID": rank,
+                "PADDLE_GLOBAL_RANK": rank,
+                "PADDLE_TRAINERS_NUM": world,
+                "PADDLE_GLOBAL_SIZE": world,
+                "PADDLE_LOCAL_RANK": str(local),
+                "PADDLE_RANK_IN_NODE": str(local),
+                "PADDLE_LOCAL_SIZE": str(count),
+                "PADDLE_NNODES": str(len(hosts)),
+                "PADDLE_AUTO_CLUSTER": "0",
+                **card,
+            }
+        )
+    return tuple(found)
+
+
+def _card_variables(kind: str, label: str, visible: Sequence[str] | None) -> dict[str, str]:
+    """By which Paddle finds the card of a rank: its place among those that are visible."""
+    index = label if visible is None else str(visible.index(label))
+    selected = {f"FLAGS_selected_{kind}s": index}
+    if kind in ("gpu", "xpu"):  # which Paddle is built for; others come with a plug-in
+        return selected
+    return selected | {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: kind}
 
 
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
@@ -742,12 +793,28 @@ def cards_of_run(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[list[str], str]:
     """Cards to use, in the order of local ranks, [] for a run on CPU; a note about them, or ""."""
-    variable = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if options.cards is None else expand_ids(options.cards)
-    visible = visible_labels(machine.cards, variable)
+    name, visible = _visible(options, environment, machine)
+    if visible is None:
+        if wanted is None and options.processes is None:
+            raise LaunchError(
+                f"how many cards of kind {options.kind} this machine has is not known here",
+                code="no_cards",
+                where=f"{KIND_VARIABLE}={options.kind}",
+                fix="name them, as in --devices 0-7, or say how many: --nproc_per_node N",
+            )
+        visible = wanted or [str(index) for index in range(options.processes or 0)]
+    variable, noun = environment.get(name), "GPU" if options.kind == "gpu" else options.kind
     if wanted is not None and not visible:
-        raise LaunchError(_no_cards(options, wanted, machine, variable), code="no_cards")
-    if visible and machine.build == "cpu":
+        found = f"this machine has no visible {noun}"
+        if machine.cards or options.kind != "gpu":
+            found = f"{name}={variable!r} hides all {noun}s of this machine"
+        raise LaunchError(
+            f"cards {','.join(wanted)} were asked for, but {found}; to train on its CPU, type: "
+            f"{_instead(options, len(wanted), machine)}",
+            code="no_cards",
+        )
+    if visible and machine.build == "cpu" and options.kind == "gpu":
         problem = (
             f"this machine has {len(visible)} visible GPU{'s' * (len(visible) > 1)}, but the "
             f"installed paddlepaddle is the CPU build"
@@ -763,34 +830,61 @@ def cards_of_run(
             )
         return [], f"note: {problem}, so no card is used"
     if wanted is not None:
-        chosen = _choose(wanted, visible, variable)
-        if options.processes not in (None, len(chosen)):
+        _refuse_absent(wanted, visible, name, variable)
+        if options.processes not in (None, len(wanted)):
             raise LaunchError(
-                f"{len(chosen)} cards and --nproc_per_node {options.processes} contradict each "
+                f"{len(wanted)} cards and --nproc_per_node {options.processes} contradict each "
                 "other",
                 code="options_conflict",
                 fix="each card gets one process: leave one of the two out",
             )
-        return chosen, ""
+        return wanted, ""
     if options.processes is not None and options.processes > len(visible) > 0:
         raise LaunchError(
-            f"this machine has {len(visible)} visible GPUs and each process needs its own",
+            f"this machine has {len(visible)} visible {noun}s and each process needs its own",
             code="cards_too_few",
             where=f"--nproc_per_node {options.processes}",
-            fix="for a run on CPU: CUDA_VISIBLE_DEVICES= fleetrun ...",
+            fix=f"for a run on CPU: {name}= fleetrun ...",
         )
     return visible[: options.processes], ""
 
 
-def _no_cards(
-    options: Options, wanted: Sequence[str], machine: Machine, variable: str | None
-) -> str:
-    found = "this machine has no visible GPU"
-    if machine.cards:
-        found = f"CUDA_VISIBLE_DEVICES={variable!r} hides all GPUs of this machine"
-    return (
-        f"cards {','.join(wanted)} were asked for, but {found}; to train on its CPU, type: "
-        f"{_instead(options, len(wanted), machine)}"
+def _visible(
+    options: Options, environment: Mapping[str, str], machine: Machine
+) -> tuple[str, list[str] | None]:
+    """The variable that hides cards, and the labels of those that a process would see, in order.
+
+    None: the variable is not set, and only Paddle's plug-in could say.
+    """
+    if options.kind == "gpu":
+        name = "CUDA_VISIBLE_DEVICES"
+        return name, visible_labels(machine.cards, environment.get(name))
+    # As Paddle's launcher calls it, launch/context/device.py.
+    name = f"{options.kind.upper()}_VISIBLE_DEVICES"
+    if options.kind == "xpu" and "XPULINK_VISIBLE_DEVICES" in environment:
+        name = "XPULINK_VISIBLE_DEVICES"
+    variable = environment.get(name, "all").strip()
+    return name, None if variable == "all" else variable.replace(",", " ").split()
+
+
+def _refuse_absent(
+    wanted: Sequence[str], visible: Sequence[str], name: str, variable: str | None
+) -> None:
+    """Raises: LaunchError: a card that was asked for is not visible."""
+    absent = ", ".join(label for label in wanted if label not in visible)
+    if not absent:
+        return
+    if variable is None:
+        raise LaunchError(
+            f"there is no card {absent}: this machine has {_ids(visible)}",
+            code="card_missing",
+            fix="choose among these",
+        )
+    shown = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
+    raise LaunchError(
+        f"card {absent} is hidden by {name}={variable}: the ids are {shown}{_ids(visible)}",
+        code="card_hidden",
+        fix=f"choose among these, or unset {name}",
     )
 
 
@@ -802,16 +896,6 @@ def _instead(options: Options, count: int, machine: Machine) -> str:
     if count > machine.cores:
         text += f"   (this machine has {machine.cores} CPU cores: fewer processes may be faster)"
     return text
-
-
-def _share_cores(variables: dict[str, str], processes: int, machine: Machine) -> str:
-    """Sets what CPU workers need in `variables`; returns what to tell the user."""
-    variables[CPU_VARIABLE] = "1"
-    if "CUDA_VISIBLE_DEVICES" in variables:
-        # Paddle's launcher takes even an empty list for a list of one card; the worker hides it.
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in range(processes))
-    threads = variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // processes)))
-    return f"OMP_NUM_THREADS={threads} each"
 
 
 def _with_hosts(
@@ -829,17 +913,14 @@ def _with_hosts(
     return hosts, own
 
 
-def _with_master(
-    options: Options, master: str, variables: dict[str, str], network: Network
-) -> list[str]:
-    """Arguments for Paddle's own rendezvous; sets in `variables` what `_with_hosts` sets."""
+def _with_master(options: Options, master: str, variables: dict[str, str], network: Network) -> str:
+    """As `_with_hosts`, for Paddle's own rendezvous: this host, "" where that is not known."""
     if options.ips is not None:
         raise LaunchError(
             "--master and --ips are two ways to bring hosts together",
             code="options_conflict",
             fix="give one",
         )
-    arguments = ["--master", master]
     name = master.rpartition("://")[2].partition(":")[0]
     address = network.resolve(name)
     if ":" not in master or address is None:
@@ -851,11 +932,8 @@ def _with_master(
         _refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
     own = options.host or (address if network.is_local(address) else network.towards(address))
     if own is not None:
-        arguments += ["--host", own]
         _choose_interfaces(own, variables, network)
-    if options.start_port is not None:
-        arguments += ["--start_port", str(options.start_port)]
-    return arguments
+    return own or ""
 
 
 def _choose_interfaces(own: str, variables: dict[str, str], network: Network) -> None:

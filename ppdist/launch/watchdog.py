@@ -65,6 +65,7 @@ class Attempt:
 
     @property
     def launcher_log(self) -> Path:
+        """What Paddle's launcher says, or workers that fleetrun starts."""
         return self.folder / "launcher.log"
 
     def log(self, local: int) -> Path:
@@ -532,7 +533,7 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     """How the run ended, from what all ranks of this host have left.
 
     Args:
-        launcher_code: of Paddle's launcher; it counts only where no rank started.
+        launcher_code: of Paddle's launcher, 0 without it; it counts only where no rank failed.
         stopped: the signal that fleetrun received, or None.
     """
     # Nobody is left: who has not left its exit code was killed.
@@ -544,17 +545,26 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     if not ends and stopped is not None:
         return stopped_before(stopped, "any rank began")
     if not ends:
-        said = "Paddle's launcher failed before any rank began:\n" + _tail(attempt.launcher_log)
-        return Outcome(1, said, told=said, time=time.time())
+        return not_started(attempt, "Paddle's launcher failed before any rank began")
     failed = [end for end in ends if end.failed]
     if not failed and codes == {0}:
-        said = f"Paddle's launcher failed:\n{_tail(attempt.launcher_log)}"
-        late = said if launcher_code == 1 else ""
-        return Outcome(1 if late else 0, late, stopped, told=late, time=time.time())
+        if launcher_code == 1:
+            return replace(not_started(attempt, "Paddle's launcher failed"), stopped=stopped)
+        return Outcome(0, "", stopped, time=time.time())
     if not failed:
         return Outcome(STOPPED, "", stopped)
     outcome = _of_failed(attempt, ends, failed, stopped)
     return replace(outcome, reached=max(end.reached for end in ends))
+
+
+def failed_now(said: str) -> Outcome:
+    """A failure that no rank of this host has told."""
+    return Outcome(1, said, told=said, time=time.time())
+
+
+def not_started(attempt: Attempt, what: str) -> Outcome:
+    """The reason stands in the launcher's log."""
+    return failed_now(f"{what}:\n{_tail(attempt.launcher_log)}")
 
 
 def stopped_before(number: int, what: str) -> Outcome:

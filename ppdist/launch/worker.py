@@ -1,10 +1,10 @@
-"""Worker: what Paddle's launcher starts for each rank.
+"""Worker: what fleetrun, or Paddle's launcher for it, starts for each rank.
 
-It runs the training script as a child, because Paddle's launcher, as it is,
-  * gives every rank a file as its output and copies rank 0's to the terminal up to 2 s late, so a
-    progress bar never sees a terminal: here the first rank of a host gets fleetrun's own;
-  * forgets which rank failed first and how: here each leaves that in the folder of the run;
-  * leaves its workers running when it is killed: here they end with it.
+It runs the training script as a child, and stays until that has ended:
+  * the first rank of a host gets fleetrun's own terminal, which a progress bar wants to see; the
+    others get a file;
+  * it leaves in the folder of the run how the script ended and when;
+  * when fleetrun is killed, the script is asked to stop, and does not outlive that for long.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from ppdist.common.files import replace_file
 from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_this
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
-# For a clean checkpoint.  Paddle's launcher kills this process after 30, and then nobody would be
-# left who could end what the script has started.
+# For a clean checkpoint.  Paddle's launcher, where it started this process, kills it after 30, and
+# then nobody would be left who could end what the script has started.
 GRACE_SECONDS = 28
 _RECORD_BYTES = 200  # of a report: more than numbers and a time can take
 
@@ -58,8 +58,8 @@ def main() -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         if child is None:
             sys.exit(128 + number)
-        # Paddle's launcher signals the whole process group, so the child has it already; a signal
-        # for this process alone is passed on to all ranks by fleetrun, which finds this file.
+        # Launchers signal the whole process group, so the child has it already; a signal for this
+        # process alone is passed on to all ranks by fleetrun, which finds this file.
         with contextlib.suppress(OSError):
             (folder / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
         if os.getppid() != parent:  # the launcher is gone, and nobody else signals

@@ -1,6 +1,6 @@
 """The installed fleetrun, for real: it starts processes on this machine and their ends are judged.
 
-Only the two tests of collectives load Paddle in the ranks; the others need none there.
+Only the tests of collectives load Paddle in the ranks; the others need none there.
 """
 
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.launch.options import STALE_VARIABLES
+from tests.accelerator import plugin
 from tests.ports import free_port
 from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
 
@@ -86,6 +87,18 @@ def test_of_two_processes_only_rank_0_is_seen(code: str, said: str) -> None:
     assert "LAUNCH" not in ended.stdout + ended.stderr  # the lines of Paddle's launcher
     assert said.format(1) in Path("log/workerlog.1").read_text()
     assert sorted(path.name for path in Path("log").iterdir()) == ["workerlog.0", "workerlog.1"]
+
+
+@pytest.mark.slow
+def test_two_cards_of_a_plug_in_sum(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUSTOM_DEVICE_ROOT", str(plugin.build(folder)))
+    code = f"{ALL_REDUCE}print(tensor.place, flush=True)\n"
+    ended = fleetrun("--devices", f"{plugin.KIND}:1,0", write(code))
+    assert ended.returncode == 0, ended.stderr
+    assert f"fleetrun: 2 processes on {plugin.KIND} 1,0;" in ended.stderr
+    assert "sum 3.0 on rank 0 of 2" in ended.stdout
+    assert f"Place({plugin.KIND}:1)" in ended.stdout
+    assert f"Place({plugin.KIND}:0)" in Path("log/workerlog.1").read_text()
 
 
 @pytest.mark.slow

@@ -24,6 +24,25 @@ def test_unquoted_list_with_spaces_is_one_list() -> None:
     assert (options.cards, options.ips, options.script) == ("0,1,2", "A,B", "tools/train.py")
 
 
+@pytest.mark.parametrize(
+    ("typed", "backend", "kind", "cards"),
+    [
+        (["--devices", "0-3"], "", "gpu", "0-3"),
+        (["--devices", "0-3"], "npu", "npu", "0-3"),
+        (["--devices", "gpu:0-3"], "npu", "gpu", "0-3"),
+        (["--devices=testcard:0,", "1"], "", "testcard", "0,1"),
+        (["--npus", "0-7"], "", "npu", "0-7"),
+        (["--xpus=0"], "npu", "xpu", "0"),
+        ([], "npu", "npu", None),
+    ],
+)
+def test_the_kind_of_cards_is_typed_or_in_the_environment(
+    typed: list[str], backend: str, kind: str, cards: str | None
+) -> None:
+    options = parse_options([*typed, *SCRIPT], {"PADDLE_XCCL_BACKEND": backend})
+    assert (options.kind, options.cards) == (kind, cards)
+
+
 def test_everything_after_the_script_is_the_scripts() -> None:
     words = ["--nproc_per_node", "9", "--selected_gpus=3", "--", "--help"]
     options = parse_options(["--nproc_per_node", "2", "t.py", *words], {})
@@ -45,6 +64,8 @@ def test_options_of_paddles_launcher_pass_through() -> None:
         (["--selected_gpus"], "--selected_gpus needs a value, e.g. --selected_gpus 0-3,6"),
         (["--ips", "--nproc_per_node", "2", "t.py"], "--ips needs a value"),
         (["--gpus", "0", "--devices=1", "t.py"], "was given before, as '0'; give it once"),
+        (["--devices", "cpu:0", "t.py"], "cards 'cpu:0': 'cpu' is no kind of card"),
+        (["--devices", "npu:0,npu:1", "t.py"], "expected a list such as 0-3 or npu:0-3"),
         (["--nproc_per_node", "two", "t.py"], "--nproc_per_node two: expected a whole number"),
         (["--nproc_per_node", "0", "t.py"], "expected a whole number from 1"),
         (["--start_port", "80", "t.py"], "--start_port 80: expected a whole number from 1024"),
@@ -91,5 +112,5 @@ def test_what_is_typed_wins_over_paddles_variables() -> None:
 
 
 def test_help_lists_every_option() -> None:
-    for name in ("--selected_gpus", "--ips", "--start_port", "--max_restart", "--job_id"):
+    for name in ("--selected_gpus", "--ips", "--start_port", "--max_restart", "--job_id", "--npus"):
         assert name in help_text()

@@ -50,10 +50,10 @@ time.sleep(300)
 class Job:
     """One fleetrun with two ranks, and how to find all that belongs to it."""
 
-    def __init__(self, start: Callable[..., Host], code: str, *words: str) -> None:
+    def __init__(self, start: Callable[..., Host], code: str, *words: str, **more: str) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         script = write(AT_STEP_7 + code)
-        variables = {MARK: self.mark}
+        variables = {MARK: self.mark, **more}
         self.host = start("a", "--nproc_per_node", "2", *words, script, variables=variables)
 
     @property
@@ -95,7 +95,7 @@ class Job:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     monkeypatch.chdir(tmp_path)
     with hosts_of_a_test() as start:
-        yield lambda *words: Job(start, *words)
+        yield lambda *words, **variables: Job(start, *words, **variables)
 
 
 @pytest.mark.slow
@@ -129,13 +129,14 @@ time.sleep(300)
 
 
 slow = pytest.mark.slow
+PADDLES = ("--nnodes", "1")  # with which Paddle's launcher starts the ranks
 
 
 @pytest.mark.parametrize(
     "victim", [pytest.param("rank", marks=slow), pytest.param("watcher", marks=slow), "launcher"]
 )
 def test_whichever_process_is_killed_nothing_is_left(job, victim: str) -> None:
-    running = job(IGNORES)
+    running = job(IGNORES, *(PADDLES if victim == "launcher" else ()))
     running.ready()
     pids = {"launcher": running.launcher()}
     pids["rank"], pids["watcher"] = running.rank(1)
@@ -199,9 +200,10 @@ def test_paddles_launcher_hears_the_first_signal_alone(monkeypatch) -> None:
 
 
 @slow
+@pytest.mark.parametrize("words", [(), PADDLES], ids=["", "paddles"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_for_all_processes_leaves_ranks_grace(job, name: str) -> None:
-    running = job(STOPS.replace("time.sleep(0.5)", "time.sleep(14)"))  # Paddle's: 10 s
+def test_a_signal_for_all_processes_leaves_ranks_grace(job, name: str, words) -> None:
+    running = job(STOPS.replace("time.sleep(0.5)", "time.sleep(14)"), *words)  # Paddle's: 10 s
     running.ready()
     (rank_0, watcher_0), (rank_1, watcher_1) = running.rank(0), running.rank(1)
     for pid in (running.pid, running.launcher(), watcher_0, watcher_1, rank_0, rank_1):
@@ -320,6 +322,37 @@ def test_clean_exit_during_training_is_failure(job) -> None:
     assert ended.code == 1 and running.living() == []
     said = "rank 1 failed first: it ended with exit code 0, though training was not over, in step 7"
     assert said in ended.errors
+
+
+SAYS_THAT_IT_WAS_ASKED = """
+def stop(number, frame):
+    Path(f"asked{rank}").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+Path(f"ready{rank}").touch()
+"""
+
+
+@slow
+@pytest.mark.parametrize("code", [75, 1])
+def test_others_are_asked_to_end_as_one_does(job, code: int) -> None:
+    waits = "while not Path('ready0').exists(): time.sleep(0.02)\n"
+    last = f"{waits}if rank: sys.exit({code})\ntime.sleep(300)\n"
+    running = job(f"heartbeat.beat('end')\n{SAYS_THAT_IT_WAS_ASKED}{last}")
+    assert running.host.ended().code == code and running.living() == []
+    assert Path("asked0").exists() and not Path("asked1").exists()
+
+
+def test_a_worker_that_cannot_begin_is_named(job) -> None:
+    Path("sitecustomize.py").write_text(
+        "import os, sys\n"
+        "of_rank_1 = os.environ.get('PADDLE_TRAINER_ID') == '1'\n"
+        "if of_rank_1 and sys.orig_argv[-1].endswith('worker.py'): sys.exit('no room left')\n"
+    )
+    ended = job(IGNORES, PYTHONPATH=f"{ROOT}:{Path.cwd()}").host.ended()
+    assert ended.code == 1 and ended.errors.count("fleetrun: rank") == 1
+    assert "fleetrun: rank 1 did not begin:\n" in ended.errors
+    assert ended.errors.endswith("SystemExit: no room left\n")
 
 
 @slow

@@ -1,4 +1,4 @@
-"""What Paddle's launcher is given on a made-up machine."""
+"""What ranks, or Paddle's launcher, are given on a made-up machine."""
 
 import os
 import socket
@@ -36,8 +36,13 @@ def plan(command: str, on: Machine, **environment: str) -> LaunchPlan:
 
 
 def given(made: LaunchPlan, option: str) -> str | None:
-    words = list(made.arguments)
-    return words[words.index(option) + 1] if option in words else None
+    """To Paddle's launcher."""
+    return made.paddle_options.get(option)
+
+
+def told(made: LaunchPlan, name: str) -> str:
+    """Values of a variable of all ranks of the host."""
+    return " ".join(rank.get(name, "-") for rank in made.ranks)
 
 
 @pytest.mark.parametrize("name", ["--selected_gpus", "--selected_gpu", "--gpus", "--devices"])
@@ -54,21 +59,22 @@ def given(made: LaunchPlan, option: str) -> str | None:
 def test_with_cards_every_form_becomes_devices(name: str, value: str, cards: str) -> None:
     for typed in (f"{name} {value}", f"{name}={value}"):
         made = plan(typed, machine(cards=8))
-        assert given(made, "--devices") == cards
-        assert made.processes == len(cards.split(","))
-        assert "--nproc_per_node" not in made.arguments
-        assert not any("selected" in word for word in made.arguments)
+        assert told(made, "FLAGS_selected_gpus") == cards.replace(",", " ")
+        assert made.device == "gpu" and ",".join(made.gpus) == cards
+        assert made.processes == len(made.ranks) == len(cards.split(","))
+        assert "PADDLE_DISTRI_BACKEND" not in made.ranks[0] and not made.paddle_options
         assert "OMP_NUM_THREADS" not in made.environment
 
 
 def test_by_default_every_card_is_used() -> None:
-    assert given(plan("", machine(cards=4)), "--devices") == "0,1,2,3"
-    assert given(plan("--nproc_per_node 2", machine(cards=4)), "--devices") == "0,1"
+    assert plan("", machine(cards=4)).gpus == ("0", "1", "2", "3")
+    assert plan("--nproc_per_node 2", machine(cards=4)).gpus == ("0", "1")
 
 
 def test_without_cards_processes_share_the_cores() -> None:
     made = plan("--nproc_per_node 2", machine())
-    assert given(made, "--nproc_per_node") == "2" and "--devices" not in made.arguments
+    assert (made.device, told(made, "PADDLE_DISTRI_BACKEND")) == ("cpu", "gloo gloo")
+    assert told(made, "FLAGS_selected_gpus") == "- -"
     assert made.environment["OMP_NUM_THREADS"] == "4"
     assert plan("", machine()).processes == 1
     assert plan("--nproc_per_node 99", machine()).environment["OMP_NUM_THREADS"] == "1"
@@ -95,9 +101,11 @@ def test_a_command_for_two_hosts_is_suggested_whole() -> None:
 
 def test_card_ids_physical_and_in_visible_devices() -> None:
     made = plan("--selected_gpus 4,5", machine(cards=8), CUDA_VISIBLE_DEVICES="4, 5")
-    assert given(made, "--devices") == "4,5"
+    assert (made.gpus, told(made, "FLAGS_selected_gpus")) == (("4", "5"), "0 1")
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "4,5"  # Paddle does not strip spaces
-    assert given(plan("", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2"), "--devices") == "6,2"
+    assert plan("", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2").gpus == ("6", "2")
+    one = plan("--gpus 2", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2")
+    assert (one.gpus, told(one, "FLAGS_selected_gpus")) == (("2",), "1")
     with pytest.raises(LaunchError) as caught:
         plan("--selected_gpus 0,1", machine(cards=8), CUDA_VISIBLE_DEVICES="4,5")
     assert str(caught.value) == (
@@ -108,10 +116,13 @@ def test_card_ids_physical_and_in_visible_devices() -> None:
 
 def test_empty_cuda_visible_devices_means_cpu() -> None:
     made = plan("--nproc_per_node 3", machine(cards=8), CUDA_VISIBLE_DEVICES="")
-    assert given(made, "--nproc_per_node") == "3"
+    assert (made.processes, told(made, "PADDLE_DISTRI_BACKEND")) == (3, "gloo gloo gloo")
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == ""
     # Paddle's launcher reads "" as one card and fails for 3 processes; the worker hides them again.
+    many = f"--master {A}:33000 --nproc_per_node 3"
+    made = plan(many, machine(cards=8), CUDA_VISIBLE_DEVICES="")
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
-    assert made.environment["PPDIST_CPU"] == "1"
+    assert made.environment["PPDIST_CPU"] == "1" and given(made, "--nproc_per_node") == "3"
     with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES='' hides all GPUs"):
         plan("--gpus 0", machine(cards=8), CUDA_VISIBLE_DEVICES="")
 
@@ -155,7 +166,7 @@ def test_a_cpu_build_beside_cards_is_pointed_out() -> None:
     with pytest.raises(LaunchError, match="8 visible GPUs, but the installed paddlepaddle is the "):
         plan("--selected_gpus 0-7", machine(cards=8, build="cpu"))
     made = plan("--nproc_per_node 2", machine(cards=8, build="cpu"))
-    assert given(made, "--nproc_per_node") == "2"
+    assert (made.device, made.processes) == ("cpu", 2)
     assert "no card is used" in made.description
 
 
@@ -171,10 +182,12 @@ def test_missing_paddle_script_or_number_reported() -> None:
 @pytest.mark.parametrize("own", [A, B])
 def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
     made = plan(f"--ips={A},{B} --selected_gpus 0-7", machine(cards=8, own=own))
-    assert given(made, "--host") == own
-    assert given(made, "--ips") == f"{A},{B}"
     assert (made.host, made.hosts, made.rendezvous_port) == (own, (A, B), 6070)
-    assert given(made, "--start_port") == "6071"  # the fleetruns have the one before
+    first = made.ranks[0]
+    assert first["PADDLE_MASTER"] == f"{A}:6071"  # the fleetruns have the one before
+    assert first["PADDLE_CURRENT_ENDPOINT"] == f"{own}:6071"
+    assert first["PADDLE_TRAINER_ID"] == ("0" if own == A else "8")
+    assert first["PADDLE_TRAINERS_NUM"] == "16"
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     assert made.environment["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert ("host 1 of 2" if own == A else "host 2 of 2") in made.description
@@ -182,7 +195,7 @@ def test_this_machine_finds_itself_among_the_hosts(own: str) -> None:
 
 def test_host_names_are_resolved_with_any_spaces() -> None:
     made = plan("--ips node-a, node-b --nproc_per_node 1", machine(own=B))
-    assert (given(made, "--ips"), given(made, "--host")) == (f"{A},{B}", B)
+    assert (made.hosts, made.host) == ((A, B), B)
 
 
 @pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
@@ -224,7 +237,7 @@ def test_on_one_host_any_interface_that_exists_will_do() -> None:
 
 def test_a_second_address_leaves_the_interface_open() -> None:
     made = plan("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
-    assert given(made, "--host") == "127.0.0.3"
+    assert made.host == "127.0.0.3"
     assert "GLOO_SOCKET_IFNAME" not in made.environment
 
 
@@ -258,10 +271,10 @@ def test_host_must_be_in_the_list() -> None:
 
 
 def test_one_host_takes_free_ports_for_two_runs() -> None:
-    ports = {given(plan("--nproc_per_node 4", machine()), "--start_port") for _ in range(5)}
-    assert len(ports) > 1 and all(20000 <= int(port or 0) < 32000 for port in ports)
-    made = plan("", machine())
-    assert (given(made, "--ips"), given(made, "--host")) == ("127.0.0.1", "127.0.0.1")
+    masters = {told(plan("", machine()), "PADDLE_MASTER") for _ in range(5)}
+    hosts, ports = zip(*(master.split(":") for master in masters))
+    assert len(ports) > 1 and all(20000 <= int(port) < 32000 for port in ports)
+    assert set(hosts) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("taken", [7000, 7001, 7002])
@@ -296,12 +309,12 @@ def test_a_metrics_port_that_the_run_needs_is_refused(command: str, own: str, ne
 def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology.random, "sample", lambda *args: [20000, 20001, 20002])
     made = plan("--nproc_per_node 2 --metrics_port 20001", machine())
-    assert given(made, "--start_port") == "20002"
+    assert told(made, "PADDLE_CURRENT_ENDPOINT") == "127.0.0.1:20002 127.0.0.1:20003"
 
 
 def test_port_variables_reach_paddle_once() -> None:
     made = plan(f"--ips={A},{B}", machine(), FLAGS_START_PORT="7000", PADDLE_START_PORT="7100")
-    assert made.rendezvous_port == 7000 and given(made, "--start_port") == "7001"
+    assert made.rendezvous_port == 7000 and made.ranks[0]["PADDLE_MASTER"] == f"{A}:7001"
     assert not {"FLAGS_START_PORT", "PADDLE_START_PORT"} & set(made.environment)
 
 
@@ -309,10 +322,107 @@ def test_master_gets_host_address_and_paddle_options() -> None:
     made = plan(f"--master {B}:33000 --nnodes 2 --rank 1 --nproc_per_node 1", machine())
     assert given(made, "--master") == f"{B}:33000" and given(made, "--host") == A
     assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
-    assert "--ips" not in made.arguments
+    assert given(made, "--ips") is None and made.ranks == ()
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
     with pytest.raises(LaunchError, match="two ways to bring hosts together"):
         plan(f"--master {B}:33000 --ips {A},{B}", machine())
+
+
+def test_only_what_paddle_alone_can_do_needs_its_launcher() -> None:
+    assert plan("--job_id x", machine(), PADDLE_LOG_LEVEL="DEBUG").ranks
+    made = plan("--nnodes 2:4 --start_port 7000 --nproc_per_node 2", machine())
+    assert made.ranks == () and given(made, "--nnodes") == "2:4"
+    assert (given(made, "--ips"), given(made, "--host")) == ("127.0.0.1", "127.0.0.1")
+    assert (given(made, "--start_port"), given(made, "--nproc_per_node")) == ("7000", "2")
+    cards = plan("--nnodes 1 --gpus 0-1", machine(cards=4))
+    assert given(cards, "--devices") == "0,1" and given(cards, "--nproc_per_node") is None
+
+
+def test_ranks_get_the_variables_of_paddles_launcher() -> None:
+    """Those are constants here: what Paddle's gives is asked in test_cli.py."""
+    made = plan(f"--ips={A},{B} --start_port 7000 --nproc_per_node 2", machine(own=B))
+    endpoints = f"{A}:7001,{A}:7002,{B}:7001,{B}:7002"
+    assert made.ranks[1] == {
+        "PADDLE_MASTER": f"{A}:7001",
+        "PADDLE_TRAINER_ENDPOINTS": endpoints,
+        "PADDLE_CURRENT_ENDPOINT": f"{B}:7002",
+        "PADDLE_TRAINER_ID": "3",
+        "PADDLE_GLOBAL_RANK": "3",
+        "PADDLE_TRAINERS_NUM": "4",
+        "PADDLE_GLOBAL_SIZE": "4",
+        "PADDLE_LOCAL_RANK": "1",
+        "PADDLE_RANK_IN_NODE": "1",
+        "PADDLE_LOCAL_SIZE": "2",
+        "PADDLE_NNODES": "2",
+        "PADDLE_AUTO_CLUSTER": "0",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+
+
+def test_a_proxy_is_put_aside_as_paddles_launcher_does() -> None:
+    variables = plan("", machine(), https_proxy="http://proxy:1", POD_NAME="a-0").environment
+    assert variables["https_proxy_original"] == "http://proxy:1" and "https_proxy" not in variables
+    assert variables["POD_NAME"] == "a-0" and plan("", machine()).environment["POD_NAME"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables"),
+    [
+        ("--devices npu:2-3", {}),
+        ("--npus 2,3", {}),
+        ("--devices 2,3", {"PADDLE_XCCL_BACKEND": "npu"}),
+        ("--npus 2,3", {"NPU_VISIBLE_DEVICES": "all", "PADDLE_XCCL_BACKEND": "mlu"}),
+    ],
+)
+def test_cards_of_another_kind_are_taken_as_named(typed: str, variables: dict[str, str]) -> None:
+    made = plan(typed, machine(cards=8, build="cpu"), CUDA_VISIBLE_DEVICES="7", **variables)
+    assert (made.device, made.processes, made.gpus) == ("npu", 2, ())
+    assert told(made, "FLAGS_selected_npus") == "2 3"
+    assert told(made, "PADDLE_DISTRI_BACKEND") == "xccl xccl"
+    assert told(made, "PADDLE_XCCL_BACKEND") == "npu npu"
+    assert made.description == "2 processes on npu 2,3"
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_visible_cards_of_another_kind_are_numbered_anew() -> None:
+    made = plan("--devices mlu:6", machine(), MLU_VISIBLE_DEVICES="4, 6")
+    assert told(made, "FLAGS_selected_mlus") == "1"
+    assert made.environment["MLU_VISIBLE_DEVICES"] == "4,6"
+    made = plan("", machine(), MLU_VISIBLE_DEVICES="4,6", PADDLE_XCCL_BACKEND="mlu")
+    assert told(made, "FLAGS_selected_mlus") == "0 1"
+    made = plan("--nproc_per_node 2", machine(), PADDLE_XCCL_BACKEND="mlu")
+    assert told(made, "FLAGS_selected_mlus") == "0 1"
+    made = plan("", machine(), MLU_VISIBLE_DEVICES="", PADDLE_XCCL_BACKEND="mlu")
+    assert (made.device, told(made, "PADDLE_DISTRI_BACKEND")) == ("cpu", "gloo")
+
+
+@pytest.mark.parametrize("name", ["XPULINK_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES"])
+def test_paddle_is_built_for_xpu_and_needs_no_plug_in(name: str) -> None:
+    made = plan("--xpus 3", machine(build="other"), **{name: "2,3"})
+    assert told(made, "FLAGS_selected_xpus") == "1"
+    assert not {"PADDLE_XCCL_BACKEND", "PADDLE_DISTRI_BACKEND"} & set(made.ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "says"),
+    [
+        ("", {}, "PADDLE_XCCL_BACKEND=npu: how many cards of kind npu this machine has is not"),
+        (
+            "--devices 2",
+            {"NPU_VISIBLE_DEVICES": "0,1"},
+            "2 is hidden by NPU_VISIBLE_DEVICES=0",
+        ),
+        ("--npus 0", {"NPU_VISIBLE_DEVICES": ""}, "NPU_VISIBLE_DEVICES='' hides all npus"),
+        ("--nproc_per_node 3", {"NPU_VISIBLE_DEVICES": "0"}, "has 1 visible npus and each"),
+        ("--devices 0,1 --nproc_per_node 3", {}, "2 cards and --nproc_per_node 3 contradict"),
+    ],
+)
+def test_cards_of_another_kind_that_cannot_be_had(
+    command: str, variables: dict[str, str], says: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(command, machine(), PADDLE_XCCL_BACKEND="npu", **variables)
+    assert says in str(caught.value)
 
 
 def test_restarts_are_refused_with_paddles_rendezvous() -> None:
