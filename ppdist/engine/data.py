@@ -16,7 +16,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
-from ppdist.data.datasets.build import check_same_classes, read_split
+from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
@@ -61,7 +61,9 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         if dataset is not None:
             require_same_data(dataset, config.root)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    return check_before_training(config, train_set, val_set, workers=cores)
+    checked = check_before_training(config, train_set, val_set, workers=cores)
+    same = same_sets(config) if evaluate else ""
+    return checked._replace(lines=(*checked.lines, same)) if same else checked
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
