@@ -148,7 +148,7 @@ KINDS: dict[str, Kind] = {
     ),
     "image_no_boxes": Kind("note", "an image without an object", "background", _AS_IT_IS),
     "image_objects_lost": Kind(
-        "warning",
+        "error",
         "an image of which no annotated object can be used",
         "the image is left out: it is no background",
         "the image is left out",
