@@ -101,6 +101,12 @@ class DataConfig(Section):
         "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
         "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
     )
+    compare_images: Literal["some", "all"] = Field(
+        default="some",
+        description="How hosts compare their image files before training, beside the size of each. "
+        "some: the content of 64 of each set; all: of every one, which reads the whole set on each "
+        "host (raise distributed.timeout_seconds where that takes longer).",
+    )
     workers: int | Literal["auto"] = Field(
         default="auto",
         description="Processes per rank that prepare images. 0: the rank itself, between steps; "

@@ -73,6 +73,7 @@ class RawImage:
 
     width, height: pixels, as its annotation says (YOLO: as its file is).
     size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
+    lost: annotated objects that its reader complained of and left out.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class RawImage:
     where: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     size_known: bool = True
+    lost: int = 0
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ from ppdist.data.datasets.annotations import (
     cut_box,
     files_below,
 )
-from ppdist.data.datasets.build import check_same_classes, read_raw
+from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.image import Damage, damage, is_image_name, read_header, read_image
 from ppdist.data.types import (
@@ -187,6 +187,7 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
         issues += _of_images(raw, images)
         if config.task == "detect":
             issues += _of_boxes(raw)
+            issues += _of_objects(raw)
         for path, first in duplicates(images).items():
             what = f"the same content as {first}"
             issues.append(Issue("image_duplicate", what, path, path))
@@ -195,6 +196,8 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     train.issues.extend(_classes(train.raw, val.raw))
     train.issues.extend(_leakage(train, val))
     train.issues.extend(_unused(train.raw))
+    if same := same_sets(config):
+        train.issues.append(Issue("splits_same", same))
     for name, unlisted in _unlisted(config, splits).items():
         splits[name].issues.extend(unlisted)
     return Report(splits, decode)
@@ -217,8 +220,31 @@ def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
             yield Issue(found.problem.code, f"{path}: {found.problem.text}", path)
         for kind in found.notes:
             yield Issue(kind, KINDS[kind].meaning, path, path)
-        if not image.objects:
+        if not image.objects and not image.lost:
             yield Issue("image_no_boxes", f"{path} shows no object", path, image.where)
+
+
+def _of_objects(raw: RawSet) -> Iterator[Issue]:
+    """Images without a usable object, though annotated; a split without one.
+
+    An image is judged by all of its listings.
+    """
+    annotated: Counter[str] = Counter()
+    shown: set[str] = set()
+    where = {}
+    for image in raw.images:
+        path = str(image.path)
+        annotated[path] += len(image.objects) + image.lost
+        where.setdefault(path, image.where)
+        if not image.size_known or _good(image, Counter()):
+            shown.add(path)
+    for path, count in annotated.items():
+        if count and path not in shown:
+            what = f"none of the {count} annotated objects of {path} can be used"
+            yield Issue("image_objects_lost", what, path, where[path])
+    if raw.images and all(thing.crowd for image in raw.images for thing in image.objects):
+        what = f"not one of its {len(raw.images)} images shows an object"
+        yield Issue("objects_missing", what, where=raw.source)
 
 
 def _of_boxes(raw: RawSet) -> Iterator[Issue]:
@@ -459,6 +485,7 @@ _LEAVES_OUT = (  # the image
     "image_crashes_decoder",
     "image_hangs_decoder",
     "size_mismatch",
+    "image_objects_lost",  # last: whatever else keeps it out is the reason
 )
 _BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
     "annotation_missing",
@@ -473,6 +500,9 @@ _BY_WRITING = (  # done already: readers leave out what they cannot use, writers
     "image_unknown",
     "image_id_duplicate",
     "annotation_id_duplicate",
+    "class_count_differs",
+    "image_kind_unread",
+    "size_missing",
     "size_invalid",
     "path_outside",
     "image_unlisted",
@@ -492,14 +522,16 @@ class Cleaned(NamedTuple):
 def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
     """Writes both splits to a new folder, fixed as annotations.KINDS says.
 
-    `validate` finds only notes in the result.  The folder gets all of it, or nothing.
+    In the result `validate` finds only notes, and warnings of what the owner of the set alone can
+    decide: classes of nearly one name, and one set for both splits.  The folder gets all of it, or
+    nothing.
 
     Args:
         form: format to write, that of the data or another.
         out: a folder that is empty or not there yet.
         images: see `convert`.
-    Raises: DataError: no good image is left in a split, the classes of the splits differ, the
-        format cannot hold them.  UserError: something cannot be written.
+    Raises: DataError: no good image or no object is left in a split, the classes of the splits
+        differ, the format cannot hold them.  UserError: something cannot be written.
     """
     check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
     lines, raws = [], {}
@@ -511,6 +543,12 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
             raise DataError(
                 "not one image is good; nothing was written",
                 code="no_good_image",
+                where=validated.raw.source,
+            )
+        if not any(image.objects for image in raws[split].images):
+            raise DataError(
+                "not one object is good; nothing was written",
+                code="objects_missing",
                 where=validated.raw.source,
             )
         done.update(f.code for f in validated.issues if f.code in _BY_WRITING)

@@ -27,6 +27,7 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.monitor import ImageWatch
 from ppdist.engine.preflight import keep_sources, preflight
 from ppdist.engine.schedule_setup import (
     ScheduleSetup,
@@ -213,6 +214,7 @@ def _build_trainer(
     train_step, evaluator = build_train_step(config, derived, model), None
     if train_step.distillation is not None:
         log.info(train_step.distillation.about)
+    sets = [train_set] if val_set is None else [train_set, val_set]
     if val_set is not None:
         pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
@@ -233,7 +235,7 @@ def _build_trainer(
         seed=config.seed,
         bad_steps_limit=config.train.bad_steps_limit,
         check_weights_every=config.distributed.check_weights_every,
-        callbacks=callbacks,
+        callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
     )
 
 

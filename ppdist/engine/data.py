@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
-from ppdist.data.datasets.build import check_same_classes, read_split
+from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
@@ -59,9 +59,11 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     train_set, val_set = comm.run_on_all_ranks(read)
     for dataset in (train_set, val_set):
         if dataset is not None:
-            require_same_data(dataset, config.root)
+            require_same_data(dataset, config)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    return check_before_training(config, train_set, val_set, workers=cores)
+    checked = check_before_training(config, train_set, val_set, workers=cores)
+    same = same_sets(config) if evaluate else ""
+    return checked._replace(lines=(*checked.lines, same)) if same else checked
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
@@ -211,17 +213,20 @@ class Blocklist:
         )
 
 
-def require_same_data(dataset: DetectionSet, root: str) -> None:
+def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     """Compares a set and its images over all hosts.  Collective.
 
-    Args: root: data.root of this rank; hosts may have it at different places.
+    Args: config: of this rank; hosts may have their `root` at different places.
     Raises: DataError, on every rank: sets or images differ; it says where first.
     """
     if comm.world_size() == 1:
         return
     records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(root), "")
-    differs = _other_records(dataset, records, root, top) or _other_images(records, top)
+    top = os.path.join(os.path.abspath(config.root), "")
+    differs = _other_records(dataset, records, config.root, top)
+    if differs is None:
+        count = len(records) if config.compare_images == "all" else _COMPARED_IMAGES
+        differs = _other_images(records, top, count)
     if differs is None:
         return
     other, what = differs
@@ -307,52 +312,59 @@ def _columns(record: ImageRecord) -> dict[str, str]:
     }
 
 
-def _other_images(records: Records, top: str) -> tuple[int, str] | None:
+def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | None:
     """A rank with other image files than rank 0, and where they first differ.  Collective.
 
     The first rank of each host reads them.
+
+    Args: count: images whose content is compared, at equal distances; of the others their size is.
     """
+    chosen_K = np.unique(len(records) * np.arange(count) // max(1, count))[: len(records)]
+    files = [*map(records.path, range(len(records)))], [*map(records.path, chosen_K)]
     reads = comm.local_rank() == 0
-    sizes_N = _file_sizes(records) if reads else np.zeros(0, np.int64)
-    chosen = sorted({len(records) * n // _COMPARED_IMAGES for n in range(_COMPARED_IMAGES)})
-    chosen = chosen if len(records) else []
-    marks = [digest_of_file(Path(records.path(index))) for index in chosen] if reads else []
-    whole = hashlib.blake2b(sizes_N.tobytes(), digest_size=16).hexdigest()
-    found_W = comm.all_gather_object([whole, marks] if reads else None)
-    groups = equal_ranks([found or found_W[0] for found in found_W])
+    parts = [_of_files(size, paths) for size, paths in zip((_size, _content), files) if reads]
+    found_M = np.concatenate([*parts, np.zeros(0, np.int64)])  # M: N sizes, K contents
+    whole = hashlib.blake2b(found_M.tobytes(), digest_size=16).hexdigest()
+    wholes_W = comm.all_gather_object(whole if reads else None)
+    groups = equal_ranks([each or wholes_W[0] for each in wholes_W])
     if len(groups) == 1:
         return None
     other = groups[1][0]
     told = comm.rank() in (0, other)
-    both_N = comm.all_gather_rows((sizes_N if told else sizes_N[:0]).reshape(-1, 1))[:, 0]
-    ours_N, theirs_N = both_N[: len(records)], both_N[len(records) :]
-    apart = np.flatnonzero(ours_N != theirs_N)
-    if len(apart):
-        first = int(apart[0])
-        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_N[first], theirs_N[first])]
+    both_M = comm.all_gather_rows((found_M if told else found_M[:0]).reshape(-1, 1))[:, 0]
+    ours_M, theirs_M = np.split(both_M, 2)
+    apart = np.flatnonzero(ours_M != theirs_M)
+    in_size = apart[apart < len(records)]
+    if len(in_size):
+        first = int(in_size[0])
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_M[first], theirs_M[first])]
         what = f"{sizes[0]} and {sizes[1]}"
+        more = f" ({len(in_size)} images differ in size)" if len(in_size) > 1 else ""
     else:
-        pairs = zip(chosen, found_W[0][1], found_W[other][1])
-        first = next(index for index, ours, theirs in pairs if ours != theirs)
+        first = int(chosen_K[apart[0] - len(records)])
         what = "of the same size, but other content"
-    more = f" ({len(apart)} images differ in size)" if len(apart) > 1 else ""
+        more = f" ({len(apart)} of {len(chosen_K)} images differ)" if len(apart) > 1 else ""
     return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
 
 
-def _file_sizes(records: Records) -> np.ndarray:
-    """[N] int64, bytes of each image's file; -1 where there is none."""
-
-    def sizes(begin: int) -> list[int]:
-        return [_size(records.path(n)) for n in range(begin, len(records), _THREADS)]
-
-    sizes_N = np.zeros(len(records), np.int64)
+def _of_files(look: Callable[[str], int], paths: Sequence[str]) -> np.ndarray:
+    """What `look` gives for each file, int64, in the order of the paths."""
+    found_N = np.zeros(len(paths), np.int64)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for begin, found in enumerate(pool.map(sizes, range(_THREADS))):
-            sizes_N[begin::_THREADS] = found
-    return sizes_N
+        shares = [paths[begin::_THREADS] for begin in range(_THREADS)]
+        for begin, found in enumerate(pool.map(lambda share: [*map(look, share)], shares)):
+            found_N[begin::_THREADS] = found
+    return found_N
+
+
+def _content(path: str) -> int:
+    """A fingerprint of a file's content, or of why it cannot be read."""
+    mark = hashlib.blake2b(digest_of_file(Path(path)).encode(), digest_size=8).digest()
+    return int.from_bytes(mark, "little", signed=True)
 
 
 def _size(path: str) -> int:
+    """Bytes of a file; -1 where there is none."""
     try:
         return os.stat(path).st_size
     except OSError:  # whoever reads it reports why

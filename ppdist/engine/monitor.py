@@ -1,18 +1,22 @@
 """Built-in callbacks: metrics, epoch lines, evaluations, heartbeat, stragglers."""
 
 import logging
+import os
 import resource
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
 from paddle import nn
 
 from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog, duration
+from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
@@ -24,6 +28,7 @@ _GIB = 1 << 30
 _RECENT = 20  # steps of the speed that the console shows
 _WINDOW = 15  # steps of one comparison of ranks
 _SLOW = 1.43  # times what others take: a score of 0.7
+_SHORT_LOOK_SECONDS = 0.2  # a look at all files may hold up an epoch for so long
 
 
 class Stopwatch:
@@ -226,6 +231,84 @@ def _memory() -> str:
         return f"{device.kind()} memory {device.peak_allocated_bytes() / _GIB:.1f} GiB"
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return f"memory {kibibytes * 1024 / _GIB:.1f} GiB"
+
+
+class ImageWatch(Callback):
+    """Warns at the next epoch of image files that were replaced during the run.
+
+    What is learned from then on is not what was checked, and hosts may differ in it.  The first
+    rank of each host looks, in a thread beside the steps: a file whose size or time differs from
+    what it was when the run began is told once.  A file that is away counts as nothing new.
+    """
+
+    def __init__(self, log: RunLog, sets: Sequence[DetectionSet], steps_per_epoch: int) -> None:
+        self._log = log
+        self._sets = [Records.of(dataset.records) for dataset in sets]
+        self._steps_per_epoch = steps_per_epoch
+        self._known_N2: np.ndarray | None = None  # before the first look is over: not known
+        self._found_N2: np.ndarray | None = None  # of a look that is over
+        self._thread: threading.Thread | None = None
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._look()
+
+    def on_step_begin(self, step: int) -> None:
+        self._tell(step - 1)
+        if step > 1 and (step - 1) % self._steps_per_epoch == 0:
+            self._look()
+            self._tell(step - 1)
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        if reason != "signal":  # whoever asked to stop does not wait
+            self._look()
+            self._tell(step)
+
+    def _look(self) -> None:
+        """Begins one, unless another is under way; a small set is seen at return."""
+        if comm.local_rank() != 0 or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._thread = threading.Thread(target=self._states, name="image watch", daemon=True)
+        self._thread.start()
+        self._thread.join(_SHORT_LOOK_SECONDS)
+
+    def _states(self) -> None:
+        paths = (records.path(n) for records in self._sets for n in range(len(records)))
+        found = [_state(path) for path in paths]
+        self._found_N2 = np.array(found, np.int64).reshape(-1, 2)
+
+    def _tell(self, step: int) -> None:
+        found_N2, self._found_N2 = self._found_N2, None
+        if found_N2 is None:
+            return
+        known_N2, there_N = self._known_N2, found_N2[:, 1] >= 0
+        if known_N2 is None:
+            self._known_N2 = found_N2
+            return
+        changed_N = there_N & (known_N2[:, 1] >= 0) & (found_N2 != known_N2).any(axis=1)
+        self._known_N2 = np.where(there_N[:, None], found_N2, known_N2)
+        if not changed_N.any():
+            return
+        paths = [records.path(n) for records in self._sets for n in range(len(records))]
+        changed = list(dict.fromkeys(paths[n] for n in np.flatnonzero(changed_N)))
+        warning = (
+            f"{len(changed)} image files were replaced or written during this run, first "
+            f"{changed[0]}: from epoch {step // self._steps_per_epoch + 1} on it may learn other "
+            f"pixels than were checked; start anew if that was not meant"
+        )
+        if comm.is_main():
+            self._log.warning(warning)
+            self._log.metrics({"step": step, "images_replaced": len(changed)})
+        else:
+            _LOGGER.warning(warning)
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Time (nanoseconds) and bytes of a file; (-1, -1): not to be had now."""
+    try:
+        status = os.stat(path)
+    except OSError:  # whoever reads it says so
+        return -1, -1
+    return status.st_mtime_ns, status.st_size
 
 
 class EvaluationLogger(Callback):

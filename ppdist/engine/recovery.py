@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, UserError, is_out_of_memory
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm, device
@@ -87,7 +87,7 @@ class Recovery:
         """Decides what follows a step that was not applied because something was not finite.
 
         Returns: whether the run was rolled back, and `progress` with it.
-        Raises: FloatingPointError, on every rank: rolling back did not help.
+        Raises: UserError, on every rank: rolling back did not help.
         """
         step = progress.step + 1
         found = f"loss {result.losses['loss']:g}, gradient norm {result.gradient_norm:g}"
@@ -110,12 +110,15 @@ class Recovery:
         if progress.bad_steps < self._limit:
             return False
         if progress.rollbacks >= MAX_ROLLBACKS:
-            raise FloatingPointError(
+            raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
                 f"{step}, and {MAX_ROLLBACKS} rollbacks, each with half the learning rate, did not "
-                f"help; their images are listed in {self._folder / 'bad_steps.jsonl'}; lower "
-                f"optimizer.lr, set train.clip_norm, or turn train.amp off; earlier checkpoints "
-                f"are intact{hint}"
+                f"help; their images are listed in {self._folder / 'bad_steps.jsonl'}",
+                code="training_diverged",
+                fix=(
+                    "lower optimizer.lr, set train.clip_norm, or turn train.amp off; earlier "
+                    f"checkpoints are intact{hint}"
+                ),
             )
         self._roll_back(progress)
         progress.rollbacks += 1

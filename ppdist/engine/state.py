@@ -287,6 +287,7 @@ FREE = {
     "data.workers": "batches do not depend on who prepares them",
     "data.worker_timeout_seconds": "when a worker counts as hung",
     "data.check_images": "what is checked before training",
+    "data.compare_images": "what hosts compare before training",
     "data.bad_images": "what to do about images that cannot be read anyway",
     "data.bad_images_limit": "when a run gives up",
     "model.pretrained": "read where a run starts; a checkpoint has weights of its own",

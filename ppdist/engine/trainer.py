@@ -129,7 +129,7 @@ class Trainer:
     def fit(self) -> int:
         """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.  Collective.
 
-        Raises: FloatingPointError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
+        Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
         """
         progress, total = self.progress, self.derived.total_steps
         self._begin()

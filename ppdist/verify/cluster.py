@@ -56,7 +56,7 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
         comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),
         comm.run_on_all_ranks(lambda: read_split(config.data, "val", classes)),
     ):
-        require_same_data(dataset, config.data.root)
+        require_same_data(dataset, config.data)
     return warnings
 
 

@@ -3,6 +3,7 @@
 readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> settle -> DetectionSet
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +52,7 @@ _REPLACED = "another image in its place, counted against data.bad_images_limit"
 _BAD_BOX = "left out (data.bad_boxes)"
 _LEFT_OUT = "left out"
 _AS_IT_IS = "as it is"
+_NOT_FIXED = "nothing is written"
 
 
 KINDS: dict[str, Kind] = {
@@ -60,14 +62,27 @@ KINDS: dict[str, Kind] = {
         "error", "the annotation file of one image is malformed", _STOPS, "the image is left out"
     ),
     "annotation_line": Kind("error", "one line or object is malformed", _STOPS, _LEFT_OUT),
-    "encoding": Kind("warning", "text is not UTF-8", "read as GBK", "written as UTF-8"),
+    "encoding": Kind("warning", "text is not UTF-8", "read as it says", "written as UTF-8"),
     "line_ends": Kind("note", "lines end as on Windows", "read all the same", "written with \\n"),
     "class_unknown": Kind("error", "an object of a class that nobody declares", _STOPS, _LEFT_OUT),
     "class_ids_gap": Kind(
         "note", "category ids do not simply count up", "mapped to 0, 1, 2, ...", _AS_IT_IS
     ),
     "classes_differ": Kind(
-        "error", "training and validation have other classes", _STOPS, "nothing is written"
+        "error", "training and validation have other classes", _STOPS, _NOT_FIXED
+    ),
+    "class_names_alike": Kind(
+        "warning", "names that differ in capitals or blanks alone", "two classes", _AS_IT_IS
+    ),
+    "class_count_differs": Kind(
+        "warning", "`nc` is not the number of `names`", "the names count", "the names alone"
+    ),
+    "objects_missing": Kind("error", "a split without any object", _STOPS, _NOT_FIXED),
+    "splits_same": Kind(
+        "warning",
+        "training and validation are one set",
+        "scores tell nothing about other images",
+        _AS_IT_IS,
     ),
     "class_unused": Kind("note", "a class without an object", "cannot be learned", _AS_IT_IS),
     "image_unknown": Kind("error", "an object of an image that is not listed", _STOPS, _LEFT_OUT),
@@ -90,6 +105,9 @@ KINDS: dict[str, Kind] = {
         "images that differ in their suffix alone have one label file",
         "both are used with its objects",
         "each gets its own",
+    ),
+    "size_missing": Kind(
+        "warning", "no size, or none of pixels, is annotated", "that of the image", "written"
     ),
     "size_invalid": Kind("error", "the annotated size is no size", _STOPS, _LEFT_OUT),
     "path_outside": Kind("error", "a file name leads out of its folder", _STOPS, _LEFT_OUT),
@@ -129,6 +147,15 @@ KINDS: dict[str, Kind] = {
         "warning", "two files of one split have the same content", "both are used", "once"
     ),
     "image_no_boxes": Kind("note", "an image without an object", "background", _AS_IT_IS),
+    "image_objects_lost": Kind(
+        "error",
+        "an image of which no annotated object can be used",
+        "the image is left out: it is no background",
+        "the image is left out",
+    ),
+    "image_kind_unread": Kind(
+        "warning", "an image of a kind that is not read", "not used, nor its label", _LEFT_OUT
+    ),
     "image_unlisted": Kind("note", "an image on disk that no split lists", "not used", _LEFT_OUT),
     "leakage": Kind(
         "warning",
@@ -140,6 +167,7 @@ KINDS: dict[str, Kind] = {
 
 
 _LOGGER = logging.getLogger("ppdist.data")
+CLEAN_COPY = "`tools/data.py check --fix DIR` writes a copy of the set without it"
 
 
 class Strictly:
@@ -151,9 +179,10 @@ class Strictly:
 
     def __call__(self, issue: Issue) -> None:
         """Raises: DataError: the issue is an error."""
-        severity = KINDS[issue.code].severity
+        severity, fix = KINDS[issue.code].severity, KINDS[issue.code].fix
         if severity == "error":
-            raise DataError(issue.what, code=issue.code, where=issue.where)
+            remedy = "" if fix == _NOT_FIXED else CLEAN_COPY
+            raise DataError(issue.what, code=issue.code, where=issue.where, fix=remedy)
         if severity == "warning":
             self._first.setdefault(issue.code, issue.text)
             self._counts[issue.code] += 1
@@ -186,24 +215,54 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 
 
 def settle(
-    raw: RawSet, bad_boxes: str, *, masks: bool = False, notes: tuple[str, ...] = ()
+    raw: RawSet,
+    bad_boxes: str,
+    *,
+    masks: bool = False,
+    notes: tuple[str, ...] = (),
+    whole: bool = False,
 ) -> DetectionSet:
     """What training uses of what the files say: good boxes in float32.
+
+    An image whose boxes are all dropped is left out: to learn it as background would be wrong.
 
     Args:
         bad_boxes: see BoxPolicy.
         masks: keep the outlines of objects, float32 as they are, also where a box was cut.
         notes: what reading the files put right.
-    Raises: DataError: a bad box where the policy is `error`.
+        whole: keep all images.
+    Raises: DataError: a bad box where the policy is `error`, not one good box in images with boxes.
     """
-    policy = BoxPolicy(bad_boxes, raw.source)
-    records = Records.of(_records(raw.images, policy, masks))
-    return DetectionSet(
-        records, raw.class_names, raw.category_ids, raw.source, (*notes, *policy.report())
+    policy, lost = BoxPolicy(bad_boxes, raw.source), list[str]()
+    records = Records.of(_records(raw.images, policy, masks, None if whole else lost))
+    notes = (*notes, *policy.report(), *_say_lost(raw, lost))
+    return DetectionSet(records, raw.class_names, raw.category_ids, raw.source, notes)
+
+
+def _say_lost(raw: RawSet, lost: Sequence[str]) -> tuple[str, ...]:
+    """Logs what became of images without a good box and returns it; background counts apart."""
+    if not lost:
+        return ()
+    background = sum(not image.objects for image in raw.images)
+    line = (
+        f"{raw.source}: {len(lost)} of {len(raw.images)} images are left out, because none of "
+        f"their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
+        f"no object, and stay as background)"
     )
+    if len(lost) == len(raw.images):
+        raise DataError(
+            f"not one box of its {len(lost)} images can be used, first {lost[0]}",
+            code="objects_missing",
+            where=raw.source,
+        )
+    _LOGGER.warning(line)
+    return (line,)
 
 
-def _records(images: Sequence[RawImage], policy: "BoxPolicy", masks: bool) -> Iterator[ImageRecord]:
+def _records(
+    images: Sequence[RawImage], policy: "BoxPolicy", masks: bool, lost: list[str] | None
+) -> Iterator[ImageRecord]:
+    """Args: lost: gets the images that lose all of their boxes; None: they are kept."""
     for image in images:
         boxes, labels, crowd, areas, polygons = [], [], [], [], []
         for thing in image.objects:
@@ -218,6 +277,9 @@ def _records(images: Sequence[RawImage], policy: "BoxPolicy", masks: bool) -> It
             areas.append(thing.area if known else (box[2] - box[0]) * (box[3] - box[1]))
             if masks:
                 polygons.append(tuple(part_K2.astype(np.float32) for part_K2 in thing.polygons))
+        if lost is not None and image.objects and not boxes and image.size_known:
+            lost.append(str(image.path))
+            continue
         yield ImageRecord(
             path=os.path.abspath(image.path),
             image_id=image.image_id,
@@ -402,8 +464,8 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     """The image that a file calls `name`; None, and an issue: outside.
 
     Where there is no such file, it may be there in other bytes: names that came out of an archive
-    made on a Chinese Windows are GBK on disk, macOS takes letters and accents apart, and Windows
-    separates folders by a backslash.
+    made on a Chinese Windows are GBK on disk, on a Western one Windows-1252, macOS takes letters
+    and accents apart, and Windows separates folders by a backslash.
     """
     try:
         path = inside_folder(folder, name, where)
@@ -423,10 +485,11 @@ def _other_spellings(name: str) -> Iterator[str]:
     for spelt in dict.fromkeys((name, name.replace("\\", "/"))):
         for form in ("NFC", "NFD"):
             yield unicodedata.normalize(form, spelt)
-        try:
-            yield os.fsdecode(spelt.encode("gb18030"))
-        except UnicodeEncodeError:  # the bytes of the disk already
-            continue
+        for encoding in ("gb18030", "cp1252"):
+            try:
+                yield os.fsdecode(spelt.encode(encoding))
+            except UnicodeEncodeError:  # the bytes of the disk already, or not of this encoding
+                continue
 
 
 def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -460,16 +523,95 @@ def _inside(path: str, folder: str) -> bool:
     return path.startswith(os.path.join(folder, "")) and path != folder
 
 
+# Of Windows-1252: letters that names in the West of Europe have, and what else a text may show.  No
+# text has control characters or \u00ff, which is half of the mark that UTF-16 begins with.
+_ACCENTED = re.compile(
+    "[\\s!-~\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u00fe\u0152\u0153\u0160\u0161\u0178\u017d\u017e]*"
+)
+_PRINTED = re.compile("[\\s!-~\u00a1-\u00fe\u0152-\u2122]*")
+
+
+def _decodes(content: bytes, encoding: str, allowed: re.Pattern[str] | None = None) -> bool:
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return allowed is None or allowed.fullmatch(text) is not None
+
+
+# Tried in this order.  Nearly all bytes are Windows-1252, and an accent before a letter is GBK,
+# too; but the Chinese characters in use are GB2312, which no single accent between letters is.
+_GUESSES: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
+    ("gb18030", lambda content: _decodes(content, "gb2312")),
+    ("cp1252", lambda content: _decodes(content, "cp1252", _ACCENTED)),
+    ("gb18030", lambda content: _decodes(content, "gb18030")),
+    ("cp1252", lambda content: _decodes(content, "cp1252", _PRINTED)),
+)
+_ENCODING_NAMES = {"gb18030": "GBK", "cp1252": "Windows-1252"}
+
+
+class Encodings:
+    """Guesses the encoding of files that are not UTF-8: rather one that all of them share."""
+
+    def __init__(self, files: Callable[[], Iterable[str | Path]] = tuple) -> None:
+        """Args: files: those of a set, read when the first of them is not UTF-8."""
+        self._files = files
+        self._shared: tuple[Callable[[bytes], bool], str] | None = None
+        self._looked = False
+
+    def guess(self, content: bytes) -> str | None:
+        """Args: content: of a file that is not UTF-8.  Returns: None: nothing fits."""
+        if not self._looked:
+            self._shared, self._looked = self._common(), True
+        if self._shared is not None and self._shared[0](content):
+            return self._shared[1]
+        return next((encoding for encoding, fits in _GUESSES if fits(content)), None)
+
+    def _common(self) -> tuple[Callable[[bytes], bool], str] | None:
+        fitting, found = [*_GUESSES], False
+        for file in self._files():
+            try:
+                content = Path(file).read_bytes()
+            except OSError:  # whoever needs it says so
+                continue
+            if not _decodes(content, "utf-8"):
+                found = True
+                fitting = [(encoding, fits) for encoding, fits in fitting if fits(content)]
+        return (fitting[0][1], fitting[0][0]) if found and fitting else None
+
+
+_UNREAD_SUFFIXES = (
+    *(".avif", ".gif", ".heic", ".heif", ".jp2", ".j2k", ".jxl"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".psd", ".svg", ".dng"),
+)
+
+
+def unread_kind(name: str) -> str:
+    """What a kind of images is called that is not read; "": the file is none, or is read."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix[1:].upper() if suffix in _UNREAD_SUFFIXES else ""
+
+
+def unread_twin(path: str | Path) -> str:
+    """Where an image is absent: a file of its name, but of a kind that is not read; else ""."""
+    stem = os.path.splitext(path)[0]
+    twins = (stem + each for suffix in _UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
+    return next(filter(os.path.isfile, twins), "")
+
+
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
-def read_text(path: Path, complain: Complain | None = None) -> str:
-    """The text of an annotation file: UTF-8, else GBK and an issue.
+def read_text(
+    path: Path, complain: Complain | None = None, encodings: Encodings | None = None
+) -> str:
+    """The text of an annotation file: UTF-8, else what it declares or is guessed, and an issue.
 
     UTF-8 may begin with its mark.
 
     Args:
         complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
+        encodings: of the set that the file is one of many of.
     Raises: DataError: absent, unreadable, or in another encoding.
     """
     try:
@@ -487,29 +629,33 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
             raise DataError(f"not UTF-8 text: {error}", code="not_utf8", where=str(path)) from error
         problem = error
     declared = _XML_ENCODING.match(content)
-    for encoding in ([declared[1].decode()] if declared else []) + ["gb18030"]:
-        try:
+    if declared:
+        encoding = declared[1].decode()
+        with contextlib.suppress(UnicodeDecodeError, LookupError):
             text = content.decode(encoding)
-        except (UnicodeDecodeError, LookupError):
-            continue
-        shown = "GBK" if encoding == "gb18030" else encoding
-        complain(Issue("encoding", f"not UTF-8 text: read as {shown}", where=str(path)))
-        return text
+            what = f"not UTF-8 text: read as {encoding}, as it declares"
+            complain(Issue("encoding", what, where=str(path)))
+            return text
+    guessed = (encodings or Encodings()).guess(content)
+    if guessed is not None:
+        what = f"not UTF-8 text: read as {_ENCODING_NAMES[guessed]}, a guess"
+        complain(Issue("encoding", what, where=str(path)))
+        return content.decode(guessed)
     raise DataError(
-        f"neither UTF-8 nor GBK text: {problem}",
+        f"neither UTF-8 nor GBK nor Windows-1252 text: {problem}",
         code="not_utf8",
         where=str(path),
         fix="save it as UTF-8",
     )
 
 
-def read_text_of_image(path: Path, complain: Complain) -> str:
+def read_text_of_image(path: Path, complain: Complain, encodings: Encodings | None = None) -> str:
     """`read_text` of a file that annotates one image.
 
     Raises: Malformed: it cannot be read.
     """
     try:
-        return read_text(path, complain)
+        return read_text(path, complain, encodings)
     except DataError as error:
         what = f"{error.what}; {error.fix}" if error.fix else error.what
         raise Malformed(Issue("annotation_unreadable", what, where=error.where)) from error
@@ -575,6 +721,17 @@ def read_names(file: Path) -> tuple[str, ...]:
     return _distinct(tuple(read_list(file)), str(file))
 
 
+def find_alike(names: Sequence[str], source: str, complain: Complain) -> None:
+    """Complains of class names that somebody probably meant to be one."""
+    first_of: dict[str, str] = {}
+    for name in names:
+        key = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        first = first_of.setdefault(key, name)
+        if first != name:
+            what = f"classes {first!r} and {name!r} differ in capitals or blanks alone"
+            complain(Issue("class_names_alike", what, where=source))
+
+
 def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -611,4 +768,8 @@ def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
         names = [names[number] for number in range(len(names))]
     if not isinstance(names, list) or any(isinstance(name, list | dict) for name in names):
         return ()
+    count = content.get("nc", len(names))
+    if complain is not None and count != len(names):
+        what = f"nc is {count!r:.20}, but names has {len(names)}: the names count"
+        complain(Issue("class_count_differs", what, where=str(file)))
     return tuple(map(str, names))

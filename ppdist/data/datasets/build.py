@@ -15,7 +15,13 @@ import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotations import Strictly, listed, settle
+from ppdist.data.datasets.annotations import (
+    Strictly,
+    find_alike,
+    listed,
+    settle,
+    unread_twin,
+)
 from ppdist.data.datasets.coco import read_coco
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
@@ -43,23 +49,24 @@ def read_split(
     """Reads one split; every rank gets the same set.
 
     Args:
-        num_classes: what the model has; the data must have as many.  None: any.
+        num_classes: what the model has; the data must have as many, and an object.  None: any.
         masks: keep the outlines of objects.
-        whole: all images, whatever the split's `limit`.
+        whole: all images, whatever the split's `limit`, also those without a box to use.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
     _check_folder(config, split)
     limit = None if whole else _section(config, split).limit
-    dataset = limited(_settled(config, split, masks), limit, f"data.{split}.limit")
+    dataset = limited(_settled(config, split, masks, whole), limit, f"data.{split}.limit")
     check_files(dataset)
     if num_classes is not None:
         check_classes(dataset, num_classes)
+        check_objects(dataset)
     return dataset
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
     """As `read_split`, but the images need not be there."""
-    dataset = _settled(config, split, masks=False)
+    dataset = _settled(config, split, masks=False, whole=True)
     check_classes(dataset, num_classes)
     return dataset
 
@@ -75,7 +82,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
     """
     _check_folder(config, split)
     if config.task == "classify":
-        return _raw_of(_classified(config, split))
+        return _raw_of(_classified(config, split, complain))
     return _raw(config, split, complain, everything=True)
 
 
@@ -104,12 +111,14 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
     return config.train if split == "train" else config.val
 
 
-def _settled(config: DataConfig, split: Split, masks: bool) -> DetectionSet:
-    if config.task == "classify":
-        return _classified(config, split)
+def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> DetectionSet:
     strictly = Strictly()
+    if config.task == "classify":
+        dataset = _classified(config, split, strictly)
+        return replace(dataset, notes=(*dataset.notes, *strictly.report()))
     raw = _raw(config, split, strictly, everything=masks)
-    dataset = settle(raw, config.bad_boxes, masks=masks, notes=strictly.report())
+    notes = strictly.report()
+    dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     if config.format == "coco":
         check_names(dataset, config.class_names)
     return dataset
@@ -120,21 +129,27 @@ def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bo
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
-        return read_coco(images, annotations, complain, everything=everything)
-    if config.format == "yolo":
-        return read_yolo(root, images, annotations, names, complain)
-    return read_voc(
-        root, images, annotations, names, complain, naming_list=naming, everything=everything
-    )
+        raw = read_coco(images, annotations, complain, everything=everything)
+    elif config.format == "yolo":
+        raw = read_yolo(root, images, annotations, names, complain)
+    else:
+        raw = read_voc(
+            root, images, annotations, names, complain, naming_list=naming, everything=everything
+        )
+    find_alike(raw.class_names, raw.source, complain)
+    return raw
 
 
-def _classified(config: DataConfig, split: Split) -> DetectionSet:
+def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
     root, images = _places(config, split)
     if config.format == "folder":
         naming = root / config.train.images
-        return read_folder(root, images, config.class_names, naming_folder=naming)
-    naming, table = _annotation_files(config, split)
-    return read_csv(root, images, table, config.class_names, naming_table=naming)
+        dataset = read_folder(root, images, config.class_names, naming_folder=naming)
+    else:
+        naming, table = _annotation_files(config, split)
+        dataset = read_csv(root, images, table, config.class_names, naming_table=naming)
+    find_alike(dataset.class_names, dataset.source, complain)
+    return dataset
 
 
 _ANNOTATIONS = {"coco": "JSON file", "voc": "list of images", "csv": "CSV file"}
@@ -271,9 +286,11 @@ def check_files(dataset: DetectionSet) -> None:
                 absent.add(path)
     if absent:
         first = [record.path for record in dataset.records if record.path in absent][:3]
+        twin = unread_twin(first[0])
+        hint = f" (there is {os.path.basename(twin)}, a kind that is not read)" if twin else ""
         raise DataError(
             f"{len(absent)} of {len(dataset.records)} images do not exist, first "
-            f"{', '.join(first)}",
+            f"{', '.join(first)}{hint}",
             code="image_missing",
             where=dataset.source,
             fix="check data.root and the images folder",
@@ -319,6 +336,36 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
             code="num_classes_differ",
             fix=fix,
         )
+
+
+def check_objects(dataset: DetectionSet) -> None:
+    """There is something to learn or to measure.  Raises: DataError: no object in any image."""
+    records = Records.of(dataset.records)
+    if not (~records.crowd_O).any():
+        raise DataError(
+            f"not one of its {len(records)} images shows an object",
+            code="objects_missing",
+            where=dataset.source,
+            fix="check that its annotations are those of these images",
+        )
+
+
+def same_sets(config: DataConfig) -> str:
+    """Where training and validation are read from one place, a line that says so; else ""."""
+    root = Path(config.root)
+    train, val = (
+        [os.path.realpath(root / name) for name in names]
+        for names in (
+            (part.annotations or part.images, part.images) for part in (config.train, config.val)
+        )
+    )
+    folders = config.format == "folder" or os.path.isdir(train[0])
+    if train != val if folders else train[0] != val[0]:
+        return ""
+    return (
+        f"{train[0]}: both data.train and data.val: scores say how well training images are "
+        f"remembered, nothing about others; `tools/data.py split` divides a set"
+    )
 
 
 def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:

@@ -52,6 +52,10 @@ def read_coco(
         try:
             image, thing = _object(entry, number, annotations, image_of, categories, label_of)
         except Malformed as wrong:
+            of = _whole(entry.get("image_id")) if isinstance(entry, dict) else None
+            owner = None if of is None else image_of.get(of)
+            if owner is not None:
+                owner.lost += 1
             complain(wrong.issue)
             continue
         identity = _whole(entry.get("id"))
@@ -118,7 +122,7 @@ def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[
         identity = _whole(entry["id"])
         if identity is None:
             raise DataError(
-                f"id {entry['id']!r}: expected a whole number",
+                f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number",
                 code="bad_category_id",
                 where=f"{file}: categories[{number}]",
             )
@@ -150,7 +154,7 @@ def _images(
         try:
             _check_keys("images", number, entry, file)
             if identity is None:
-                what = f"id {entry['id']!r}: expected a whole number"
+                what = f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number"
                 raise Malformed(Issue("annotation_line", what, where=where))
             if identity in number_of:
                 first = number_of[identity]
@@ -194,13 +198,19 @@ def _object(
     where = f"{file}: annotation {entry.get('id', f'number {number}')}"
     identity, category = _whole(entry["image_id"]), _whole(entry["category_id"])
     if identity is None or identity not in image_of:
-        what = f"image_id {entry['image_id']} is not among the file's images"
+        given = entry["image_id"]
+        what = f"image_id {given} is not among the file's images"
+        if isinstance(given, str):
+            what = f"image_id {given!r}{_as_text(given)}: expected a whole number"
         raise Malformed(Issue("image_unknown", what, where=where))
     image = image_of[identity]
     path = str(image.path) if image is not None else ""
     if category is None or category not in label_of:
         known = listed([f"{i} {name}" for i, name in categories.items()])
-        what = f"category_id {entry['category_id']} is not among the file's categories ({known})"
+        given = entry["category_id"]
+        what = f"category_id {given} is not among the file's categories ({known})"
+        if isinstance(given, str):
+            what = f"category_id {given!r}{_as_text(given)}: expected a whole number ({known})"
         raise Malformed(Issue("class_unknown", what, path, where))
     if image is not None:
         where = f"{where} of image {image.path.name!r}"
@@ -253,6 +263,11 @@ def _class_extras(entries: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, An
     ordered = sorted(entries, key=lambda entry: _whole(entry["id"]) or 0)
     extras = tuple(_further(entry, _NEEDED["categories"]) for entry in ordered)
     return extras if any(extras) else ()
+
+
+def _as_text(value: Any) -> str:
+    """What a message says of a number in quotes, which looks like one without them."""
+    return " is text" if isinstance(value, str) else ""
 
 
 def _whole(value: Any) -> int | None:

@@ -54,7 +54,8 @@ def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str)
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
     areas, outlines, crowds and further properties do where the format can hold them.  Images of one
     name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
-    out, and images of which nobody knows the size.  YOLO's fractions are of the image as its file
+    out, images that have no others (they are no background), and images of which nobody knows the
+    size.  YOLO's fractions are of the image as its file
     has it: annotations of another frame are turned with it, or left out with their image.
 
     Args:
@@ -185,6 +186,9 @@ def _finite(raw: RawSet, lines: list[str]) -> RawSet:
     for image in raw.images:
         objects = [t for t in image.objects if math.isfinite(sum(t.box))]
         lost["objects: box is not finite, left out"] += len(image.objects) - len(objects)
+        if image.objects and not objects:
+            lost["images: none of their boxes is finite, left out"] += 1
+            continue
         objects = [replace(t, extra=_finite_only(t.extra, lost)) if t.extra else t for t in objects]
         kept.append(replace(image, objects=objects, extra=_finite_only(image.extra, lost)))
     extra = _finite_only(raw.extra, lost)

@@ -11,9 +11,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ppdist.data.datasets.annotations import (
+    Encodings,
     Malformed,
     area_in,
     class_names,
+    files_below,
     find_image,
     find_repeats,
     outlines_in,
@@ -22,7 +24,7 @@ from ppdist.data.datasets.annotations import (
     read_text_of_image,
     write_text,
 )
-from ppdist.data.image import IMAGE_SUFFIXES
+from ppdist.data.image import IMAGE_SUFFIXES, image_size
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -70,7 +72,9 @@ def read_voc(
             if name not in label_of:
                 what = f"class {name!r} is not among {', '.join(known)}"
                 complain(Issue("class_unknown", what, str(image.path), thing.where))
-        image.objects = [thing for thing in image.objects if thing.label >= 0]
+        known_objects = [thing for thing in image.objects if thing.label >= 0]
+        image.lost += len(image.objects) - len(known_objects)
+        image.objects = known_objects
     kept = [image for image, _ in found]
     _take_ids(kept)
     find_repeats(kept, complain)
@@ -82,6 +86,9 @@ def _read(
 ) -> list[tuple[RawImage, list[str]]]:
     """Each image with the names of its objects' classes; the objects have no label yet."""
     result: list[tuple[RawImage, list[str]]] = []
+    encodings = Encodings(
+        lambda: (f for f in files_below(root / "Annotations") if f.endswith(".xml"))
+    )
     for position, line in enumerate(read_list(image_list, complain), start=1):
         path: Path | None = None
         words = line.rsplit(maxsplit=1)
@@ -95,11 +102,11 @@ def _read(
         if file is None or (paired and path is None):
             continue
         try:
-            tree = _parse(file, complain)
+            tree = _parse(file, complain, encodings)
             if path is None:
                 path = _named(tree, images, stem, file, complain)
             if path is not None:
-                image = _image(tree, file, path, position, everything)
+                image = _image(tree, file, path, position, complain, everything)
                 result.append((image, _add_objects(image, tree, complain, everything)))
         except Malformed as wrong:
             complain(replace(wrong.issue, image=str(path or "")))
@@ -115,11 +122,11 @@ def _stem(root: Path, line: str) -> str:
     return line
 
 
-def _parse(file: Path, complain: Complain) -> ElementTree.Element:
+def _parse(file: Path, complain: Complain, encodings: Encodings) -> ElementTree.Element:
     if not os.path.isfile(file):
         what = "does not exist, but its image is listed"
         raise Malformed(Issue("annotation_missing", what, where=str(file)))
-    text = read_text_of_image(file, complain)
+    text = read_text_of_image(file, complain, encodings)
     with _unreadable(str(file)):
         if "<!ENTITY" in text:  # a few of them can stand for gigabytes, and no annotation has any
             raise ValueError("it defines XML entities")
@@ -159,26 +166,36 @@ def _named(
 
 
 def _image(
-    tree: ElementTree.Element, file: Path, path: Path, position: int, everything: bool
+    tree: ElementTree.Element,
+    file: Path,
+    path: Path,
+    position: int,
+    complain: Complain,
+    everything: bool,
 ) -> RawImage:
     size = tree.find("size")
     if size is None:
-        what = "has no <size>; expected the image's width and height"
-        raise Malformed(Issue("size_invalid", what, where=str(file)))
-    sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
-    try:
-        width, height = (int(float(side)) for side in sides)
-    except (ValueError, OverflowError):
-        width, height = 0, 0
+        what, width, height = "has no <size>", 0, 0
+    else:
+        sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
+        what = f"<size> is {'x'.join(side[:20] for side in sides)}"
+        try:
+            width, height = (int(float(side)) for side in sides)
+        except (ValueError, OverflowError):
+            width, height = 0, 0
     if not (0 < width < 2**31 and 0 < height < 2**31):
-        shown = "x".join(side[:20] for side in sides)
-        what = f"<size> is {shown}; expected the image's size in pixels"
-        raise Malformed(Issue("size_invalid", what, where=str(file)))
+        found = image_size(path)
+        if found is None:
+            what = f"{what}; expected the image's width and height in pixels"
+            raise Malformed(Issue("size_invalid", what, where=str(file)))
+        width, height = found
+        what = f"{what}: the size of the image is taken, {width}x{height}"
+        complain(Issue("size_missing", what, str(path), str(file)))
     extra: dict[str, Any] = {}
     if everything:
         with _unreadable(str(file)):
             extra = _children(tree, _IMAGE_TAGS)
-            further = _children(size, {"width", "height"})
+            further = {} if size is None else _children(size, {"width", "height"})
         extra |= {"size": further} if further else {}
     return RawImage(path, position, width, height, [], str(file), extra)
 
@@ -202,6 +219,7 @@ def _add_objects(
                     thing.extra = _children(entry, _OBJECT_TAGS)
                 _take_foreign(thing, image, complain)
         except Malformed as wrong:
+            image.lost += 1
             complain(replace(wrong.issue, code="annotation_line", image=str(image.path)))
             continue
         image.objects.append(thing)

@@ -21,6 +21,7 @@ from ppdist.data.datasets.annotations import (
     find_repeats,
     read_list,
     read_text_of_image,
+    unread_kind,
     write_text,
 )
 from ppdist.data.image import image_size, is_image_name
@@ -55,17 +56,29 @@ def read_yolo(
         )
     if annotations.is_dir():
         start = len(os.path.join(os.path.abspath(images), ""))
-        names_below = (Path(file[start:]) for file in files_below(images))
+        names_below = [Path(file[start:]) for file in files_below(images)]
         below = sorted(name for name in names_below if is_image_name(name.name))
         paths = [images / name for name in below]
         labels = [annotations / name.with_suffix(".txt") for name in below]
-        _find_unused(annotations, labels, images, complain)
+        unread = [name for name in names_below if unread_kind(name.name)]
+        for name in unread:
+            _say_unread(images / name, complain)
+        known_labels = [*labels, *(annotations / name.with_suffix(".txt") for name in unread)]
+        _find_unused(annotations, known_labels, images, complain)
     else:
         lines = read_list(annotations, complain)
         found = [find_image(root, line, str(annotations), complain) for line in lines]
         paths = [path for path in found if path is not None]
         labels = [_label_file(path, root) for path in paths]
     if labels and not any(map(os.path.isfile, labels)):
+        absent = [path for path in paths if not os.path.isfile(path)]
+        if absent:
+            raise DataError(
+                f"{len(absent)} of its {len(paths)} images do not exist, first {absent[0]}",
+                code="image_missing",
+                where=str(annotations),
+                fix="paths in a list are relative to data.root: check both",
+            )
         raise DataError(
             f"none of {len(labels)} images has a label file; expected the first at {labels[0]}",
             code="label_files_missing",
@@ -78,6 +91,11 @@ def read_yolo(
     find_repeats(kept, complain)
     _find_shared(kept, complain)
     return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(annotations))
+
+
+def _say_unread(path: Path, complain: Complain) -> None:
+    what = f"{unread_kind(path.name)}: this kind is not read; make it JPEG or PNG"
+    complain(Issue("image_kind_unread", what, str(path), str(path)))
 
 
 def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: Complain) -> None:
@@ -117,6 +135,7 @@ def _image(
             try:
                 image.objects.append(_object(line, f"{label_file}:{number}", image, names))
             except Malformed as wrong:
+                image.lost += 1
                 complain(replace(wrong.issue, image=str(path)))
     return image
 

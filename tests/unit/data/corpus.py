@@ -80,10 +80,11 @@ def write_dirty_coco(root: Path) -> DataConfig:
     names = write_images(root / "images")
     write_picture(root / "images" / "val.jpg", 40)
     write_picture(root / "images" / "unlisted.jpg", 41)
+    write_picture(root / "images" / "lost.jpg", 42)
     (root / "images" / "leak.jpg").write_bytes((root / "images" / "val.jpg").read_bytes())
     images = [
         {"id": number, "file_name": name, "width": SIZE[0], "height": SIZE[1]}
-        for number, name in enumerate([*names, "leak.jpg"], 1)
+        for number, name in enumerate([*names, "leak.jpg", "lost.jpg"], 1)
     ]
     id_of = {image["file_name"]: image["id"] for image in images}
     images[id_of["turned.jpg"] - 1] |= {"width": SIZE[1], "height": SIZE[0]}
@@ -106,11 +107,12 @@ def write_dirty_coco(root: Path) -> DataConfig:
     annotations = [
         {"image_id": image["id"], "category_id": 1, "bbox": [1, 2, 20, 20]}
         for image in images
-        if image["file_name"] != "good5.jpg" and image["id"] < 100
+        if image["file_name"] not in ("good5.jpg", "lost.jpg") and image["id"] < 100
     ]
     annotations += [{"image_id": good, "category_id": 4, "bbox": box} for box in bad_boxes]
     annotations += [{"image_id": good, "category_id": 4, "bbox": [5, 5, 7, 7]}] * 2
-    annotations += [{"image_id": good, "category_id": 99, "bbox": [5, 5, 7, 7]}]
+    lost = id_of["lost.jpg"]  # image_objects_lost
+    annotations += [{"image_id": lost, "category_id": 99, "bbox": [5, 5, 7, 7]}]
     odd = [{"area": "large"}, {"segmentation": [[1, 2, 3]]}]  # area_invalid, outline_malformed
     annotations += [
         {"image_id": good, "category_id": 4, "bbox": [9, 9, n, n]} | part
@@ -133,8 +135,9 @@ def write_dirty_coco(root: Path) -> DataConfig:
 
 
 def write_dirty_voc(root: Path) -> DataConfig:
-    """What only files of one image each can have: a missing one, a malformed one, GBK text."""
-    for number in range(4):
+    """What only files of one image each can have: a missing one, a malformed one, GBK text, and no
+    size."""
+    for number in range(5):
         write_picture(root / "images" / f"{number}.jpg", number)
     entry = (
         "<annotation><filename>{0}.jpg</filename><size><width>64</width><height>48</height></size>"
@@ -146,20 +149,23 @@ def write_dirty_voc(root: Path) -> DataConfig:
     (folder / "0.xml").write_text(entry.format(0, "cat"), encoding="utf-8")
     (folder / "1.xml").write_text(entry.format(1, "cat")[:-30], encoding="utf-8")
     (folder / "2.xml").write_bytes(entry.format(2, "血小板").encode("gbk"))
-    (root / "train.txt").write_text("0\n1\n2\nabsent\n", encoding="utf-8")
+    (folder / "4.xml").write_text(entry.format(4, "cat").replace(">64<", "><"), encoding="utf-8")
+    (root / "train.txt").write_text("0\n1\n2\n4\nabsent\n", encoding="utf-8")
     (root / "val.txt").write_text("0\n", encoding="utf-8")
     return config(root, "voc", "train.txt", "val.txt")
 
 
 def write_dirty_yolo(root: Path) -> DataConfig:
-    """What only a folder of labels can have: one of no image, one of two images."""
+    """What only a folder of labels can have: one of no image, one of two, one of an AVIF."""
     for split, names in (("train", ("a.jpg", "a.png", "b.jpg")), ("val", ("c.jpg",))):
         (root / "labels" / split).mkdir(parents=True)
         for name in names:
             write_picture(root / "images" / split / name, sum(map(ord, name)))
             label = root / "labels" / split / Path(name).with_suffix(".txt")
             label.write_text("0 0.5 0.5 0.25 0.25\n")
-    (root / "labels" / "train" / "orphan.txt").write_text("0 0.5 0.5 0.25 0.25\n")
+    for name in ("orphan", "new"):
+        (root / "labels" / "train" / f"{name}.txt").write_text("0 0.5 0.5 0.25 0.25\n")
+    (root / "images" / "train" / "new.avif").write_bytes(b"AVIF")
     splits = {
         split: SplitConfig(images=f"images/{split}", annotations=f"labels/{split}")
         for split in ("train", "val")

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from ppdist.common.errors import DataError
 from ppdist.data.datasets import yolo
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.validate import clean_copy, validate
@@ -19,8 +20,10 @@ from tests.unit.data.corpus import (
 from tests.unit.data.sets import bccd
 
 _TWICE = {"image_truncated": 5, "box_duplicate": 2, "image_no_boxes": 2}
-_OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
-_OF_YOLO = {"label_without_image", "label_shared"}
+_OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding", "size_missing"}
+_OF_YOLO = {"label_without_image", "label_shared", "image_kind_unread"}
+_OF_CLASSES = {"classes_differ", "class_names_alike", "class_count_differs"}
+_OF_SPLITS = {"objects_missing", "splits_same"}
 _OF_NATIVE_CODE = {"image_crashes_decoder", "image_hangs_decoder"}  # see test_scan
 
 
@@ -28,12 +31,13 @@ _OF_NATIVE_CODE = {"image_crashes_decoder", "image_hangs_decoder"}  # see test_s
 def test_an_audit_finds_every_defect_once(tmp_path, decode, record_property):
     report = validate(write_dirty_coco(tmp_path), decode=decode, workers=2)
     counts = {row.name: row.counts.get("train", 0) for row in report.rows()}
-    wanted = KINDS.keys() - _OF_OTHER_FORMATS - _OF_YOLO - _OF_NATIVE_CODE - {"classes_differ"}
+    wanted = KINDS.keys() - _OF_OTHER_FORMATS - _OF_YOLO - _OF_NATIVE_CODE
+    wanted -= _OF_CLASSES | _OF_SPLITS
     assert counts == {kind: _TWICE.get(kind, 1) for kind in wanted}
     assert {row.name for row in report.rows() if row.counts.get("val")} == {"class_ids_gap"}
     severities = [row.kind.severity for row in report.rows()]
     assert severities == sorted(severities, key=["error", "warning", "note"].index)
-    assert report.errors == 15
+    assert report.errors == 16
     record_property("figure", f"{len(wanted)} of {len(wanted)} kinds of defects found")
 
 
@@ -42,7 +46,7 @@ def test_validate_finds_issues_of_per_image_files(tmp_path):
     found = {row.name: row for row in validate(config, decode=False, workers=1).rows()}
     assert found.keys() >= _OF_OTHER_FORMATS
     assert str(tmp_path / "Annotations" / "1.xml") in found["annotation_unreadable"].examples[0]
-    assert found["encoding"].examples[0].endswith("2.xml: not UTF-8 text: read as GBK")
+    assert found["encoding"].examples[0].endswith("2.xml: not UTF-8 text: read as GBK, a guess")
 
 
 def test_validate_finds_issues_of_label_folders(tmp_path):
@@ -57,6 +61,31 @@ def test_image_with_unknown_yolo_size_is_lost_issue(tmp_path, monkeypatch):
     found = {row.name: row.counts for row in validate(settings, decode=False, workers=1).rows()}
     assert found["image_unreadable"] == {"train": 1}
     assert found["size_mismatch"] == {"train": 2, "val": 1} and "box_outside" not in found
+
+
+def test_two_splits_of_one_file_are_a_warning(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    one = settings.model_copy(update={"val": settings.train})
+    row, _ = validate(one, decode=False, workers=1).rows()  # and val's image is in no split
+    assert (row.name, row.kind.severity, row.count) == ("splits_same", "warning", 1)
+    assert row.examples[0].startswith(f"{tmp_path / 'train.json'}: both data.train and data.val")
+
+
+def test_split_without_any_object_is_an_error(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    content = json.loads((tmp_path / "val.json").read_text())
+    content["annotations"] = [content["annotations"][0] | {"iscrowd": 1}]  # one to ignore
+    (tmp_path / "val.json").write_text(json.dumps(content))
+    report = validate(settings, decode=False, workers=1)
+    (row,) = [row for row in report.rows() if row.kind.severity == "error"]
+    assert (row.name, row.counts) == ("objects_missing", {"val": 1})
+    content["annotations"] = []
+    (tmp_path / "val.json").write_text(json.dumps(content))
+    with pytest.raises(DataError) as caught:
+        clean_copy(
+            validate(settings, decode=False, workers=1), "coco", tmp_path / "out", images="link"
+        )
+    assert caught.value.code == "objects_missing" and not (tmp_path / "out").exists()
 
 
 def test_a_clean_set_has_no_finding(tmp_path):

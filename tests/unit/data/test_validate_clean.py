@@ -23,6 +23,7 @@ from tests.unit.data.corpus import (
     write_dirty_yolo,
     write_picture,
 )
+from tests.unit.data.datasets.small import yolo_set
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -60,6 +61,21 @@ def test_a_clean_copy_has_nothing_but_notes(tmp_path, write, form):
     for row in report.rows():
         if row.kind.severity != "note":
             assert any(f" {row.name}: {row.kind.fix}" in line for line in lines), row.name
+
+
+@pytest.mark.parametrize("line", ["0 0.5 banana 0.1 0.1", "7 0.5 0.5 0.1 0.1", "0 9 9 0.1 0.1"])
+def test_image_of_bad_labels_alone_is_no_background(tmp_path, line):
+    """Malformed, of an unknown class, outside: nobody said that the image shows nothing."""
+    settings = yolo_set(tmp_path / "in", line)
+    (tmp_path / "in" / "labels" / "001.txt").write_text(f"{line}\n")
+    write_picture(tmp_path / "in" / "images" / "background.jpg", 9)
+    found = {
+        row.name: row.counts["train"] for row in validate(settings, decode=True, workers=1).rows()
+    }
+    assert (found["image_objects_lost"], found["image_no_boxes"]) == (1, 1)
+    cleaned, copied = _cleaned(settings, tmp_path / "out", form="yolo")
+    assert "train: 1 image_objects_lost: the image is left out" in cleaned.lines
+    assert _names(copied, "train") == ["000.jpg", "background.jpg"]
 
 
 def test_a_clean_copy_of_clean_data_changes_nothing(tmp_path):

@@ -20,6 +20,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device, store
 from ppdist.distributed.agreement import require_agreement
+from ppdist.engine import data
 from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import flat_config, preflight, within
@@ -160,12 +161,14 @@ def differing_runs(folder: Path) -> dict[str, str]:
 
 
 def differing_data(folder: Path) -> dict[str, str]:
-    def look(name: str) -> None:
+    def look(name: str, how: str = "some") -> None:
         root = folder / (name if comm.rank() else "same")
-        config = tiny_config(folder, [f"data.root={root}"])
-        require_same_data(read_split(config.data, "train", 3), config.data.root)
+        config = tiny_config(folder, [f"data.root={root}", f"data.compare_images={how}"])
+        require_same_data(read_split(config.data, "train", 3), config.data)
 
-    return {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
+    texts = {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
+    data._COMPARED_IMAGES = 1  # of four, the first; the third has other pixels
+    return texts | {how: attempt(partial(look, "pixels", how)) for how in ("some", "all")}
 
 
 def write_changed_data(folder: Path) -> None:
@@ -252,6 +255,12 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
         assert ".jpg: of the same size, but other content; give every host the same" in pixels
         size = int(longer.partition(".jpg: ")[2].split()[0])
         assert f".jpg: {size} bytes and {size + 1} bytes; give" in longer
+
+
+def test_pixels_of_every_image_are_compared_on_request(told: list[dict[str, str]]) -> None:
+    for texts in told:
+        assert texts["some"].startswith("agreed")
+        assert ".jpg: of the same size, but other content; give every host" in texts["all"]
 
 
 def test_rank_missing_from_first_allreduce_is_named(told: list[dict[str, str]]) -> None:

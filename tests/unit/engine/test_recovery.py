@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import ConfigError, is_out_of_memory
+from ppdist.common.errors import ConfigError, UserError, is_out_of_memory
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
@@ -329,11 +329,12 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
 
 def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
     with pytest.raises(
-        FloatingPointError, match=r"2 steps in a row, up to step 5, and 3 rollbacks"
-    ):
+        UserError, match=r"2 steps in a row, up to step 5, and 3 rollbacks"
+    ) as caught:
         alone(
             shapes, tmp_path, "train.bad_steps_limit=2", before=lambda t: spoil(t, (3, 4), times=9)
         )
+    assert caught.value.code == "training_diverged"  # so exit 2, and fleetrun does not repeat it
     assert len(records(tmp_path, "bad_steps.jsonl")) == 8
     assert json.loads((tmp_path / "checkpoints/last/state.json").read_text())["step"] == 3
 

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from ppdist.config.data import DataConfig
+from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotations import KINDS, box_problem, files_below
 from ppdist.data.datasets.build import (
     read_raw,
@@ -83,6 +84,7 @@ def test_check_continues_without_invalid_voc_objects(tmp_path):
     files["a"].write_text(files["a"].read_text().replace("cat", "cow"))
     files["b"].write_text(files["b"].read_text()[:-5])
     files["c"].write_text(files["c"].read_text().replace("<width>64", "<width>nan"))
+    (tmp_path / "images" / "c.jpg").write_bytes(b"no image, so that its size is unknown")
     files["d"].write_text(files["d"].read_text().replace("<name>cat</name>", ""))
     raw, issues = found_in(config)
     assert [issue.code for issue in issues] == [
@@ -112,9 +114,85 @@ def test_warnings_take_one_line_and_keep_training(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ppdist"):
         dataset = read_split(config, "train", 2)
     assert dataset.class_names == raw.class_names == ("猫", "狗")
-    line = f"{tmp_path / 'classes.txt'}: not UTF-8 text: read as GBK"
+    line = f"{tmp_path / 'classes.txt'}: not UTF-8 text: read as GBK, a guess"
     assert dataset.notes == (line,)
     assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_encoding_is_the_one_that_all_files_share(tmp_path):
+    """ "L\u00f6we" in Windows-1252 is GBK text, too, and "Caf\u00e9" is not."""
+    classes = {"a": "L\u00f6we", "b": "Caf\u00e9", "c": "L\u00f6we"}
+    config = voc_set(
+        tmp_path,
+        {"a": "train", "b": "val", "c": "train"},
+        {stem: [name] for stem, name in classes.items()},
+    )
+    for stem in classes:
+        file = tmp_path / "Annotations" / f"{stem}.xml"
+        file.write_bytes(file.read_text().encode("cp1252"))
+    (tmp_path / "train.txt").write_text("a\nb\nc\n")
+    raw, issues = found_in(config)
+    assert raw.class_names == ("Caf\u00e9", "L\u00f6we")
+    assert {issue.text.split(": ")[-1] for issue in issues} == {"read as Windows-1252, a guess"}
+
+
+@pytest.mark.parametrize("name", ["血小板", "貓頭鷹", "臺灣", "鱿鱼"])
+def test_chinese_class_names_stay_chinese(tmp_path, name):
+    """Also those beyond GB2312, as of Taiwan."""
+    config = yolo_set(tmp_path, "", names=None)
+    (tmp_path / "classes.txt").write_bytes(f"{name}\ndog\n".encode("gbk"))
+    assert found_in(config)[0].class_names == (name, "dog")
+
+
+def test_alike_class_names_are_a_warning_with_both(tmp_path):
+    config = voc_set(tmp_path, {"a": "train"}, {"a": ["Raccoon", "raccoon", "cat"]})
+    (note,) = read_split(config, "train", 3).notes
+    assert "classes 'Raccoon' and 'raccoon' differ in capitals or blanks alone" in note
+    folder = tmp_path / "of_classes"
+    for name in ("Cat", "cat "):
+        write_images(folder / name, 1)
+    part = SplitConfig(images="of_classes")
+    config = DataConfig(format="folder", root=str(tmp_path), train=part, val=part)
+    (note,) = read_split(config, "train", 2).notes
+    assert "classes 'Cat' and 'cat ' differ" in note
+
+
+@pytest.mark.parametrize(
+    ("policy", "box", "kept"),
+    [
+        ("drop", [50, 2, 40, 4], [0, 2]),
+        ("clip", [50, 2, 40, 4], [0, 1, 2]),
+        ("clip", [90, 2, 4, 4], [0, 2]),
+    ],
+)
+def test_images_that_lose_all_boxes_are_left_out(tmp_path, policy, box, kept):
+    content = coco_content(write_images(tmp_path / "images", 3))  # of 0, 1, 2 boxes
+    content["annotations"][0]["bbox"] = box
+    write_json(tmp_path, content)
+    config = coco_config(tmp_path, bad_boxes=policy)
+    dataset = read_split(config, "train", 3)
+    assert [int(record.path[-5]) for record in dataset.records] == kept
+    if 1 not in kept:
+        assert "1 of 3 images are left out" in dataset.notes[-1]
+        assert "(1 images are annotated to show no object" in dataset.notes[-1]
+    assert len(read_split(config, "train", 3, whole=True).records) == 3
+
+
+def test_a_set_without_any_object_is_refused(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    write_json(tmp_path, content | {"annotations": []})
+    for split in ("train", "val"):
+        message_of(coco_config(tmp_path), "objects_missing", split)
+    for each in content["annotations"]:
+        each["bbox"] = [200, 200, 5, 5]
+    write_json(tmp_path, content)
+    message_of(coco_config(tmp_path), "objects_missing")
+
+
+def test_first_bad_label_names_what_writes_clean_copy(tmp_path):
+    with pytest.raises(DataError) as caught:
+        read_split(yolo_set(tmp_path, "0 0.5 banana 0.1 0.1"), "train", 2)
+    assert "check --fix" in caught.value.fix
 
 
 def test_xml_in_the_encoding_that_it_declares_is_read(tmp_path):
@@ -130,7 +208,7 @@ def test_text_in_no_known_encoding_is_refused(tmp_path):
     config = yolo_set(tmp_path, "")
     (tmp_path / "classes.txt").write_bytes("cat".encode("utf-16"))
     assert message_of(config, "not_utf8").startswith(
-        f"{tmp_path / 'classes.txt'}: neither UTF-8 nor GBK text"
+        f"{tmp_path / 'classes.txt'}: neither UTF-8 nor GBK nor Windows-1252 text"
     )
 
 
@@ -138,16 +216,17 @@ def test_text_in_no_known_encoding_is_refused(tmp_path):
     ("on_disk", "listed"),
     [
         ("图像.jpg".encode("gbk"), "图像.jpg"),
+        (b"L\xf6we.jpg", "L\u00f6we.jpg"),  # Windows-1252
         ("e\u0301.jpg".encode(), "\u00e9.jpg"),
         (b"000.jpg", ".\\000.jpg"),
     ],
 )
 def test_images_are_found_despite_name_spelling(tmp_path, on_disk, listed):
-    content = coco_content(write_images(tmp_path / "images", 1))
+    content = coco_content(write_images(tmp_path / "images", 2))
     (tmp_path / "images" / "000.jpg").rename(tmp_path / "images" / os.fsdecode(on_disk))
     content["images"][0]["file_name"] = listed
     write_json(tmp_path, content)
-    (record,) = read_split(coco_config(tmp_path), "train", 3).records
+    record, _ = read_split(coco_config(tmp_path), "train", 3).records
     assert os.path.basename(os.fsencode(record.path)) == on_disk
     assert read_image(record.path, (48, 64)).shape == (48, 64, 3)
 
@@ -261,7 +340,7 @@ def test_box_with_zero_float32_area_is_issue(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["bbox"] = [40.0, 2, 1e-7, 4]
     write_json(tmp_path, content)
-    dataset = read_split(coco_config(tmp_path), "train", 3)
+    dataset = read_split(coco_config(tmp_path), "train", whole=True)
     assert len(dataset.records[1].labels_M) == 0
     assert "1 dropped (without area) of 1 boxes" in dataset.notes[0]
     assert box_problem((40.0, 2.0, 40.0 + 1e-7, 6.0), 64, 48) == "box_no_area"

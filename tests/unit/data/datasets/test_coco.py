@@ -34,6 +34,22 @@ def blood(shared_dir) -> dict[tuple[str, str], DetectionSet]:
     }
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "code", "problem"),
+    [
+        ("annotations", "category_id", "class_unknown", "category_id '1' is text: expected"),
+        ("annotations", "image_id", "image_unknown", "image_id '2' is text: expected"),
+        ("categories", "id", "bad_category_id", "id '1' is text: expected a whole number"),
+        ("images", "id", "annotation_line", "id '1' is text: expected a whole number"),
+    ],
+)
+def test_numbers_written_as_text_are_said_to_be_text(tmp_path, part, key, code, problem):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    content[part][0][key] = str(content[part][0][key])
+    write_json(tmp_path, content)
+    assert problem in message_of(coco_config(tmp_path), code)
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("form", ["voc", "yolo"])
 def test_the_three_formats_of_one_set_give_equal_records(blood, form, split):

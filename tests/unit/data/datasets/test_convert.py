@@ -256,6 +256,19 @@ def test_what_cannot_be_written_is_refused_or_said(tmp_path):
     )
 
 
+def test_image_of_boxes_not_finite_becomes_no_background(tmp_path):
+    raw = plain_set(tmp_path, 3)
+    for thing in raw.images[1].objects:
+        thing.box = (1.0, math.inf, 3.0, 4.0)
+    lines = convert(raw, "coco", tmp_path / "out", images="link", split="train")
+    assert lines == [
+        "1 objects: box is not finite, left out",
+        "1 images: none of their boxes is finite, left out",
+    ]
+    content = json.loads((tmp_path / "out/annotations/instances_train.json").read_text())
+    assert [image["id"] for image in content["images"]] == [1, 3]  # 1 shows nothing, as it was
+
+
 def described_set(root: Path) -> RawSet:
     """With what COCO says of the whole set and of its classes."""
     raw = plain_set(root, 3)

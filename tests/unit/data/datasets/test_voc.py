@@ -30,15 +30,21 @@ def test_voc_file_missing_or_without_size_is_named(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
     file = tmp_path / "Annotations" / "a.xml"
     content = file.read_text()
-    file.write_text(content.replace("size>", "sizes>"))
-    assert message_of(config, "size_invalid") == (
-        f"{file}: has no <size>; expected the image's width and height"
-    )
-    file.write_text(content.replace("<width>64", "<width>0"))
-    assert (
-        message_of(config, "size_invalid")
-        == f"{file}: <size> is 0x48; expected the image's size in pixels"
-    )
+    image = tmp_path / "images" / "a.jpg"
+    picture = image.read_bytes()
+    for old, new, what in (
+        ("size>", "sizes>", "has no <size>"),
+        ("<width>64", "<width>0", "<size> is 0x48"),
+    ):
+        file.write_text(content.replace(old, new))
+        image.write_bytes(b"no image")
+        assert message_of(config, "size_invalid") == (
+            f"{file}: {what}; expected the image's width and height in pixels"
+        )
+        image.write_bytes(picture)
+        dataset = read_split(config, "train", 1)
+        assert (dataset.records[0].width, dataset.records[0].height) == (64, 48)
+        assert dataset.notes == (f"{file}: {what}: the size of the image is taken, 64x48",)
     file.write_text(content.replace("<xmin>1</xmin>", ""))
     assert message_of(config, "annotation_line") == (
         f"{file}: object 1: <bndbox> has xmin None, ymin '2', xmax '30', ymax '40': expected "

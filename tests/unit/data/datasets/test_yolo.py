@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from ppdist.data.datasets.build import (
-    read_split,
-)
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.datasets.build import read_split
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.datasets.small import yolo_set
 from tests.unit.data.sets import (
@@ -64,6 +63,36 @@ def test_yolo_without_names_or_labels_says_remedy(tmp_path):
         f"{tmp_path / 'labels'}: none of 2 images has a label file; expected the first at "
         f"{tmp_path / 'labels' / '000.txt'}"
     )
+
+
+def test_list_of_absent_images_says_so_and_not_labels(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "classes.txt").write_text("cat\n")
+    (tmp_path / "list.txt").write_text("images/a.jpg\nimages/b.jpg\n")
+    part = SplitConfig(annotations="list.txt")
+    config = DataConfig(format="yolo", root=str(tmp_path), train=part, val=part)
+    assert "2 of its 2 images do not exist" in message_of(config, "image_missing", num_classes=1)
+
+
+@pytest.mark.parametrize("suffix", ["avif", "gif", "jp2", "heic", "ppm", "GIF"])
+def test_images_of_kinds_that_are_not_read_are_named(tmp_path, suffix):
+    config = yolo_set(tmp_path, "")
+    (tmp_path / "images" / f"new.{suffix}").write_bytes(b"an image")
+    (tmp_path / "labels" / "new.txt").write_text("0 0.5 0.5 0.1 0.1\n")
+    dataset = read_split(config, "train", 2)
+    assert len(dataset.records) == 2
+    (note,) = dataset.notes
+    assert note.startswith(f"{tmp_path}/images/new.{suffix}: {suffix.upper()}: this kind is not")
+
+
+def test_number_of_classes_unlike_names_is_a_warning(tmp_path):
+    config = yolo_set(tmp_path, "", names=None)
+    file = tmp_path / "data.yaml"
+    file.write_text("nc: 3\nnames: [cat, dog]\n")
+    dataset = read_split(config, "train", 2)
+    assert dataset.notes == (f"{file}: nc is 3, but names has 2: the names count",)
+    file.write_text("nc: 2\nnames: [cat, dog]\n")
+    assert read_split(config, "train", 2).notes == ()
 
 
 def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
