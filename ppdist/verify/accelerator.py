@@ -120,7 +120,7 @@ def verify_accelerator(
 
     with ExitStack() as undo:
         config = _prepare(config_file, overrides, out, undo)
-        refused = _join(config)
+        refused = _join(config, 60 * options.minutes)
         if refused is None:
             images = read_sets(config.data, config.model.num_classes, False)[0]
             config = _on_this_device(config, images, options.steps)
@@ -179,10 +179,14 @@ def _prepare(
     return comm.run_on_all_ranks(lambda: load_config(source, overrides))
 
 
-def _join(config: ExperimentConfig) -> Found | None:
-    """Joins the ranks; or says, on every rank, why Paddle cannot use some card.  Collective."""
+def _join(config: ExperimentConfig, seconds: float) -> Found | None:
+    """Joins the ranks; or says, on every rank, why Paddle cannot use some card.  Collective.
+
+    Args: seconds: so long some wait for the others while these train.
+    """
+    seconds = max(seconds, config.distributed.timeout_seconds)
     try:
-        comm.init(config.device, config.distributed)
+        comm.init(config.device, config.distributed.model_copy(update={"timeout_seconds": seconds}))
     except ConfigError as error:
         if error.code != "card_without_code":
             raise
@@ -364,6 +368,7 @@ def losses_and_gradients(
     loss.prepare(model, 0)
     totals = loss.counts(*targets, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3]))
     output = loss(model(model.normalize(batch.images_B3HW)), *targets, 0, totals)
+    assert output.total.place.is_cpu_place() == (not device.on_accelerator())
     sums: dict[str, paddle.Tensor] = {}
     add_up(sums, output)
     result = normalise_losses({name: each.item() for name, each in sums.items()})
