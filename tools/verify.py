@@ -1,4 +1,4 @@
-"""Verifies equivalence, parity, metrics and exports: python tools/verify.py --help"""
+"""Verifies cards, equivalence, parity, metrics and exports: python tools/verify.py --help"""
 
 from ppdist import cli
 

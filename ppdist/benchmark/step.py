@@ -26,7 +26,7 @@ from ppdist.benchmark.interleaved import wait_for_slice
 from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig
 from ppdist.data.types import Batch, DetectionSet
-from ppdist.distributed import comm, store
+from ppdist.distributed import comm, device, store
 from ppdist.engine.build import (
     LOSSES,
     build_evaluator,
@@ -75,6 +75,7 @@ class _Variant:
     cpu: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    skipped: int = 0  # steps that no rank applied
     images: list[int] = field(default_factory=list)
     sent: list[int | None] = field(default_factory=list)
 
@@ -93,6 +94,7 @@ class _Variant:
         self.cpu.append(time.process_time() - cpu)
         self.parts.append(dict(clock.seconds))
         self.losses.append(result.losses["loss"])
+        self.skipped += not result.applied
         self.images.append(result.images)
         after = store.sent_bytes()
         self.sent.append(None if sent is None or after is None else after - sent)
@@ -114,6 +116,7 @@ class _Variant:
             "sent_bytes_per_step": round(fmean(sent)) if sent else None,  # of this rank, over TCP
             "steps": len(self.wall) - warmup,
             "losses": self.losses,
+            "skipped_steps": self.skipped,
         }
 
     def _typical(self, steps: Sequence[float]) -> float:
@@ -133,7 +136,8 @@ def measure_training(
             warmup: steps before them that are not counted.
         scratch: folder for what a run writes.
 
-    Returns: `variants` (name -> rates and seconds), peak RSS of this rank in MB, and of every
+    Returns: `variants` (name -> rates and seconds), peak RSS of this rank in MB, the
+        peaks of its card (0 on the CPU), and of every
         variant after the first its comparison with the first under `against <name of the first>`:
         `wall_ratio` and `cpu_ratio` are medians over pairs of neighbouring steps of
         other / first (2 means the first is twice as fast), and the largest relative difference of
@@ -154,6 +158,8 @@ def measure_training(
     first, *others = running
     report: Report = {
         "variants": {variant.name: variant.report(warmup) for variant in running},
+        "peak_allocated_bytes": device.peak_allocated_bytes(),
+        "peak_reserved_bytes": device.peak_reserved_bytes(),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "parameters": sum(p.size for p in first.trainer.train_step.model.parameters()),
     }

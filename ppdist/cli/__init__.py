@@ -26,7 +26,7 @@ COMMANDS = {
     "ensemble": "fuse detections, average weights",
     "plan": "predict time, cost and bottleneck of a training",
     "benchmark": "measure training, loading, evaluation and inference speed",
-    "verify": "verify equivalence, parity, metrics and exports",
+    "verify": "verify cards, equivalence, parity, metrics and exports",
 }
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started

@@ -1,10 +1,19 @@
-"""Verifies equivalence, parity, metrics and exports:
+"""Verifies cards, equivalence, parity, metrics and exports:
 
+  tools/verify.py accelerator [-c cfg.yml] [--out DIR]     this machine's cards train as they should
   tools/verify.py equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   tools/verify.py parity --reference DIR                   our numbers against the original's
   tools/verify.py coco --reference DIR                     COCO's own example of its metrics
   tools/verify.py export [--models NAME ...] [--weights NAME=DIR ...] [--images DIR]
                                                            exported files against eager
+
+accelerator is one command of proof for whoever has cards; it takes less than 30 minutes, on those
+that fleetrun gives it (`fleetrun --selected_gpus 0-7 tools/verify.py accelerator`) or on one.  Its
+parts: kernels against numpy, losses and gradients of a batch against the CPU, training in float32,
+AMP in bfloat16 and float16 against that, N cards like one with a partial last step, images a second
+on 1, 2, 4, ... cards, peaks of memory, and a resumed run against one that was not interrupted.
+Each says PASS, FAIL, or NOT RUN and why.  Without -c it trains a small model on images that it
+makes.  --out gets accelerator.json, accelerator.md and the logs; exit code 1 when a part failed.
 
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
 starts of it (`fleetrun --ips A,B tools/verify.py equivalence -c ...`) or, without a launcher, on 1
@@ -37,12 +46,29 @@ from pathlib import Path
 
 from ppdist.cli import CLONE, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described
+from ppdist.common.arguments import add_config, at_least, described, time_in
 
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    accelerator = commands.add_parser("accelerator", help="this machine's cards train right")
+    add_config(accelerator, required=False)
+    accelerator.add_argument(
+        "--out", type=Path, default=Path("output/accelerator"), metavar="DIR",
+        help="for the JSON, the page and the logs (output/accelerator)",
+    )  # fmt: skip
+    accelerator.add_argument(
+        "--steps", type=at_least(1), default=200, help="of each training (200)"
+    )
+    accelerator.add_argument(
+        "--efficiency", type=float, default=0.8, metavar="PART",
+        help="of N times the rate of one card, the least that N cards may reach (0.8)",
+    )  # fmt: skip
+    accelerator.add_argument(
+        "--minutes", type=time_in("minutes"), default=30, help="what is left then is not done (30)"
+    )
+    accelerator.set_defaults(json=None)
     equivalence = commands.add_parser("equivalence", help="many ranks train like one")
     add_config(equivalence, required=True)
     equivalence.add_argument("--steps", type=at_least(1), default=20, help="to train (20)")
@@ -78,6 +104,19 @@ def main() -> int:
     if arguments.json:
         make_parent(arguments.json)
     return COMMANDS[arguments.command](arguments)
+
+
+def accelerator(arguments: argparse.Namespace) -> int:
+    from ppdist.verify.accelerator import Options, failed, verify_accelerator
+
+    report = verify_accelerator(
+        arguments.config,
+        arguments.override,
+        arguments.out,
+        lambda name: [sys.executable, *script_of(name)],
+        Options(arguments.steps, arguments.efficiency, arguments.minutes),
+    )
+    return 1 if failed(report) else 0
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
@@ -205,4 +244,10 @@ def export(arguments: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-COMMANDS = {"equivalence": equivalence, "parity": parity, "coco": coco, "export": export}
+COMMANDS = {
+    "accelerator": accelerator,
+    "equivalence": equivalence,
+    "parity": parity,
+    "coco": coco,
+    "export": export,
+}

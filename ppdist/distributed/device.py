@@ -4,11 +4,14 @@ A kind is Paddle's own word for it: `cpu`, `gpu` (CUDA or ROCm), `xpu`, or the n
 device (`npu`, `mlu`, ...).  Nothing above this folder asks for a kind by name.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import paddle
 from paddle import distributed as pd
+from paddle.base import core
 
 from ppdist.common.errors import ConfigError
 from ppdist.distributed.store import host, rank, world_size
@@ -123,6 +126,38 @@ def synchronize() -> None:
     """Waits until the device has done all it was given; on the CPU it always has."""
     if on_accelerator():
         paddle.device.synchronize()
+
+
+@contextlib.contextmanager
+def whole_float32() -> Iterator[None]:
+    """Inside, products of float32 are float32: an NVIDIA card otherwise takes TF32 for them, which
+    keeps 10 of 23 bits.  Not run on a GPU."""
+    names = [f"{library}_switch" for library in ("cublas", "cudnn")]
+    names = [name for name in names if on_accelerator() and hasattr(core, f"set_{name}")]
+    before = {name: getattr(core, f"get_{name}")() for name in names}
+    try:
+        for name in names:
+            getattr(core, f"set_{name}")(False)
+        yield
+    finally:
+        for name, value in before.items():
+            getattr(core, f"set_{name}")(value)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Inside, this rank's new tensors are the CPU's; it must not meet other ranks there."""
+    card = paddle.device.get_device()
+    paddle.set_device(CPU)
+    try:
+        yield
+    finally:
+        paddle.set_device(card)
+
+
+def has_half(dtype: str) -> bool:
+    """Whether Paddle says that this rank's device computes in `bfloat16` or `float16`."""
+    return bool(getattr(paddle.amp, f"is_{dtype}_supported")())
 
 
 def release_memory() -> None:

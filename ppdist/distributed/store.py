@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -225,6 +226,18 @@ def announce_arrival() -> Callable[[], str]:
     key = f"ppdist/announced/{next(_barriers)}"
     _store().add(f"{key}/{rank()}", 1)
     return lambda: _absent(key)
+
+
+def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
+    """An alarm that any rank raises and all can look at; nobody waits for anybody.  Collective.
+
+    Returns: raises it; whether some rank has.
+    """
+    if world_size() == 1:
+        raised = threading.Event()
+        return raised.set, raised.is_set
+    key = f"ppdist/alarm/{next(_barriers)}"
+    return lambda: _store().add(key, 1), lambda: _store().add(key, 0) > 0
 
 
 def _arrive(key: str) -> None:

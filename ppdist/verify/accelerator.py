@@ -1,0 +1,902 @@
+"""Proves that this machine's cards train as they should, and says how fast.
+
+Every part ends in one of three words:
+
+    PASS      something was compared, and nothing was further off than it may be
+    FAIL      something was
+    NOT RUN   it could not be compared here; the reason stands beside, and what was measured anyway
+
+What a rank does by itself (kernels, one batch on card and CPU) runs in this process.  What trains
+is a command that users run, too: each rank starts a process of it beside itself on its card, as a
+rank of a run of their own (`Runs`).  So a rank that fails or hangs in a collective ends that run,
+and the others hear of it; and 1, 2 and 4 of 8 cards train without the rest.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import paddle
+from safetensors.numpy import load_file
+
+from ppdist.benchmark.step import machine
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import make_folder, replace_file, write_json
+from ppdist.common.process import (
+    EXIT_DIR_VARIABLE,
+    JOB_DIR_VARIABLE,
+    RESTART_VARIABLE,
+    SKIP_STEP_VARIABLE,
+    ends_with_this,
+)
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import dump_yaml
+from ppdist.config.evaluate import NMSConfig
+from ppdist.data.boxes import box_iou
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.data.types import Arrays, Batch, DetectionSet
+from ppdist.distributed import comm, device, heartbeat
+from ppdist.engine.build import LOSSES, build_feed, build_model, build_schedule_setup
+from ppdist.engine.data import images_of_epoch, read_sets
+from ppdist.engine.train_step import add_up, normalise_losses, whole
+from ppdist.losses.nms import multiclass_nms
+from ppdist.verify import dp_equivalence
+from ppdist.verify.dp_equivalence import ROUNDINGS, Rounding
+
+Report = dict[str, Any]
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+JSON_NAME, PAGE_NAME = "accelerator.json", "accelerator.md"
+
+
+@dataclass
+class Found:
+    """What a part came to: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+
+    measured: Report = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    not_run: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return FAIL if self.problems else NOT_RUN if self.not_run else PASS
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is done, and what is asked of it.
+
+    Attributes:
+        steps: of the trainings in each precision; a tenth of them measures speed.
+        efficiency: the least part of so many times the rate of one card.
+        minutes: after so many no further run is started, and one that goes on is ended.
+    """
+
+    steps: int = 200
+    efficiency: float = 0.8
+    minutes: float = 30.0
+
+
+def verify_accelerator(
+    config_file: str | None,
+    overrides: Sequence[str],
+    out: Path,
+    command: Callable[[str], list[str]],
+    options: Options,
+) -> Report:
+    """All parts one after the other; writes a JSON and a page into a folder.  Collective.
+
+    Args:
+        config_file: of the experiment; None: a small model and images that are made here.
+        out: the same path on every host of the ranks.
+        command: the words that start a command of ours, such as `train`.
+    Raises: UserError, on every rank: the configuration or its data cannot be used.
+    """
+    deadline = time.monotonic() + 60 * options.minutes
+    parts: dict[str, Found] = {}
+    seconds: dict[str, float] = {}
+
+    def part(name: str, work: Callable[[], Found]) -> None:
+        began = time.monotonic()
+        try:
+            parts[name] = work()
+        except Exception as error:  # the same on every rank, see `_everywhere` and `Runs`
+            parts[name] = Found(problems=[f"{type(error).__name__}: {error}"])
+        seconds[name] = time.monotonic() - began
+        if comm.is_main():
+            print(line(name, parts[name]), flush=True)
+
+    with ExitStack() as undo:
+        config = _prepare(config_file, overrides, out, undo)
+        refused = _join(config, 60 * options.minutes)
+        if refused is None:
+            images = read_sets(config.data, config.model.num_classes, False)[0]
+            config = _on_this_device(config, images, options.steps)
+            runs = Runs(config, out, command, deadline)
+            part("kernels", kernels)
+            part("card against CPU", partial(card_against_cpu, config, images))
+            part("float32", partial(trained, runs, options.steps))
+            float32 = parts["float32"]
+            for dtype in ("bfloat16", "float16"):
+                part(f"AMP {dtype}", partial(mixed_precision, runs, options.steps, dtype, float32))
+            part("N cards like one", partial(cards_like_one, runs))
+            part("speed", partial(speed, runs, options))
+            part("memory", partial(memory, float32))
+            part("resume", partial(resume, runs, max(1, options.steps // 40)))
+        else:
+            parts = {name: Found(not_run="no rank trains on such a card") for name in PARTS}
+            parts["kernels"] = refused
+        report = {
+            "machine": machine() | {"hosts": comm.all_gather_object(comm.host())},
+            "config": config_file or "built in",
+            "overrides": list(overrides),
+            "options": asdict(options),
+            "parts": {
+                name: {"verdict": found.verdict, "seconds": seconds.get(name, 0.0)} | asdict(found)
+                for name, found in parts.items()
+            },
+        }
+        comm.run_on_main(lambda: _write(report, out))
+    return report
+
+
+PARTS = (
+    *("kernels", "card against CPU", "float32", "AMP bfloat16", "AMP float16"),
+    *("N cards like one", "speed", "memory", "resume"),
+)
+
+
+def _prepare(
+    config_file: str | None, overrides: Sequence[str], out: Path, undo: ExitStack
+) -> ExperimentConfig:
+    """The configuration, and a folder `out`/work on each host until the end.  Collective."""
+    work = out / "work"
+
+    def make() -> None:
+        make_folder(out / "logs")
+        if comm.local_rank() == 0:
+            make_folder(work)
+            if config_file is None:
+                (work / "built_in.yml").write_text(BUILT_IN.format(data=work / "data"))
+                make_shapes(work / "data", train=_IMAGES, val=2, size=_SIDE, seed=0)
+
+    if comm.local_rank() == 0:
+        undo.callback(shutil.rmtree, work, ignore_errors=True)
+    comm.run_on_all_ranks(make)
+    source = config_file or str(work / "built_in.yml")
+    return comm.run_on_all_ranks(lambda: load_config(source, overrides))
+
+
+def _join(config: ExperimentConfig, seconds: float) -> Found | None:
+    """Joins the ranks; or says, on every rank, why Paddle cannot use some card.  Collective.
+
+    Args: seconds: so long some wait for the others while these train.
+    """
+    seconds = max(seconds, config.distributed.timeout_seconds)
+    try:
+        comm.init(config.device, config.distributed.model_copy(update={"timeout_seconds": seconds}))
+    except ConfigError as error:
+        if error.code != "card_without_code":
+            raise
+        return Found(problems=[f"{error}"])
+    return None
+
+
+_IMAGES, _SIDE = 96, 160
+BUILT_IN = """
+data:
+  root: {data}
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_val.json}}
+  workers: 1
+model: {{name: yolov5, size: n, num_classes: 3, image_size: [160, 160]}}
+train: {{epochs: 20, batch_size_per_card: 4, clip_norm: 5.0, sync_bn: true}}
+optimizer: {{lr: 0.003, reference_batch_size: 8}}
+schedule: {{warmup_epochs: 0}}
+"""
+
+
+def _on_this_device(config: ExperimentConfig, images: DetectionSet, steps: int) -> ExperimentConfig:
+    """The same for this kind of device, with epochs for so many steps: a small set has few."""
+    world, train = comm.world_size(), config.train
+    total = world * train.images_per_card * train.micro_steps(world)
+    in_epoch = math.ceil(images_of_epoch(images, config.data.sampling) / total)
+    epochs = max(train.epochs, math.ceil((steps + 5) / in_epoch))
+    train = train.model_copy(update={"epochs": epochs})
+    return config.model_copy(update={"train": train, "device": device.kind()})
+
+
+def _everywhere(work: Callable[[], Found]) -> Found:
+    """What each rank found by itself, the measured numbers those of rank 0.  Collective."""
+    told_W = comm.evaluate_on_all_ranks(work, say=asdict).said_W
+    problems = [
+        f"rank {rank}: {problem}"
+        for rank, told in enumerate(told_W)
+        for problem in told["problems"]
+    ]
+    reasons = [told["not_run"] for told in told_W if told["not_run"]]
+    return Found(told_W[0]["measured"], problems, reasons[0] if reasons else "")
+
+
+# Kernels
+
+
+def kernels() -> Found:
+    """Is this device alive: some kernels against numpy, and a sum.  Collective."""
+    found = _everywhere(_own_kernels)
+    world = comm.world_size()
+    if world > 1 and not found.problems:
+        total = comm.all_reduce_sum(paddle.to_tensor([float(comm.rank() + 1)])).item()
+        found.measured["sum over ranks"] = total
+        if total != world * (world + 1) / 2:
+            found.problems.append(f"the sum of 1 to {world} over the ranks is {total:g}")
+    return found
+
+
+def _own_kernels() -> Found:
+    rng = np.random.default_rng(0)
+    image_HWC = rng.standard_normal((24, 20, 8)).astype(np.float32)
+    weight_OCKK = rng.standard_normal((16, 8, 3, 3)).astype(np.float32)
+    values = rng.standard_normal(100_000).astype(np.float32)
+    left, right = (rng.standard_normal((96, 96)).astype(np.float32) for _ in range(2))
+    scores_BNC = rng.random((2, 400, 3)).astype(np.float32)
+    corner_BN2 = rng.uniform(0, 200, (2, 400, 2))
+    boxes_BN4 = np.concatenate([corner_BN2, corner_BN2 + rng.uniform(20, 80, (2, 400, 2))], 2)
+    boxes_BN4 = boxes_BN4.astype(np.float32)
+
+    nms = NMSConfig(score_threshold=0.5, keep=1200)
+    with device.whole_float32():
+        found = {
+            "1 + 1": (paddle.ones([1]) + paddle.ones([1])).numpy(),
+            "matrix product": paddle.matmul(
+                paddle.to_tensor(left), paddle.to_tensor(right)
+            ).numpy(),
+            "convolution": paddle.nn.functional.conv2d(
+                paddle.to_tensor(image_HWC.transpose(2, 0, 1)[None]), paddle.to_tensor(weight_OCKK)
+            ).numpy()[0],
+            "sort": paddle.sort(paddle.to_tensor(values)).numpy(),
+            "suppression": multiclass_nms(
+                paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms
+            )[0].numpy(),
+        }
+    windows = np.lib.stride_tricks.sliding_window_view(image_HWC.astype(np.float64), (3, 3), (0, 1))
+    expected = {
+        "1 + 1": np.array([2.0]),
+        "matrix product": left.astype(np.float64) @ right,
+        "convolution": np.einsum("hwckl,ockl->ohw", windows, weight_OCKK),
+        "sort": np.sort(values),
+        "suppression": np.concatenate([*map(partial(_suppress, nms), scores_BNC, boxes_BN4)]),
+    }
+    return judge_kernels(found, expected)
+
+
+def _suppress(nms: NMSConfig, scores_NC: np.ndarray, boxes_N4: np.ndarray) -> np.ndarray:
+    """The rows of `multiclass_nms` for one image, the plain way."""
+    iou_NN, rows = box_iou(boxes_N4, boxes_N4), []
+    for label, score_N in enumerate(scores_NC.T):
+        kept: list[int] = []
+        for at in np.argsort(-score_N, kind="stable"):
+            if score_N[at] > nms.score_threshold and (iou_NN[at, kept] <= nms.iou_threshold).all():
+                kept.append(at)
+                rows.append([label, score_N[at], *boxes_N4[at]])
+    return np.array(rows)
+
+
+_KERNEL_TOLERANCE = 1e-5  # of the largest value
+
+
+def judge_kernels(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Found:
+    """The largest difference of each, relative to its largest value."""
+    result = Found()
+    for name, values in found.items():
+        right = expected[name]
+        if values.shape != right.shape:
+            off = math.inf
+        else:
+            off = float(np.abs(values - right).max() / max(np.abs(right).max(), 1e-12))
+        result.measured[name] = off if math.isfinite(off) else f"{off}"
+        if not off <= _KERNEL_TOLERANCE:
+            result.problems.append(f"{name}: off by {off:.1e}, allowed {_KERNEL_TOLERANCE:.0e}")
+    return result
+
+
+# One batch on card and CPU
+
+Gradients = dict[str, np.ndarray]  # of each parameter, and `loss NAME`: [1]
+_IMAGES_OF_BATCH = 4  # on a CPU a large model takes seconds for each
+_LOSS_TOLERANCE, _GRADIENT_TOLERANCE = 1e-4, 1e-3  # relative; not measured on a GPU
+_ROUNDINGS_ALLOWED = 10.0  # times what moving every weight by one rounding does on the CPU
+_BLIND = 0.05  # where rounding explains more than this, a comparison proves nothing
+_SMALL = 1e-3  # a gradient is measured by its own norm, or by this part of the whole one's
+
+
+def card_against_cpu(config: ExperimentConfig, images: DetectionSet) -> Found:
+    """Losses and gradients of a batch of each rank, equal weights and images.  Collective."""
+    if not device.on_accelerator():
+        return Found(not_run="this is the CPU: there is no card to be compared with it")
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
+    derived = build_schedule_setup(alone, images_of_epoch(images, alone.data.sampling))
+
+    def work() -> Found:
+        batch = next(build_feed(alone, images, derived).batches(0, None))
+        arrays = {name: getattr(batch, name)[:_IMAGES_OF_BATCH].numpy() for name in Arrays._fields}
+        weights = {key: each.numpy() for key, each in build_model(config).state_dict().items()}
+        take = partial(
+            losses_and_gradients, config, weights, arrays,
+            derived.steps_per_written_epoch, derived.reference_batch,
+        )  # fmt: skip
+        with device.whole_float32():
+            card = take()
+        device.release_memory()
+        with device.on_cpu():
+            return judge_gradients(card, take(), take(moved=True))
+
+    return _everywhere(work)
+
+
+def losses_and_gradients(
+    config: ExperimentConfig,
+    weights: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
+    steps_per_epoch: float,
+    reference_batch: int,
+    moved: bool = False,
+) -> Gradients:
+    """Of the first step, on the device of the moment; moved: every weight by one rounding."""
+    model = build_model(config)
+    model.set_state_dict({key: paddle.to_tensor(each) for key, each in weights.items()})
+    trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
+    if moved:
+        before = {key: weights[key] for key in trained}
+        Rounding(ROUNDINGS["float32"], 0.0).move(trained, before, 0)
+    loss = LOSSES[config.model.name].build(config.loss, model, steps_per_epoch, reference_batch)
+    batch = Batch(**{name: paddle.to_tensor(each) for name, each in arrays.items()})
+    targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
+    model.train()
+    loss.prepare(model, 0)
+    totals = loss.counts(*targets, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3]))
+    output = loss(model(model.normalize(batch.images_B3HW)), *targets, 0, totals)
+    assert output.total.place.is_cpu_place() == (not device.on_accelerator())
+    sums: dict[str, paddle.Tensor] = {}
+    add_up(sums, output)
+    result = normalise_losses({name: each.item() for name, each in sums.items()})
+    (whole(output) / result.divisor).backward()
+    found = {f"loss {name}": np.array([value]) for name, value in result.losses.items()}
+    for key, parameter in trained.items():
+        if parameter.grad is not None:
+            found[key] = parameter.grad.numpy()
+    return found
+
+
+def judge_gradients(card: Gradients, cpu: Gradients, moved: Gradients) -> Found:
+    """Each term of the loss as part of the loss, each gradient by the L2 norm of its difference.
+
+    Args: moved: of the CPU, with weights moved by a rounding.
+    """
+    size = float(np.sqrt(sum(np.square(g).sum() for key, g in cpu.items() if _is_gradient(key))))
+    whole_loss = max(abs(float(cpu["loss loss"][0])), 1e-12)
+    result = Found()
+    worst = {"losses": (0.0, ""), "gradients": (0.0, "")}
+    blind = compared = 0
+    if card.keys() != cpu.keys():
+        odd = sorted(card.keys() ^ cpu.keys())
+        result.problems.append(f"only one of the two has a gradient of {', '.join(odd[:5])}")
+    for key in cpu.keys() & card.keys():
+        group, scale, tolerance = "losses", whole_loss, _LOSS_TOLERANCE
+        if _is_gradient(key):
+            scale = max(float(np.linalg.norm(cpu[key])), _SMALL * size, 1e-12)
+            group, tolerance = "gradients", _GRADIENT_TOLERANCE
+        off = float(np.linalg.norm(card[key] - cpu[key])) / scale
+        rounding = float(np.linalg.norm(moved[key] - cpu[key])) / scale
+        allowed = max(tolerance, _ROUNDINGS_ALLOWED * rounding)
+        compared += 1
+        blind += not allowed <= _BLIND
+        if not off <= allowed:  # NaN is not, either
+            result.problems.append(f"{key}: off by {off:.1e}, allowed {allowed:.1e}")
+        if not off <= worst[group][0]:
+            worst[group] = (off, key)
+    hidden = len(result.problems) - 5
+    if hidden > 0:
+        result.problems[5:] = [f"and {hidden} more"]
+    for group, (off, key) in worst.items():
+        result.measured[group] = {
+            "furthest_off": off if math.isfinite(off) else f"{off}",
+            "of": key,
+        }
+    result.measured |= {"compared": compared, "explained_by_rounding": blind}
+    if blind > compared / 2:
+        result.not_run = f"rounding alone explains {_BLIND:.0%} of {blind} of {compared} of them"
+    if not size > 0 and not result.problems:
+        result.not_run = "the CPU's gradient is 0 as well: nothing was compared"
+    return result
+
+
+def _is_gradient(key: str) -> bool:
+    return not key.startswith("loss ")
+
+
+# Runs beside the ranks
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 20.0  # for a process that may be about to end by itself as another one did
+
+
+class Runs:
+    """Runs of our commands on this job's cards, of whose ranks each is started by one of ours."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        out: Path,
+        command: Callable[[str], list[str]],
+        deadline: float,
+    ) -> None:
+        """Collective.
+
+        Args: deadline: by time.monotonic() of this rank; rank 0's counts.
+        """
+        self.config = config
+        self.work, self.logs = out / "work", out / "logs"
+        self._command = command
+        self._deadline = deadline
+        self._file = self.work / "config.yml"
+
+        def write() -> None:
+            if comm.local_rank() == 0:
+                replace_file(self._file, dump_yaml(config).encode())
+
+        comm.run_on_all_ranks(write)
+
+    def start(
+        self, name: str, words: Sequence[str], overrides: Sequence[str], *, count: int = 0
+    ) -> list[str]:
+        """Runs to the end on the first `count` ranks (0: all).  Collective.
+
+        Args: words: the command and its options, the configuration left out.
+        Returns: problems, the same on every rank; [] where all of them ended with 0.
+        """
+        device.release_memory()  # the run needs the same card
+        count = count or comm.world_size()
+        left = comm.all_gather_object(self._deadline - time.monotonic())[0]
+        if left <= 0:
+            return ["there was no time left for it"]
+        ports_W = comm.all_gather_object(_free_ports())
+        sound, sounds = comm.alarm()
+        problem = ""
+        if comm.rank() < count:
+            line = [*self._command(words[0]), *words[1:], "-c", str(self._file)]
+            line += ["-o", *overrides] if overrides else []
+            log = self.logs / f"{name}-{comm.rank()}.log"
+            try:
+                problem = _run(line, _environment(count, ports_W), log, left, sounds)
+            except OSError as error:
+                problem = f"{error}"
+            if problem:
+                sound()
+        told_W = comm.all_gather_object(problem)
+        first = [f"rank {rank}: {each}" for rank, each in enumerate(told_W) if each]
+        causes = [each for each in first if not each.endswith(_ENDED)]
+        return [f"{name}: {each}" for each in (causes or first)[:3]]
+
+    def measure(
+        self, name: str, words: Sequence[str], overrides: Sequence[str], *, count: int = 0
+    ) -> tuple[Any, list[str]]:
+        """The report of a command that writes one with --json, None without; see `start`."""
+        file = self.work / f"{name}.json"
+        problems = self.start(name, [*words, "--json", str(file)], overrides, count=count)
+
+        def read() -> Any:
+            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+        return comm.run_on_main(read), problems
+
+    def benchmark(
+        self, name: str, steps: int, *overrides: str, count: int = 0, warmup: int = 0
+    ) -> tuple[Report, list[str]]:
+        """What `tools/benchmark.py train` measured, its only variant's numbers with the rest."""
+        words = ["benchmark", "train", "--steps", str(steps), "--warmup", str(warmup)]
+        report, problems = self.measure(name, words, overrides, count=count)
+        if report is None or problems:
+            return {}, problems or [f"{name}: no report"]
+        return report["result"] | report["result"]["variants"]["base"], []
+
+
+_ENDED = "ended, because another rank's process failed"
+
+
+def _run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    seconds: float,
+    sounds: Callable[[], bool],
+) -> str:
+    """Waits for a process; ends it when its time is over, or some time after the alarm sounds.
+
+    Returns: what went wrong, "" if nothing.
+    """
+    deadline, late = time.monotonic() + seconds, f"it did not end within {seconds:.0f} s"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True, preexec_fn=ends_with_this(signal.SIGKILL),
+        )  # fmt: skip
+        try:
+            alarmed = False
+            while child.poll() is None and time.monotonic() < deadline:
+                heartbeat.alive()
+                if not alarmed and sounds():
+                    alarmed, late = True, _ENDED
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                time.sleep(_POLL_SECONDS)
+            if child.poll() is None:
+                return late
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    if child.returncode == 0:
+        return ""
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+    return f"exit code {child.returncode}: {said[-1][-300:]} ({log})"
+
+
+def _environment(count: int, ports_W: Sequence[Sequence[int]]) -> dict[str, str]:
+    """Of a process that is this rank in a run of the first `count`."""
+    ours = (EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE)
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    if count == 1:
+        return {key: value for key, value in kept.items() if not key.startswith("PADDLE_")}
+    hosts_W = comm.addresses()
+    endpoints = [f"{hosts_W[rank]}:{ports_W[rank][0]}" for rank in range(count)]
+    own = comm.rank() - comm.local_rank()
+    return kept | {
+        "PADDLE_MASTER": f"{hosts_W[0]}:{ports_W[0][1]}",
+        "PADDLE_TRAINERS_NUM": str(count),
+        "PADDLE_GLOBAL_SIZE": str(count),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[comm.rank()],
+        "PADDLE_LOCAL_SIZE": str(min(comm.local_size(), count - own)),
+    }
+
+
+def _free_ports() -> list[int]:
+    """Two ports that are free at this moment; Paddle has to open them by itself."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in (one, other)]
+
+
+# Precision
+
+
+def trained(runs: Runs, steps: int) -> Found:
+    """Float32 training without NaN, of which the parts below need the numbers.  Collective."""
+    report, problems = runs.benchmark("float32", steps, "train.amp.enabled=false", *_FLOAT32)
+    if problems:
+        return Found(problems=problems)
+    found = judge_training(report["losses"], report["skipped_steps"])
+    found.measured |= {name: report[name] for name in _KEPT}
+    return found
+
+
+_FLOAT32 = ("distributed.gradient_dtype=float32",)
+_KEPT = ("images_per_second", "peak_allocated_bytes", "peak_reserved_bytes", "parameters")
+_TAIL = 4  # the last quarter of the losses is compared: single ones depend on chance
+_LOSS_OFF = 0.01
+
+
+def mixed_precision(runs: Runs, steps: int, dtype: str, float32: Found) -> Found:
+    """The same training with AMP; float16 may skip steps while it looks for its loss scale."""
+    able = _everywhere(partial(_has_half, dtype))
+    if able.verdict != PASS:
+        return able
+    if float32.verdict != PASS:
+        return Found(not_run="the training in float32, with which it is compared, did not pass")
+    amp = ("train.amp.enabled=true", f"train.amp.dtype={dtype}")
+    report, problems = runs.benchmark(dtype, steps, *amp, *_FLOAT32)
+    if problems:
+        return Found(problems=problems)
+    skipped = 0 if dtype == "float16" else report["skipped_steps"]
+    found = judge_training(report["losses"], skipped, float32.measured["losses"])
+    found.measured |= {"skipped_steps": report["skipped_steps"]}
+    found.measured |= {name: report[name] for name in _KEPT}
+    return found
+
+
+def _has_half(dtype: str) -> Found:
+    """Whether AMP computes a product in this precision here, forward and backward."""
+    if not device.has_half(dtype):
+        return Found(not_run=f"Paddle says that {device.kind()} has no {dtype}")
+    inputs = paddle.ones([8, 8])
+    inputs.stop_gradient = False
+    with paddle.amp.auto_cast(enable=True, dtype=dtype):
+        product = paddle.matmul(inputs, inputs)
+    product.sum().backward()
+    if product.dtype != getattr(paddle, dtype):
+        return Found(not_run=f"AMP computes in {product.dtype} here")
+    return Found()
+
+
+def judge_training(
+    losses: Sequence[float], skipped: int, expected: Sequence[float] | None = None
+) -> Found:
+    """Finite losses, no step left out, and the mean of the last ones as expected.
+
+    Args: expected: of the training in float32; None: it is this one.
+    """
+    tail = max(1, len(losses) // _TAIL)
+    mean = fmean(losses[-tail:])
+    found = Found({"steps": len(losses), "last_losses": mean, "losses": list(losses)})
+    broken = [number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+    if broken:
+        found.problems.append(f"{len(broken)} losses are not finite, the first in step {broken[0]}")
+    if skipped:
+        found.problems.append(f"{skipped} steps were not applied: their gradients are not finite")
+    if expected is not None:
+        right = fmean(expected[-tail:])
+        off = abs(mean - right) / max(abs(right), 1e-12)
+        found.measured["off"] = off if math.isfinite(off) else f"{off}"
+        if not off <= _LOSS_OFF:
+            found.problems.append(
+                f"the last {tail} losses have the mean {mean:.4g}, in float32 {right:.4g}: off by "
+                f"{off:.1%}, allowed {_LOSS_OFF:.0%}"
+            )
+    return found
+
+
+# Ranks
+
+
+def cards_like_one(runs: Runs) -> Found:
+    """`tools/verify.py equivalence` over epochs whose last step is a part of one.  Collective."""
+    world, train = comm.world_size(), runs.config.train
+    if world == 1:
+        return Found(not_run="one rank only")
+    total = world * train.images_per_card * train.micro_steps(world)
+    overrides = [
+        *("train.amp.enabled=false", *_FLOAT32, "schedule.warmup_epochs=0", "train.epochs=4"),
+        f"data.train.limit={2 * total + max(1, total // 2)}",
+    ]
+    try:
+        dp_equivalence.require_comparable(runs.config)
+    except ConfigError as error:
+        return Found(not_run=f"{error}")
+    words = ["verify", "equivalence", "--steps", "6"]
+    reports, problems = runs.measure("equivalence", words, overrides)
+    if not reports:
+        return Found(problems=problems or ["equivalence: no report"])
+    return judge_equivalence(reports[0])
+
+
+def judge_equivalence(report: Report) -> Found:
+    """Args: report: of `dp_equivalence.verify_ranks`."""
+    verdict = dp_equivalence.verdict(report)
+    off = {each["name"]: each["difference"] for each in report["measured"]}
+    found = Found({"off": off, "steps": report["steps"], "lines": dp_equivalence.lines(report)})
+    if verdict == FAIL:
+        far = [each["name"] for each in report["measured"] if not each["passed"]]
+        odd = report["ranks_with_other_weights"]
+        found.problems += [f"too far off: {', '.join(far)}"] if far else []
+        found.problems += [f"other weights than rank 0: rank {odd}"] if odd else []
+    elif verdict != PASS:
+        found.not_run = f"{verdict}: no step could have told right from wrong"
+    return found
+
+
+def speed(runs: Runs, options: Options) -> Found:
+    """Images a second on 1, 2, 4, ... and all cards.  Collective."""
+    world, steps = comm.world_size(), max(2, options.steps // 10)
+    counts = [2**power for power in range(world.bit_length()) if 2**power < world] + [world]
+    rates: dict[str, float] = {}
+    for count in counts:
+        report, problems = runs.benchmark(
+            f"speed{count}", steps, count=count, warmup=max(1, steps // 4)
+        )
+        if problems:
+            return Found({"images_per_second": rates}, problems)
+        rates[str(count)] = report["images_per_second"]
+    return judge_speed(rates, options.efficiency, device.on_accelerator())
+
+
+def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
+    """Args: rates: images a second of all ranks together, by their number, 1 among them."""
+    efficiency = {count: rate / rates["1"] / int(count) for count, rate in rates.items()}
+    found = Found({"images_per_second": dict(rates), "efficiency": efficiency})
+    if len(rates) == 1:
+        found.not_run = "one rank only: measured, with nothing to compare"
+    elif not cards:
+        found.not_run = "ranks of a CPU share its cores: measured, not judged"
+    else:
+        found.problems = [
+            f"{count} cards: {share:.0%} of {count} times the rate of one, asked for {least:.0%}"
+            for count, share in efficiency.items()
+            if not share >= least
+        ]
+    return found
+
+
+def memory(float32: Found) -> Found:
+    """Peaks of rank 0's card in the float32 training, against what it must have held at least."""
+    if not device.on_accelerator():
+        return Found(not_run="Paddle counts the memory of cards, not of a CPU")
+    if float32.verdict != PASS:
+        return Found(not_run="the training in float32 did not pass")
+    return judge_memory(float32.measured)
+
+
+def judge_memory(measured: Report) -> Found:
+    """Args: measured: `peak_allocated_bytes`, `peak_reserved_bytes` and `parameters`."""
+    peak, reserved = measured["peak_allocated_bytes"], measured["peak_reserved_bytes"]
+    least = 2 * 4 * measured["parameters"]  # float32 weights and gradients
+    found = Found({"peak_allocated_bytes": peak, "peak_reserved_bytes": reserved, "least": least})
+    if peak < least:
+        found.problems.append(
+            f"{peak} bytes at most were allocated, weights and gradients: {least}"
+        )
+    if reserved < peak:
+        found.problems.append(f"{reserved} bytes were reserved, but {peak} allocated")
+    return found
+
+
+# Resume
+
+Checkpoint = dict[str, np.ndarray]
+_GROUPS = ("model", "ema", "optimizer")
+
+
+def resume(runs: Runs, steps: int) -> Found:
+    """A run that goes on from its middle ends like one that was not interrupted.  Collective.
+
+    Where it does not bit for bit, a third run, uninterrupted too, tells how far two equal runs are
+    apart on this device: sums of several blocks may be added in any order.
+    """
+    shared = [
+        *(f"train.max_steps={2 * steps}", f"checkpoint.every_steps={steps}", "log.visualdl=false"),
+        *("checkpoint.keep=3", "log.images=0"),
+    ]
+    folders = {name: runs.work / name for name in ("whole", "resumed", "again")}
+    middle = folders["whole"] / "checkpoints" / f"step-{steps:08d}"
+    options: dict[str, list[str]] = {"resumed": ["--resume", str(middle)]}
+
+    def problems_of(name: str) -> list[str]:
+        words = ["train", *options.get(name, [])]
+        return runs.start(name, words, [*shared, f"output_dir={folders[name]}"])
+
+    for name in ("whole", "resumed"):
+        problems = problems_of(name)
+        if problems:
+            return Found(problems=problems)
+
+    def off(name: str) -> Report:
+        whole_run, other = (_checkpoint(folders[each]) for each in ("whole", name))
+        return differences(whole_run, other)
+
+    resumed, noise = comm.run_on_main(lambda: off("resumed")), None
+    if resumed["tensors_that_differ"]:
+        problems = problems_of("again")
+        if problems:
+            return Found({"resumed": resumed}, problems)
+        noise = comm.run_on_main(lambda: off("again"))
+    return judge_resume(resumed, noise)
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    found = {}
+    for group in _GROUPS:
+        file = folder / "checkpoints" / "last" / f"{group}.safetensors"
+        if file.is_file():
+            found |= {f"{group}/{key}": each for key, each in load_file(file).items()}
+    return found
+
+
+def differences(one: Checkpoint, other: Checkpoint) -> Report:
+    """How many tensors differ in any bit, and the L2 norm of all differences by that of all."""
+    if one.keys() != other.keys() or not one:
+        raise ValueError(f"the checkpoints hold {len(one)} and {len(other)} tensors")
+    odd = [key for key, each in one.items() if each.tobytes() != other[key].tobytes()]
+    wide = {key: one[key].astype(np.float64) for key in one}
+    size = sum(float(np.square(each).sum()) for each in wide.values())
+    off = sum(float(np.square(wide[key] - other[key]).sum()) for key in odd)
+    relative = math.sqrt(off / max(size, 1e-24))
+    return {
+        "tensors": len(one),
+        "tensors_that_differ": len(odd),
+        "off": relative if math.isfinite(relative) else 1e9,  # JSON has no other number for it
+    }
+
+
+def judge_resume(resumed: Report, noise: Report | None) -> Found:
+    """Args: noise: `differences` of two uninterrupted runs, where `resumed` has any."""
+    found = Found({"resumed": resumed, "bit_for_bit": resumed["tensors_that_differ"] == 0})
+    if noise is None:
+        return found
+    found.measured["uninterrupted_again"] = noise
+    allowed = _ROUNDINGS_ALLOWED * noise["off"]
+    if resumed["off"] > allowed:
+        found.problems.append(
+            f"{resumed['tensors_that_differ']} of {resumed['tensors']} tensors differ, off by "
+            f"{resumed['off']:.1e}; two uninterrupted runs by {noise['off']:.1e}"
+        )
+    return found
+
+
+# What is written
+
+
+def line(name: str, found: Found) -> str:
+    """`PASS     kernels`, and what went wrong or the reason."""
+    why = "; ".join(found.problems) or found.not_run
+    return f"{found.verdict:<8} {name}" + (f": {why}" if why else "")
+
+
+def failed(report: Report) -> bool:
+    """Whether any part did."""
+    return any(part["verdict"] == FAIL for part in report["parts"].values())
+
+
+def _write(report: Report, out: Path) -> None:
+    write_json(out / JSON_NAME, report, indent=1)
+    replace_file(out / PAGE_NAME, page(report).encode())
+
+
+def page(report: Report) -> str:
+    """Markdown: the verdicts, the machine, and what each part measured."""
+    facts, parts = report["machine"], report["parts"]
+    ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
+    rows = [
+        f"# Proof of {ranks} on {facts['device']}",
+        "",
+        f"Configuration: {report['config']} {' '.join(report['overrides'])}".rstrip() + "."
+        f" Paddle {facts['paddle']}, {facts['processor']}, {facts['platform']},"
+        f" hosts: {', '.join(dict.fromkeys(facts['hosts']))}.",
+        "",
+        "PASS: compared, and within what is allowed. NOT RUN: not compared here, for the reason"
+        " given.",
+        "",
+        "| part | verdict | why | seconds |",
+        "|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        why = _cell("; ".join(part["problems"]) or part["not_run"])
+        rows.append(f"| {name} | {part['verdict']} | {why} | {part['seconds']:.0f} |")
+    for name, part in parts.items():
+        if part["measured"]:
+            rows += ["", f"## {name}", "", *_list(part["measured"])]
+    return "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _list(measured: Report) -> list[str]:
+    rows = []
+    for key, value in measured.items():
+        if key == "losses" and isinstance(value, list):
+            continue  # the JSON has them
+        if key == "lines":
+            rows += ["", "```", *value, "```"]
+        elif isinstance(value, dict):
+            inner = ", ".join(f"{name}: {_number(each)}" for name, each in value.items())
+            rows.append(f"- {key}: {inner}")
+        else:
+            rows.append(f"- {key}: {_number(value)}")
+    return rows
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
