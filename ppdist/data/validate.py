@@ -231,7 +231,7 @@ def _of_objects(raw: RawSet) -> Iterator[Issue]:
     """
     annotated: Counter[str] = Counter()
     shown: set[str] = set()
-    where = {}
+    where: dict[str, str] = {}
     for image in raw.images:
         path = str(image.path)
         annotated[path] += len(image.objects) + image.lost

@@ -45,7 +45,7 @@ def built(folder, model, *overrides):
     config = tiny_config(folder, ["evaluate.batch_size_per_card=2", *overrides], model)
     network = build_model(config)
     step = build_train_step(config, build_schedule_setup(config, 64), network)
-    dataset = read_split(config.data, "val", config.model.num_classes)
+    dataset = read_split(config.data, "val")
     return network, step.loss, build_evaluator(config, dataset, network, loss=step.loss)
 
 
@@ -57,7 +57,7 @@ def at_once(folder, model, *overrides):
     """The same by the loss itself: all images in one batch."""
     config = tiny_config(folder, ["evaluate.batch_size_per_card=64", *overrides], model)
     network, loss, _ = built(folder, model, *overrides)
-    dataset = read_split(config.data, "val", config.model.num_classes)
+    dataset = read_split(config.data, "val")
     batch = next(iter(build_evaluator(config, dataset, network)._loader))
     assert batch.images_B3HW.shape[0] == len(dataset.records)
     with paddle.no_grad(), in_eval_mode(network):

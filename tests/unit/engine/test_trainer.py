@@ -55,6 +55,14 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
 
 
+def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
+    one = "data.val={images: images, annotations: annotations/instances_train.json}"
+    for folder, overrides, evaluate in (("a", [one], True), ("b", [one], False), ("c", [], True)):
+        run(shapes, tmp_path / folder, "train.max_steps=1", *overrides, evaluate=evaluate)
+        text = (tmp_path / folder / "train.log").read_text()
+        assert ("both data.train and data.val" in text) == (folder == "a")
+
+
 def test_replaced_images_are_noticed_at_next_epoch(shapes, tmp_path):
     """Once, with the first of them; one that is away for a while is nothing new."""
     data = tmp_path / "data"

@@ -43,7 +43,7 @@ def check_blocks(sample: Sample, turned: bool) -> int:
 
 def samples(root: Path, augment: dict, resize="letterbox", epochs=None, seed=0) -> TrainSamples:
     config = coco_config(root, augment=augment, resize=resize)
-    dataset = read_split(config, "train", 3)
+    dataset = read_split(config, "train")
     return TrainSamples(
         dataset,
         "skip",
