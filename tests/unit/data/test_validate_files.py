@@ -12,7 +12,8 @@ from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
 from ppdist.data import validate as validation
-from ppdist.data.image import damage, read_image
+from ppdist.data.decoder import damage
+from ppdist.data.image import read_image
 from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
 from tests.unit.data.corpus import (
     SIZE,
