@@ -13,6 +13,7 @@ without ppdist, so this file imports nothing of it, and stands in `ppdist/data/`
 import re
 import struct
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import cv2
@@ -26,6 +27,8 @@ JPEG, PNG, BMP, WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
 # animation, in which OpenCV dies; texts and profiles, which may be packed and which libpng unpacks
 # (0.13 s for a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
 _PNG_NEEDED = frozenset((b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"))
+# Chunks of a PNG, segments of a JPEG; of 12 bytes each they cost seconds and a gigabyte.
+_MOST_PARTS = 1 << 18  # OpenCV writes a chunk every 8 KB
 _CHUNK = struct.Struct(">I4s")  # length of what follows, and kind
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
@@ -111,6 +114,10 @@ def _cut_short(name: str) -> Damage:
     return Damage("image_truncated", f"the {name} data end early (incomplete file)")
 
 
+def _too_many(name: str) -> Damage:
+    return Damage("image_unreadable", f"the {name} has more than {_MOST_PARTS} parts")
+
+
 def _absurd(name: str, width: int, height: int, found: int) -> Damage:
     return Damage(
         "image_unreadable",
@@ -133,9 +140,11 @@ def _jpeg_damage(content: bytes) -> Damage | None:
 
     The walk must be that of the decoder: else it jumps over a frame that the decoder then finds.
     """
-    position, marker = 2, 0
+    position, marker, parts = 2, 0, 0
     while marker != _SCAN:
-        segment = _SEGMENT.search(content, position)
+        segment, parts = _SEGMENT.search(content, position), parts + 1
+        if parts > _MOST_PARTS:
+            return _too_many("JPEG")
         if segment is None:
             return _cut_short("JPEG")
         marker, position = content[segment.end() - 1], segment.end()
@@ -162,9 +171,9 @@ def _png_damage(content: bytes) -> Damage | None:
         return _absurd("PNG", width, height, len(content))
     if too_large := _too_large("PNG", width, height):
         return too_large
-    kinds = [kind for kind, _, _ in png_chunks(content)]
+    kinds = [kind for kind, _, _ in islice(png_chunks(content), _MOST_PARTS)]
     if kinds[-1] != b"IEND":
-        return _cut_short("PNG")
+        return _too_many("PNG") if len(kinds) == _MOST_PARTS else _cut_short("PNG")
     if kinds.count(b"IHDR") > 1:
         return Damage("image_unreadable", "the PNG has several sizes")
     return None

@@ -235,6 +235,16 @@ def test_first_frame_of_an_animation_is_taken(mode: str) -> None:
     np.testing.assert_array_equal(decode(file.getvalue()), decode(still.getvalue()))
 
 
+def test_files_of_very_many_parts_are_refused() -> None:
+    png, jpeg = encoded("RGB", "PNG"), encoded("RGB", "JPEG")
+    for content in (
+        png[:33] + png_chunk(b"prIv", b"") * 300_000 + png[33:],
+        jpeg[:2] + b"\xff\xfe\0\2" * 300_000 + jpeg[2:],
+    ):
+        found = damage(content)
+        assert found is not None and "has more than 262144 parts" in found.text
+
+
 def test_a_png_of_two_sizes_is_refused() -> None:
     plain = encoded("RGB", "PNG")
     found = damage(plain[:33] + plain[8:33] + plain[33:])
