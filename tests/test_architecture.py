@@ -177,6 +177,28 @@ def test_deploy_imports_nothing_of_ours() -> None:
             assert name.split(".")[0] not in ("ppdist", "tools", "tests"), f"{path}:{line}: {name}"
 
 
+def test_deploy_reads_images_as_training_does() -> None:
+    """One text in two places; who changes one copies it over the other."""
+    ours, theirs = (REPOSITORY / each / "decoder.py" for each in ("ppdist/data", "deploy/python"))
+    assert ours.read_bytes() == theirs.read_bytes(), f"cp {ours} {theirs}"
+
+
+def test_files_reach_opencv_by_way_of_the_decoder() -> None:
+    allowed = {
+        "ppdist/data/decoder.py",
+        "deploy/python/decoder.py",
+        "ppdist/benchmark/loader.py",  # what others do, on images that were read before
+    }
+    calls = re.compile(r"cv2\.(imdecode|imread)")
+    found = {
+        str(path.relative_to(REPOSITORY))
+        for folder in ("ppdist", "deploy")
+        for path in (REPOSITORY / folder).rglob("*.py")
+        if calls.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == allowed
+
+
 def test_what_needs_no_paddle_never_imports_it() -> None:
     ours = [name for name in sources() if any(inside(name, part) for part in WITHOUT_PADDLE)]
     for module in ours:

@@ -1,7 +1,8 @@
 """Images and videos from disk, decoded ahead of the prediction in a thread of their own."""
 
+import os
 import queue
-import re
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,11 @@ from typing import TypeVar
 
 import cv2
 import numpy as np
+from decoder import MOST_BYTES, damage, decode
 from predictor import PredictorError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
-_PNG = b"\x89PNG\r\n\x1a\n"
-# A JPEG marker that has a length, found as libjpeg finds it: whatever else there is, it skips.
-_SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
 Item = TypeVar("Item")
 
 
@@ -107,21 +106,16 @@ def _video_frames(file: Path, name: str) -> Iterator[Frame]:
 
 
 def read_image(file: Path) -> np.ndarray:
-    """An image file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
+    """An image file as uint8 RGB [H, W, 3], turned upright as its EXIF data say; see `decode`.
 
-    Grey becomes three equal channels, of 16 bits the upper 8 count, transparency is ignored (but a
-    TIFF's is blended over black); of several frames the first is taken.
-
-    Raises: PredictorError: it cannot be read, is no image, or is cut short.
+    Raises: PredictorError: it cannot be read, is no image, cut short, or of too many pixels.
     """
+    content = _content(file)
+    found = damage(content)
+    if found is not None:
+        raise PredictorError(f"{file}: {found.text}")
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise PredictorError(f"{file}: {error.strerror or error}") from error
-    if is_cut_short(content):
-        raise PredictorError(f"{file}: the data end early (incomplete file)")
-    try:
-        image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+        image_HW3 = decode(content)
     except cv2.error as error:
         raise PredictorError(f"{file}: OpenCV cannot decode it: {error.err}") from error
     if image_HW3 is None:
@@ -129,28 +123,20 @@ def read_image(file: Path) -> np.ndarray:
     return image_HW3
 
 
-def is_cut_short(content: bytes) -> bool:
-    """Whether a file is empty, or a JPEG or PNG without its end; OpenCV paints what is missing.
+def _content(file: Path) -> bytes:
+    """All bytes of a file that is one: a pipe would be waited for, a device is endless."""
+    try:
+        with open(file, "rb", opener=_open_at_once) as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+                raise PredictorError(f"{file}: not a file, or too large for an image")
+            return opened.read(status.st_size)
+    except OSError as error:
+        raise PredictorError(f"{file}: {error.strerror or error}") from error
 
-    A JPEG's segments are walked up to its pixels: a thumbnail in one has an end of its own.
-    """
-    if content.startswith(b"\xff\xd8"):
-        position = 2
-        while segment := _SEGMENT.search(content, position):
-            position = segment.end()
-            if segment[0] == b"\xff\xda":
-                break
-            position += max(2, int.from_bytes(content[position : position + 2], "big"))
-        return content.find(b"\xff\xd9", position) < 0
-    if content.startswith(_PNG):
-        position = 8
-        while position + 12 <= len(content):
-            kind = content[position + 4 : position + 8]
-            position += 12 + int.from_bytes(content[position : position + 4], "big")
-            if kind == b"IEND" and position <= len(content):
-                return False
-        return True
-    return not content
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def ahead(items: Iterator[Item], most: int) -> Iterator[Item]:

@@ -1,22 +1,23 @@
 """From the bytes of a stranger to an image, or to a refusal that says why.
 
 Nothing here touches the file system.  Headers are read before a decoder sees the bytes, because
-decoders trust them: OpenCV 5.0 asks for 4 GB over a PNG of 100 bytes whose chunk claims them,
-unpacks a white PNG of 107 KB to 5 GB, and paints grey what is missing of a JPEG.  What is read here
-has to be what the decoder will read; where the two might differ the image is refused.
+decoders trust them (see deploy/python/decoder.py, which decodes).  Less is taken here than of files
+of one's own: no animation, few parts, few passes.  What is read here has to be what the decoder
+will read; where the two might differ the image is refused.
 """
 
 import re
 import struct
-from collections.abc import Iterator
+from itertools import islice
 
 import cv2
+import decoder
 import numpy as np
+from decoder import PNG
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 FORMATS = "JPEG, PNG, WebP or BMP"
-_PNG = b"\x89PNG\r\n\x1a\n"
 # What is often sent instead -> what it is.
 _OTHERS = {
     b"GIF8": "a GIF",
@@ -36,9 +37,6 @@ _JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of a frame's
 # however few bytes it has (measured: 100 passes, 24 megapixels, 148 KB: 8 s).
 _MOST_SCANS = 50
 _MOST_PARTS = 20_000  # segments of a JPEG, chunks of a PNG; OpenCV writes one every 8 KB
-# The chunks that pixels need.  Others may be packed, and libpng unpacks them (measured: 0.13 s for
-# a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
-_PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND")
 _MOST_FORM_PARTS = 16
 
 
@@ -51,10 +49,7 @@ class Refused(Exception):
 
 
 def decode(content: bytes, most_pixels: int) -> np.ndarray:
-    """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
-
-    Grey becomes three equal channels, of 16 bits the upper 8 count, transparency is ignored: as in
-    training.
+    """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say: as in training.
 
     Raises: Refused: 413 too many pixels; 415 no image of one of FORMATS; 422 damaged.
     """
@@ -65,11 +60,8 @@ def decode(content: bytes, most_pixels: int) -> np.ndarray:
         raise Refused(
             413, f"the {name} has {width}x{height} pixels, more than the {most_pixels} allowed here"
         )
-    if name == "PNG":
-        needed = [part for kind, part in _png_chunks(content) if kind in _PNG_NEEDED]
-        content = b"".join([_PNG, *needed])
     try:
-        image_HW3 = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+        image_HW3 = decoder.decode(content)
     except cv2.error:
         image_HW3 = None
     if image_HW3 is None or image_HW3.shape[0] * image_HW3.shape[1] > most_pixels:
@@ -86,7 +78,7 @@ def frame(content: bytes) -> tuple[str, int, int]:
         raise Refused(400, f"the image is empty; send a {FORMATS} image")
     if content.startswith(b"\xff\xd8"):
         return ("JPEG", *_jpeg_size(content))
-    if content.startswith(_PNG):
+    if content.startswith(PNG):
         return ("PNG", *_png_size(content))
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return ("WebP", *_webp_size(content))
@@ -140,26 +132,12 @@ def _jpeg_size(content: bytes) -> tuple[int, int]:
     raise _too_many_parts("JPEG")
 
 
-def _png_chunks(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, all of its bytes) up to the end of the image."""
-    at = len(_PNG)
-    for _ in range(_MOST_PARTS):
-        if at + 12 > len(content):
-            raise _cut_short("PNG")
-        length, kind = struct.unpack_from(">I4s", content, at)
-        start, at = at, at + 12 + length
-        if at > len(content):
-            raise _cut_short("PNG")
-        yield kind, content[start:at]
-        if kind == b"IEND":
-            return
-    raise _too_many_parts("PNG")
-
-
 def _png_size(content: bytes) -> tuple[int, int]:
     if len(content) < 33 or content[8:16] != b"\0\0\0\rIHDR":
         raise Refused(422, "the PNG is damaged: it does not begin with its size")
-    kinds = [kind for kind, _ in _png_chunks(content)]
+    kinds = [kind for kind, _, _ in islice(decoder.png_chunks(content), _MOST_PARTS)]
+    if kinds[-1] != b"IEND":
+        raise _too_many_parts("PNG") if len(kinds) == _MOST_PARTS else _cut_short("PNG")
     if b"acTL" in kinds:
         raise _animated("PNG")
     if kinds.count(b"IHDR") > 1:

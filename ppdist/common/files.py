@@ -10,10 +10,13 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from ppdist.common.errors import ConfigError, UserError
 
@@ -83,11 +86,47 @@ def user_cache() -> Path | None:
         return None
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a file that is one for reading; a pipe would be waited for, a device is endless.
+
+    Raises: OSError: absent, no permission, or neither a regular file nor a link to one.
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_file(path: str | Path, most_bytes: int) -> bytes:
+    """All bytes of a file that is one.
+
+    Raises: OSError: as `open_file`, or it has more than so many bytes.
+    """
+    with open_file(path) as file:
+        size, content = os.fstat(file.fileno()).st_size, b""
+        if 0 < size <= most_bytes:
+            content = file.read(size)
+        elif size == 0:  # files of /proc, too, whatever they hold
+            blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
+            content = b"".join(islice(blocks, most_bytes // _BLOCK_BYTES + 1))
+            size = len(content)
+        if size > most_bytes:
+            raise OSError(
+                errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
+            )
+        return content
+
+
 def digest_of_file(path: Path) -> str:
     """A fingerprint of a file's content to compare, 16 characters; or why it cannot be read."""
     content = hashlib.blake2b(digest_size=8)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
     except OSError as error:

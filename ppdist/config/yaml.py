@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import read_file
 
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"
+_MOST_BYTES = 1 << 24  # of a file: 16 MiB
 _MOST_VALUES = 100_000  # of a file: ten lines of aliases can stand for more than memory holds
 _MOST_DIGITS = 1000  # of a whole number; what has more is a float, and too large for any key
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
@@ -190,7 +192,7 @@ class Reader:
         """
         where = f"{where}: {path}" if where else path
         try:
-            text = Path(path).read_text(encoding="utf-8-sig")
+            text = read_file(path, _MOST_BYTES).decode("utf-8-sig")
         except FileNotFoundError:
             raise ConfigError(
                 f"no such file (looked in {Path.cwd()})", code="config_missing", where=where

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,7 +31,8 @@ import cv2
 from PIL import Image, TiffImagePlugin
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import make_folder, user_cache, writing
+from ppdist.common.files import make_folder, open_file, user_cache, writing
+from ppdist.common.process import ends_with_this
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     KINDS,
@@ -44,7 +45,8 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
-from ppdist.data.image import Damage, damage, is_image_name, read_header, read_image
+from ppdist.data.decoder import Damage, damage
+from ppdist.data.image import is_image_name, read_header, read_image
 from ppdist.data.types import (
     DetectionSet,
     ImageRecord,
@@ -702,7 +704,7 @@ def _same_content(images: CheckedImages) -> list[list[int]]:
 
 def _hash(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             summary = hashlib.blake2b(digest_size=16)
             while block := file.read(1 << 20):
                 summary.update(block)
@@ -764,7 +766,9 @@ class _Child:
         self.since = time.monotonic()
         self.ended: Damage | None = None
         self._process = context.Process(
-            target=_serve, args=(theirs, files, decode, os.getpid()), daemon=True
+            target=_serve,
+            args=(theirs, files, decode, os.getpid(), ends_with_this(signal.SIGKILL)),
+            daemon=True,
         )
         with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
             warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
@@ -829,9 +833,14 @@ _FATAL = (
 
 
 def _serve(
-    pipe: "Connection[Any, Any]", files: Sequence[ImageFile], decode: bool, parent: int
+    pipe: "Connection[Any, Any]",
+    files: Sequence[ImageFile],
+    decode: bool,
+    parent: int,
+    end_with_parent: Callable[[], None],
 ) -> None:
-    """What a child does, until its parent is gone."""
+    """What a child does, until its parent is gone; amid an image, too, which may have no end."""
+    end_with_parent()
     for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
         signal.signal(fatal, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -864,7 +873,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
             all of it where these say that it cannot be used: the decoder has the last word.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")

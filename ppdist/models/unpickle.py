@@ -32,8 +32,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ppdist.common.errors import WeightsError
+from ppdist.common.files import open_file, read_file
 
 # What a file may ask for at most.
+MAX_BYTES = 1 << 36  # 64 GiB
 MAX_OPERATIONS = 5_000_000  # a YOLOv5x checkpoint has about 30,000; each one costs up to 200 bytes
 MAX_ENTRIES = 20_000  # of a dict or model with weights; a YOLOv5x has about 1,500
 MAX_VISITS = 200_000  # attributes of modules, shared ones every time; a YOLOv5x has about 30,000
@@ -457,7 +459,7 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
         WeightsError: no dict of arrays in it, or refused.
         Exception: damaged; see weights.read_arrays.
     """
-    content = read_pickle(BytesIO(path.read_bytes()), path)
+    content = read_pickle(BytesIO(read_file(path, MAX_BYTES)), path)
     found = find_weights(content, path, _paddle_arrays)
     return {key: _array(value) for key, value in found if isinstance(value, Made)}
 
@@ -487,8 +489,11 @@ def _array(made: Made) -> np.ndarray:
     else:
         _, shape, dtype, fortran, raw = made.state
     kind, data = _dtype(dtype), _bytes(raw)
-    if not isinstance(shape, tuple) or any(type(side) is not int or side < 0 for side in shape):
+    # Before they are multiplied: numbers of any length cost hours.
+    if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("an array without a sensible shape")
+    if any(type(side) is not int or not 0 <= side < MAX_SIZE for side in shape):
+        raise ValueError("an array whose sides are not whole numbers from 0 on")
     if math.prod(shape) * kind.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} and type {kind}")
     return np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
@@ -553,12 +558,11 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
         WeightsError: nothing of what is understood, or refused.
         Exception: damaged; see weights.read_arrays.
     """
-    with path.open("rb") as file:
-        is_zip = file.read(len(_ZIP_START)) == _ZIP_START
-    if not is_zip:
-        return _torch_arrays(path, *_open_legacy(path))
-    with zipfile.ZipFile(path) as archive:
-        return _torch_arrays(path, *_open_zip(archive, path))
+    with open_file(path) as file:
+        if file.read(len(_ZIP_START)) != _ZIP_START:
+            return _torch_arrays(path, *_open_legacy(path))
+        with zipfile.ZipFile(file) as archive:
+            return _torch_arrays(path, *_open_zip(archive, path))
 
 
 # storage -> its bytes; at least as many as it says
@@ -638,7 +642,7 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
 
 
 def _open_legacy(path: Path) -> tuple[object, _Fetch]:
-    data = path.read_bytes()
+    data = read_file(path, MAX_BYTES)
     stream = BytesIO(data)
     if read_pickle(stream, path) != _LEGACY_MAGIC or read_pickle(stream, path) != _LEGACY_PROTOCOL:
         raise WeightsError(

@@ -28,9 +28,11 @@ import safetensors
 from safetensors.numpy import save_file
 
 from ppdist.common.errors import WeightsError
-from ppdist.common.files import digest_of_file, make_parent
+from ppdist.common.files import digest_of_file, make_parent, open_file, read_file
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import (
+    MAX_BYTES,
+    MAX_ENTRIES,
     MAX_KEY_LENGTH,
     NotSupportedError,
     read_pdparams,
@@ -41,6 +43,7 @@ from ppdist.models.unpickle import (
 )
 
 _MANIFEST = "manifest.json"
+_MOST_MANIFEST = 1 << 24  # bytes; ours have some hundreds
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -112,8 +115,13 @@ _STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
 
 
 def _refuse_known_mistakes(path: Path, ending: str) -> None:
-    with path.open("rb") as file:
-        start = file.read(32)
+    try:
+        with open_file(path) as file:
+            start = file.read(32)
+    except OSError as error:
+        raise WeightsError(
+            f"cannot be read: {error.strerror or error}", code="file_unreadable", where=str(path)
+        ) from error
     if not start:
         raise WeightsError("an empty file", code="weights_damaged", where=str(path))
     for mark, right, meaning in _STARTS:
@@ -178,10 +186,10 @@ def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
             ),
         )
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_file(manifest, _MOST_MANIFEST))["files"]
         file = path / next(n for n in ("ema.safetensors", "model.safetensors") if n in files)
         expected = files[file.name]["sha256"]
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        found = hashlib.sha256(read_file(file, MAX_BYTES)).hexdigest()
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise WeightsError(
             f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(path)
@@ -202,10 +210,23 @@ _SAFETENSORS = {
 }  # fmt: skip
 
 
+_MOST_HEADER = 1 << 23  # bytes of a safetensors file before its numbers; a YOLOv5x has 150 KB
+
+
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    content = read_file(path, MAX_BYTES)
+    # A million tensors without numbers took 50 s and 1.3 GB.
+    length = int.from_bytes(content[:8], "little")
+    if length > _MOST_HEADER or len(json.loads(content[8 : 8 + length])) > MAX_ENTRIES + 1:
+        raise WeightsError(
+            f"refused: a header of {length} bytes, expected at most {_MOST_HEADER} and "
+            f"{MAX_ENTRIES} entries",
+            code="weights_unsafe",
+            where=str(path),
+        )
     # safetensors.numpy.load_file knows no bfloat16; deserialize has checked header and bounds.
     arrays = {}
-    for key, entry in safetensors.deserialize(path.read_bytes()):
+    for key, entry in safetensors.deserialize(content):
         if entry["dtype"] not in _SAFETENSORS:
             raise NotSupportedError(
                 f"{shown(key)}: numbers of type {entry['dtype']} are not supported"
@@ -221,7 +242,7 @@ _INFLATION = 4  # trained weights compress by some per cent
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """As np.load without pickles, which allocates whatever size an entry claims to have."""
-    with zipfile.ZipFile(path) as archive:
+    with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
         entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
         claimed, size = sum(info.file_size for info in entries), path.stat().st_size
         if sum(info.compress_size for info in entries) > size:

@@ -85,7 +85,7 @@ def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
         "evaluation.json": lambda file: _of_evaluation(file, folders),
     }.items():
         try:
-            if (output_dir / file).exists():
+            if (output_dir / file).is_file():
                 pictures |= pictures_of(output_dir / file)
         except Exception as error:  # one bad file costs no picture of the other
             failed.append(f"what {file} says ({_said(error)})")

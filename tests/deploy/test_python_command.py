@@ -16,6 +16,7 @@ from PIL import Image
 from ppdist.data.image import read_image
 from tests.deploy.python_folder import FOLDER, PredictorError, command, pictures, run_file
 from tests.media import assert_usable_by_pycocotools, picture, write_video
+from tests.unit.data.pictures import broken_animation
 from tests.unit.export.tiny import exported_classifier, exported_detector
 
 
@@ -66,16 +67,25 @@ def test_every_kind_of_image_is_read_as_in_training(photos: Path) -> None:
     assert pictures.read_image(photos / "turned.jpg").shape == (90, 60, 3)
 
 
-def test_truncated_files_are_told_from_whole_ones(photos: Path) -> None:
+def test_truncated_files_are_told_from_whole_ones(photos: Path, tmp_path: Path) -> None:
     for name in ("plain.jpg", "turned.jpg", "grey.png", "更多/alpha.png"):
         content = (photos / name).read_bytes()
-        assert not pictures.is_cut_short(content)
         for share in (0, 10, len(content) // 2, len(content) - 5):
-            assert pictures.is_cut_short(content[:share]), (name, share)
-    whole = (photos / "plain.jpg").read_bytes()
-    stray = b"\xff\xfe\0\2x" + b"\xff\xfe\0\4\xff\xd9"  # a byte that decoders skip, and no end
-    assert not pictures.is_cut_short(whole[:2] + stray + whole[2:])
-    assert pictures.is_cut_short(whole[:2] + stray + whole[2 : len(whole) // 2])
+            (tmp_path / "cut").write_bytes(content[:share])
+            with pytest.raises(PredictorError, match=r"is empty|end early"):
+                pictures.read_image(tmp_path / "cut")
+
+
+def test_files_that_kill_or_stop_a_reader_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "moving.png").write_bytes(broken_animation())
+    assert pictures.read_image(tmp_path / "moving.png").shape == (12, 16, 3)
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", 1 << 40)  # it takes up no room
+    for name in ("pipe", "zero", "large"):
+        with pytest.raises(PredictorError, match="not a file, or too large"):
+            pictures.read_image(tmp_path / f"{name}.png")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -176,4 +176,19 @@ ROWS = (
         "out once",
         (AGREEMENT + "test_a_batch_that_kills_a_rank_twice_is_left_out",
          RECOVERY + "test_skipped_step_opens_no_image_keeps_weights")),
+    Row(39, "an image of which the decoder dies; pictures at the end that crash or hang",
+        "its still picture is read; a warning, and the training stays complete",
+        ("tests/unit/data/test_decoder.py::test_changed_files_of_five_formats_end_no_process",
+         "tests/unit/data/test_decoder.py::test_broken_animation_shows_its_still_picture",
+         "tests/integration/test_finished_run.py::test_deadly_images_and_pictures_cost_no_run",
+         "tests/unit/common/test_process.py::test_work_apart_logs_here_and_may_die")),
+    Row(40, "a pipe, or a link to /dev/zero, in the place of an image, weights, annotations or a "
+        "configuration", "it is no file: a bad image, else one message; nobody waits for it",
+        ("tests/unit/data/test_validate_files.py::test_pipes_and_devices_are_named_at_once",
+         "tests/unit/data/test_image_bombs.py::test_what_is_no_file_is_not_waited_for",
+         "tests/unit/models/test_weights.py::test_pipes_and_devices_are_no_weight_files",
+         "tests/unit/data/datasets/test_annotations_strangers.py::"
+         "test_pipes_and_devices_are_no_annotations",
+         "tests/unit/config/test_yaml_bombs.py::"
+         "test_pipes_devices_and_huge_files_are_no_config")),
 )  # fmt: skip

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW = Row(7, "a fault", "a promise", ("tests/a.py::test_it",))
 
 
-def test_report_has_38_rows_with_tests_or_reason() -> None:
-    assert [row.number for row in ROWS] == list(range(1, 39))
+def test_rows_are_numbered_with_tests_or_reason() -> None:
+    assert [row.number for row in ROWS] == list(range(1, len(ROWS) + 1))
     assert all(bool(row.tests) != bool(row.without) for row in ROWS)
 
 
@@ -88,5 +88,5 @@ def test_page_lists_kinds_rows_and_measurements() -> None:
     text = page({}, [soak])
     assert all(f"| `{kind}" in text for kind in KINDS)
     assert all(f"| {row.number} | {row.fault}" in text for row in ROWS)
-    assert "0 of 38 rows" in text and "| recovery seconds median | 9.5 |" in text
+    assert f"0 of {len(ROWS)} rows" in text and "| recovery seconds median | 9.5 |" in text
     assert "except:\n- failed: x: exit code 1" in text

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import writing
+from ppdist.common.files import read_file, writing
 from ppdist.data.types import (
     Box,
     Complain,
@@ -571,7 +571,7 @@ class Encodings:
         fitting, found = [*_GUESSES], False
         for file in self._files():
             try:
-                content = Path(file).read_bytes()
+                content = read_file(Path(file), _MOST_TEXT)
             except OSError:  # whoever needs it says so
                 continue
             if not _decodes(content, "utf-8"):
@@ -599,6 +599,7 @@ def unread_twin(path: str | Path) -> str:
     return next(filter(os.path.isfile, twins), "")
 
 
+_MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
@@ -615,7 +616,7 @@ def read_text(
     Raises: DataError: absent, unreadable, or in another encoding.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path, _MOST_TEXT)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="file_unreadable", where=str(path)
@@ -698,7 +699,9 @@ def class_names(
     for file in (root / name for name in NAME_FILES):
         if file.is_file() and (names := tuple(read_list(file, complain))):
             return _distinct(names, str(file))
-    of_files = {file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml"))}
+    of_files = {
+        file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml")) if file.is_file()
+    }
     of_files = {file: names for file, names in of_files.items() if names}
     if len(set(of_files.values())) > 1:
         raise DataError(

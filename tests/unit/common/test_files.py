@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.files import make_parent, write_json
+from ppdist.common.files import digest_of_file, make_parent, read_file, write_json
 
 
 def test_file_is_written_atomically_with_its_folders(tmp_path: Path) -> None:
@@ -33,6 +33,23 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
     write_json(tmp_path / "pipe", [1])
     assert os.read(reader, 10) == b"[1]" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
+
+
+def test_a_read_file_is_a_file_of_bounded_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 9)
+    assert read_file(tmp_path / "a", 9) == b"x" * 9
+    assert read_file("/proc/self/stat", 1 << 20).startswith(b"%d " % os.getpid())
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name, most, says in (
+        ("a", 8, "too large: 9 bytes, expected at most 8"),
+        ("pipe", 9, "not a file"),
+        ("zero", 9, "not a file"),
+        ("", 9, "Is a directory"),
+    ):
+        with pytest.raises(OSError, match=says):
+            read_file(tmp_path / name, most)
+    assert digest_of_file(tmp_path / "pipe") == "cannot be read: not a file"
 
 
 @pytest.mark.parametrize(

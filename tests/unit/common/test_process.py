@@ -1,16 +1,22 @@
 """Whether processes live, and that children do not outlive who started them."""
 
 import ctypes
+import errno
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
-from ppdist.common.process import end_with_parent, ends_with_this, is_alive, process_stat
+import pytest
+
+from ppdist.common.process import apart, end_with_parent, ends_with_this, is_alive, process_stat
 from tests.unit.launch.hosts import wait_for
 
+WAIT = 60.0  # seconds: a bound against hanging
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 # Starts a child that is to end with it, says which, and waits.
 PARENT = """
@@ -43,6 +49,33 @@ def test_a_name_with_brackets_and_blanks_is_no_field() -> None:
         stat = process_stat(child.pid)
         assert stat is not None and stat.is_alive and stat.parent == os.getpid()
         child.kill()
+
+
+def test_work_apart_logs_here_and_may_die(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("ppdist")
+
+    def fail() -> None:
+        logger.warning("before")
+        raise ValueError("no picture")
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    assert apart(lambda: logger.warning("fine: 100 %s 图"), WAIT) == ""
+    assert apart(fail, WAIT) == "an error"
+    assert apart(lambda: sys.exit(3), WAIT) == "an error"
+    assert apart(die, WAIT) == "killed by SIGSEGV"
+    assert apart(lambda: time.sleep(60), 0.2) == "not done after 0.2 s"
+    expected = ["fine: 100 %s 图", "before", "ValueError: no picture", "SystemExit: 3"]
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_no_room_for_a_process_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert apart(lambda: None, WAIT) == "no process for it: Resource temporarily unavailable"
 
 
 def test_a_child_ends_with_a_parent_that_is_killed() -> None:

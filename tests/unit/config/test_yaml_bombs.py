@@ -1,5 +1,6 @@
 """Configurations that are small as files and endless as trees: one message."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ def test_a_file_that_grows_without_end_is_one_message(
     with pytest.raises(ConfigError, match=SAYS[code]) as caught:
         Reader().read_file("p.yml")
     assert caught.value.code == code
+
+
+def test_pipes_devices_and_huge_files_are_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yml")
+    with (tmp_path / "large.yml").open("wb") as file:
+        file.truncate(1 << 40)  # it takes up no room
+    for base, says in (
+        ("/dev/zero", "/dev/zero: cannot be read: not a file"),
+        ("pipe.yml", "pipe.yml: cannot be read: not a file"),
+        ("large.yml", "large.yml: cannot be read: too large: 1099511627776 bytes"),
+    ):
+        (tmp_path / "p.yml").write_text(f"_BASE_: {base}\n")
+        with pytest.raises(ConfigError, match=says) as caught:
+            Reader().read_file(str(tmp_path / "p.yml"))
+        assert caught.value.code == "config_unreadable"
 
 
 @pytest.mark.parametrize("text", ["9" * 100_000, "0x" + "9" * 100_000, "-" + "1" * 5000])

@@ -1,6 +1,8 @@
-"""Noise as pixels, and as a JPEG with its orientation."""
+"""Noise as pixels, and as a JPEG with its orientation; PNGs put together by hand."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 from PIL import Image
@@ -20,3 +22,25 @@ def exif(orientation: int, thumbnail: bytes = b"") -> bytes:
     data = Image.Exif()
     data[0x0112] = orientation
     return data.tobytes() + thumbnail
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    total = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + total
+
+
+def broken_animation(height=12, width=16) -> bytes:
+    """A black PNG of 200 bytes with two moving frames, of which the first cannot be unpacked."""
+    frame = struct.pack(">IIIIHHBB", width, height, 0, 0, 1, 20, 0, 0)
+    black = zlib.compress(bytes((3 * width + 1) * height))
+    no_filter = zlib.compress(b"\x09" * (3 * width + 1) * height)
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"acTL", struct.pack(">II", 3, 0)),
+        (b"IDAT", black),
+    ]
+    for number, pixels in ((1, no_filter), (3, black)):
+        parts.append((b"fcTL", struct.pack(">I", number) + frame))
+        parts.append((b"fdAT", struct.pack(">I", number + 1) + pixels))
+    parts.append((b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)

@@ -17,15 +17,11 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.data import cache as image_cache
-from ppdist.data.image import MOST_PIXELS, damage, read_image
+from ppdist.data.decoder import MOST_PIXELS, damage
+from ppdist.data.image import read_image
+from tests.unit.data.pictures import png_chunk
 
 SIDE = 30_000  # more than MOST_PIXELS as a square, fewer than OpenCV's own limit
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(
-        ">I", zlib.crc32(kind + content)
-    )  # fmt: skip
 
 
 @cache
@@ -36,9 +32,9 @@ def white_png(side: int) -> bytes:
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", rows)
-        + chunk(b"IEND", b"")
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", rows)
+        + png_chunk(b"IEND", b"")
     )  # fmt: skip
 
 
@@ -154,7 +150,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         ("pipe", "not a file"),
         ("zero", "not a file"),
         ("folder", "Is a directory|not a file"),
-        ("large", "8589934592 bytes: too large for an image"),
+        ("large", "too large: 8589934592 bytes"),
     ):
         with pytest.raises(DataError, match=says) as caught:
             read_image(tmp_path / f"{name}.jpg")

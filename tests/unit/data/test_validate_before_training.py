@@ -11,7 +11,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
-from ppdist.data.image import Damage
+from ppdist.data.decoder import Damage
 from ppdist.data.validate import ImageCheck, check_before_training
 from tests.unit.data.corpus import config, write_clean_coco
 

@@ -11,8 +11,10 @@ from PIL import Image
 from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
+from ppdist.common.process import is_alive
 from ppdist.data import validate as validation
-from ppdist.data.image import damage, read_image
+from ppdist.data.decoder import damage
+from ppdist.data.image import read_header, read_image
 from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
 from tests.unit.data.corpus import (
     SIZE,
@@ -175,6 +177,44 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
             assert found.passing
         else:  # also the one that was killed once, by the system as it seems
             assert found == ImageCheck(digest=file.path)
+
+
+def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
+    monkeypatch.setattr(validation, "check_image", _endless)
+    files = [ImageFile(str(tmp_path / "child"), None)]
+    parent = os.fork()
+    if parent == 0:
+        check_images(files, decode=True, workers=1)
+        os._exit(0)
+    child = 0
+    for _ in range(600):
+        if child == 0 and (tmp_path / "child").exists():
+            child = int((tmp_path / "child").read_text() or 0)
+            if child:
+                os.kill(parent, signal.SIGKILL)
+                os.waitpid(parent, 0)
+        if child and not is_alive(child):
+            return
+        time.sleep(0.05)
+    os.kill(child or parent, signal.SIGKILL)
+    pytest.fail("it outlives its parent")
+
+
+def _endless(path: str, size: object, *, decode: bool) -> ImageCheck:
+    with open(path, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+def test_pipes_and_devices_are_named_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    files = [ImageFile(str(tmp_path / name), None) for name in ("pipe.png", "zero.png")]
+    for decode in (False, True):
+        checks = check_images(files, decode=decode, workers=1, timeout=30.0)
+        assert [found.problem for found in checks] == [("image_unreadable", "not a file")] * 2
+    assert [read_header(file.path) for file in files] == [None, None]
 
 
 def test_a_check_leaves_no_process_behind(folder, kinds):

@@ -378,8 +378,29 @@ def test_paddle_arrays_are_as_large_as_their_bytes(tmp_path: Path) -> None:
     for shape in shapes:
         path.write_bytes(honest.replace(six, shape))
         refused(path, "weights_damaged")
+    # 6 KB whose product has millions of digits: 15 s, and 110 KB took hours.
+    side = b"\x8b" + struct.pack("<i", 1000) + b"\x7f" * 1000
+    long = b"(" + side + b"q\xff" + b"h\xff" * 2000 + b"t"
+    for shape in (long, b"(" + b"K\x01" * 9 + b"t", side + b"\x85"):
+        path.write_bytes(honest.replace(six, shape))
+        message = refused(path, "weights_damaged")
+        assert "sensible shape" in message or "whole numbers" in message, message
     path.write_bytes(pickle.dumps({"w": np.array([None, "x"], dtype=object)}))
     assert "arrays of type O8 are not supported" in refused(path, "weights_type_unsupported")
+
+
+def test_a_safetensors_header_is_bounded(tmp_path: Path) -> None:
+    """A million tensors without numbers took 50 s and 1.3 GB."""
+    path = tmp_path / "many.safetensors"
+    entry = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    for count, least in ((2_000, 0), (20_002, 0), (1, 9_000_000)):
+        header = b"{" + b",".join(entry % number for number in range(count)) + b"}"
+        header = header.ljust(least)
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        if count == 2_000:
+            assert len(read_arrays(path)) == count
+        else:
+            assert "refused: a header of" in refused(path, "weights_unsafe")
 
 
 def test_an_npz_entry_is_as_large_as_its_bytes(tmp_path: Path) -> None:

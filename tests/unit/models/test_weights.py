@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from ppdist.models import build_model
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import (
     arrays_of,
+    digest_of_weights,
     load_weights,
     official_arrays_of,
+    read_arrays,
     write_arrays,
 )
 from tests.unit.models.kept import built_once
@@ -159,6 +162,17 @@ def test_unreadable_files_are_named_with_the_reason(
         load_weights(tiny(), tmp_path / name)
     assert caught.value.code == code and caught.value.where == str(tmp_path / name)
     assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pdparams", ".pt", ".safetensors", ".npz"])
+def test_pipes_and_devices_are_no_weight_files(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    for name in (f"pipe{suffix}", f"zero{suffix}"):
+        with pytest.raises(WeightsError, match="cannot be read: not a file") as caught:
+            read_arrays(tmp_path / name)
+        assert caught.value.code == "file_unreadable"
+        assert digest_of_weights(tmp_path / name) == "cannot be read: not a file"
 
 
 def test_torn_or_non_checkpoint_directory_is_error(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Annotations of strangers: small on disk and endless in memory, or names that lead elsewhere."""
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ppdist.data.datasets.annotations import class_names
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import class_names, read_text
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.types import Issue, RawImage, RawObject, RawSet
@@ -34,6 +36,16 @@ def test_expanding_yaml_names_no_classes(tmp_path: Path) -> None:
 
 
 VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation>"
+
+
+def test_pipes_and_devices_are_no_annotations(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    assert class_names(tmp_path, ()) == ()  # other files may lie there
+    for name in ("pipe.yaml", "zero.yaml"):
+        with pytest.raises(DataError, match=f"{name}: not a file") as caught:
+            read_text(tmp_path / name)
+        assert caught.value.code == "file_unreadable"
 
 
 @pytest.mark.parametrize(

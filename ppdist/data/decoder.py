@@ -1,0 +1,238 @@
+"""Bytes of an image file to pixels; their structure is checked first.
+
+A decoder trusts what it is given.  OpenCV 5.0 dies of animated PNGs of 700 bytes whose frames do
+not fit, asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk claims them, paints what is
+missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to 900 million pixels, 5 GB
+at its peak.  So whoever has a file calls `damage` first, and `decode` hands on what pixels need.
+
+Every image goes this way: training, the tools, `deploy/python` and `deploy/serving`.  These run
+without ppdist, so this file imports nothing of it, and stands in `ppdist/data/` and in
+`deploy/python/`, letter for letter (`tests/test_architecture.py`): change both.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB once decoded, and as much again while it is
+MOST_BYTES = 8 * MOST_PIXELS  # of a file: four channels of 16 bits, not compressed
+# The first bytes of a file.
+JPEG, PNG, BMP, WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
+# The chunks of a PNG that pixels need, and that OpenCV gets.  Others change no pixel: frames of an
+# animation, in which OpenCV dies; texts and profiles, which may be packed and which libpng unpacks
+# (0.13 s for a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
+_PNG_NEEDED = frozenset((b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"))
+# Chunks of a PNG, segments of a JPEG; of 12 bytes each they cost seconds and a gigabyte.
+_MOST_PARTS = 1 << 18  # OpenCV writes a chunk every 8 KB
+_CHUNK = struct.Struct(">I4s")  # length of what follows, and kind
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
+_JPEG_PIXELS = 2048  # that one byte of a JPEG can hold at most (a bit a block: 512), and spare
+# A JPEG marker that has a length, found as libjpeg finds it: of 0xFF with 0, with 0xFF and with the
+# markers that stand alone (0x01, 0xD0 to 0xD8), and of other bytes in between, it takes no notice.
+_SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
+_SCAN = 0xDA  # the JPEG marker before the pixels
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
+# The first bytes of a TIFF -> byte order, and whether places in it have 64 bits.
+_TIFF = {
+    b"II*\0": ("<", False),
+    b"MM\0*": (">", False),
+    b"II+\0": ("<", True),
+    b"MM\0+": (">", True),
+}
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
+_TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
+_MOST_TIFF_ENTRIES = 1000
+
+
+def decode(content: bytes, flags: int = 0) -> np.ndarray | None:
+    """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say; None: it is none.
+
+    Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
+    is ignored (but a TIFF's is blended over black).  Of several frames the first is taken, of an
+    animated PNG the picture that is shown where nothing moves.
+
+    Args:
+        content: in which `damage` finds nothing.
+        flags: more of cv2.IMREAD_*.
+    Raises: cv2.error.
+    """
+    if content.startswith(PNG):
+        content = _still(content)
+    # Straight to RGB: a JPEG takes a sixth longer by way of BGR.
+    return cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB | flags)
+
+
+def _still(png: bytes) -> bytes:
+    """The PNG without the chunks that its pixels do not need."""
+    chunks = [*png_chunks(png)]
+    if all(kind in _PNG_NEEDED for kind, _, _ in chunks):
+        return png
+    needed = [png[start:end] for kind, start, end in chunks if kind in _PNG_NEEDED]
+    return b"".join([PNG, *needed])
+
+
+class Damage(NamedTuple):
+    """code: image_empty, image_truncated, image_unreadable; text: what follows the file's name."""
+
+    code: str
+    text: str
+
+
+def damage(content: bytes, length: int | None = None) -> Damage | None:
+    """What keeps a file from being decoded, as far as its structure shows; None: nothing.
+
+    Knows JPEG, PNG, BMP and WebP, and the size of a TIFF; whatever else is for the decoder to judge
+    (OpenCV refuses more than 2**30 pixels).
+
+    Args:
+        content: all of the file; its first 64 bytes are enough unless it is a JPEG or PNG.
+        length: bytes of the file, where that is more than `content`.
+    """
+    length = len(content) if length is None else length
+    if not content:
+        return Damage("image_empty", "the file is empty")
+    if content.startswith(JPEG):
+        return _jpeg_damage(content)
+    if content.startswith(PNG):
+        return _png_damage(content)
+    if content.startswith(WEBP) and content[8:12] == b"WEBP":
+        return _webp_damage(content, length)
+    if content.startswith(BMP):
+        return _bmp_damage(content, length)
+    if content[:4] in _TIFF:
+        return _too_large("TIFF", *_tiff_size(content))
+    return None
+
+
+def _cut_short(name: str) -> Damage:
+    return Damage("image_truncated", f"the {name} data end early (incomplete file)")
+
+
+def _too_many(name: str) -> Damage:
+    return Damage("image_unreadable", f"the {name} has more than {_MOST_PARTS} parts")
+
+
+def _absurd(name: str, width: int, height: int, found: int) -> Damage:
+    return Damage(
+        "image_unreadable",
+        f"the {name} claims {width}x{height} pixels, which {found} bytes cannot hold",
+    )
+
+
+def _too_large(name: str, width: int, height: int) -> Damage | None:
+    if width * height <= MOST_PIXELS:
+        return None
+    return Damage(
+        "image_unreadable",
+        f"the {name} has {width}x{height} pixels, more than {MOST_PIXELS}: cut it into tiles",
+    )
+
+
+def _jpeg_damage(content: bytes) -> Damage | None:
+    """Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
+    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
+
+    The walk must be that of the decoder: else it jumps over a frame that the decoder then finds.
+    """
+    position, marker, parts = 2, 0, 0
+    while marker != _SCAN:
+        segment, parts = _SEGMENT.search(content, position), parts + 1
+        if parts > _MOST_PARTS:
+            return _too_many("JPEG")
+        if segment is None:
+            return _cut_short("JPEG")
+        marker, position = content[segment.end() - 1], segment.end()
+        if marker in _FRAMES and position + 7 <= len(content):
+            height, width = struct.unpack_from(">HH", content, position + 3)
+            if width * height > _JPEG_PIXELS * len(content):
+                return _absurd("JPEG", width, height, len(content))
+            if too_large := _too_large("JPEG", width, height):
+                return too_large
+        position += max(2, int.from_bytes(content[position : position + 2], "big"))
+    return _cut_short("JPEG") if content.find(b"\xff\xd9", position) < 0 else None
+
+
+def _png_damage(content: bytes) -> Damage | None:
+    if len(content) < 33:
+        return _cut_short("PNG")
+    if content[8:16] != b"\0\0\0\rIHDR":
+        return Damage("image_unreadable", "the PNG does not begin with its size")
+    width, height, bits, colour = struct.unpack_from(">IIBB", content, 16)
+    if not (width and height and bits in (1, 2, 4, 8, 16) and colour in _PNG_CHANNELS):
+        return Damage("image_unreadable", "the PNG's header makes no sense")
+    row = width * bits * _PNG_CHANNELS[colour] // 8
+    if row * height > _DEFLATE * len(content):
+        return _absurd("PNG", width, height, len(content))
+    if too_large := _too_large("PNG", width, height):
+        return too_large
+    kinds = [kind for kind, _, _ in islice(png_chunks(content), _MOST_PARTS)]
+    if kinds[-1] != b"IEND":
+        return _too_many("PNG") if len(kinds) == _MOST_PARTS else _cut_short("PNG")
+    if kinds.count(b"IHDR") > 1:
+        return Damage("image_unreadable", "the PNG has several sizes")
+    return None
+
+
+def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, where it begins, where it ends) of each whole chunk, up to the end of the image."""
+    position, size = len(PNG), len(content)
+    while position + 12 <= size:
+        length, kind = _CHUNK.unpack_from(content, position)
+        start, position = position, position + 12 + length
+        if position > size:
+            return
+        yield kind, start, position
+        if kind == b"IEND":
+            return
+
+
+def _bmp_damage(content: bytes, length: int) -> Damage | None:
+    """Uncompressed pixels must be there; others are for the decoder to judge."""
+    if len(content) < 34:
+        return _cut_short("BMP")
+    start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
+    if header < 40:
+        return None
+    if too_large := _too_large("BMP", width, abs(height)):
+        return too_large
+    if compression not in (0, 3):
+        return None
+    if width <= 0 or height == 0 or bits not in (1, 4, 8, 16, 24, 32):
+        return Damage("image_unreadable", "the BMP's header makes no sense")
+    needed = start + (width * bits + 31) // 32 * 4 * abs(height)
+    return _cut_short("BMP") if needed > length else None
+
+
+def _webp_damage(content: bytes, length: int) -> Damage | None:
+    """A single picture has at most 16383 pixels a side; the canvas of several may be larger."""
+    if content[12:16] == b"VP8X" and len(content) >= 30:
+        width, height = (int.from_bytes(content[at : at + 3], "little") + 1 for at in (24, 27))
+        if too_large := _too_large("WebP", width, height):
+            return too_large
+    declared = int.from_bytes(content[4:8], "little") + 8
+    return _cut_short("WebP") if declared > length else None
+
+
+def _tiff_size(content: bytes) -> tuple[int, int]:
+    """(width, height) of the first picture; 0 where they are not found (TIFF 6.0, section 2)."""
+    order, large = _TIFF[content[:4]]
+    place, count, entry, value = ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
+    sides = {_TIFF_WIDTH: 0, _TIFF_HEIGHT: 0}
+    try:
+        (start,) = struct.unpack_from(order + place, content, 8 if large else 4)
+        (entries,) = struct.unpack_from(order + count, content, start)
+        start += struct.calcsize(count)
+        for number in range(min(entries, _MOST_TIFF_ENTRIES)):
+            tag, kind = struct.unpack_from(order + "HH", content, start + entry * number)
+            if tag in sides and kind in _TIFF_WHOLE:
+                at = start + entry * number + value
+                (sides[tag],) = struct.unpack_from(order + _TIFF_WHOLE[kind], content, at)
+    except (struct.error, OverflowError):  # cut short, or a place beyond all memory
+        return 0, 0
+    return sides[_TIFF_WIDTH], sides[_TIFF_HEIGHT]

@@ -1,0 +1,58 @@
+"""A training that is complete stays so, whatever its images and its pictures do."""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_on_ranks
+from tests.forked import ROOT, run_tool, succeeded
+from tests.unit.data.pictures import broken_animation
+
+CONFIG = """
+data:
+  root: {folder}/data
+  train: {{annotations: annotations/instances_train.json}}
+  val: {{annotations: annotations/instances_train.json}}
+  workers: 0
+  check_images: none
+  bad_images_limit: 0.5
+output_dir: {folder}/out
+model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.25, num_classes: 3,
+        image_size: [64, 64]}}
+train: {{max_steps: 2, batch_size_per_card: 4}}
+optimizer: {{name: momentum, lr: 0.001}}
+schedule: {{warmup_epochs: 0}}
+"""
+
+
+def train(folder: str) -> int:
+    """tools/train.py, whose drawing kills its process; its exit code."""
+    from ppdist.viz import run_plots
+
+    run_plots.draw_run = lambda folder: os.kill(os.getpid(), signal.SIGSEGV)  # type: ignore
+    script = str(ROOT / "tools" / "train.py")
+    sys.argv = [script, "-c", f"{folder}/cfg.yml", "--eval"]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    return ended.value.code or 0
+
+
+def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
+    sizes = ["--train", 8, "--val", 1, "--size", 64]
+    succeeded(run_tool("data", "synthetic", "--out", tmp_path / "data", *sizes))
+    names = [tmp_path / "data" / "images" / "train" / f"{number:05d}.jpg" for number in (0, 1)]
+    names[0].write_bytes(broken_animation(64, 64))  # of which OpenCV dies
+    names[1].unlink()
+    os.mkfifo(names[1])
+    (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    assert run_on_ranks(1, f"{__name__}:train", str(tmp_path), hosts=1) == [0]
+    log = (tmp_path / "out" / "train.log").read_text(encoding="utf-8")
+    assert f"{names[1]}: not a file" in log
+    assert "the training is complete, its pictures in" in log and "(killed by SIGSEGV)" in log
+    assert f"again: python tools/report.py {tmp_path / 'out'}" in log
+    succeeded(run_tool("report", tmp_path / "out"))
+    assert (tmp_path / "out" / "plots" / "worst.jpg").is_file()

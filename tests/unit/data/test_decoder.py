@@ -1,0 +1,251 @@
+"""What reaches OpenCV, and that nothing which does ends the process."""
+
+import io
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.common.process import ends_with_this
+from ppdist.data.decoder import PNG, damage, decode, png_chunks
+from tests.unit.data.pictures import broken_animation, picture, png_chunk
+
+SIZE = (12, 16)  # of every image here
+CASES = 3_000  # two seconds; the slow tests make two hundred times as many
+AT_ONCE = 100  # cases of one child
+SECONDS = 30  # for them: a bound against hanging
+
+
+def encoded(mode: str, kind: str, **options: Any) -> bytes:
+    if mode == "I;16":
+        image = Image.fromarray(picture(*SIZE)[:, :, 0].astype(np.uint16) * 257)
+    else:
+        image = Image.fromarray(picture(*SIZE)).convert(mode)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def animated(kind: str, **options: Any) -> bytes:
+    frames = [Image.fromarray(picture(*SIZE, seed=seed)) for seed in range(3)]
+    file = io.BytesIO()
+    frames[0].save(
+        file, kind, save_all=True, append_images=frames[1:], duration=50, **options
+    )  # fmt: skip
+    return file.getvalue()
+
+
+def whole_files() -> dict[str, list[bytes]]:
+    """Some of each kind, as they are read."""
+    packings = (None, "tiff_lzw", "packbits", "tiff_adobe_deflate")
+    return {
+        "PNG": [encoded(mode, "PNG") for mode in ("RGB", "RGBA", "L", "P", "1", "I;16")],
+        "animated PNG": [animated("PNG"), animated("PNG", default_image=True), broken_animation()],
+        "JPEG": [
+            encoded(mode, "JPEG", progressive=progressive)
+            for mode in ("RGB", "L", "CMYK")
+            for progressive in (False, True)
+        ],
+        "WebP": [encoded("RGBA", "WEBP", lossless=on) for on in (False, True)] + [animated("WEBP")],
+        "TIFF": [
+            encoded(mode, "TIFF", compression=packing)
+            for mode in ("RGB", "RGBA", "L", "1", "I;16")
+            for packing in packings
+        ]
+        + [encoded("RGB", "TIFF", compression="jpeg")],
+        "BMP": [encoded(mode, "BMP") for mode in ("RGB", "RGBA", "L", "P", "1")],
+    }
+
+
+def changed(rng: random.Random, content: bytes) -> bytes:
+    """Up to six bytes, numbers or pieces are others; of a PNG with sums that are right."""
+    result = bytearray(content)
+    for _ in range(rng.randint(1, 6)):
+        end = min(len(result), 200) if rng.random() < 0.6 else len(result)
+        at, what = rng.randrange(end), rng.randrange(6)
+        if what < 3:
+            result[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+        elif what == 3:
+            large = [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f"]
+            result[at : at + 4] = rng.choice(large)
+        elif what == 4:
+            start = rng.randrange(end)
+            result[at:at] = result[start : start + rng.randrange(20)]
+        else:
+            del result[at : at + rng.randrange(10)]
+        if len(result) < 20:
+            break
+    return bytes(result)
+
+
+def changed_png(rng: random.Random, content: bytes) -> bytes:
+    """Chunks are changed within, doubled or left out; their sums are right."""
+    chunks = [
+        (content[start + 4 : start + 8], content[start + 8 : end - 4])
+        for _, start, end in png_chunks(content)
+    ]
+    for _ in range(rng.randint(1, 4)):
+        at, what = rng.randrange(len(chunks)), rng.randrange(6)
+        kind, data = chunks[at]
+        if what == 0 and len(chunks) > 3:
+            chunks.pop(at)
+        elif what == 1:
+            chunks.insert(rng.randrange(1, len(chunks)), (kind, data))
+        elif what == 2 and kind in (b"IDAT", b"fdAT"):
+            rows = rng.randbytes(1 + rng.randrange(600))  # filters that there are not, too
+            chunks[at] = (kind, data[: 4 * (kind == b"fdAT")] + zlib.compress(rows))
+        elif data:
+            place = rng.randrange(len(data))
+            byte = bytes([rng.choice([0, 1, 0xFF, rng.randrange(256)])])
+            chunks[at] = (kind, data[:place] + byte + data[place + 1 :])
+    return PNG + b"".join(png_chunk(kind, data) for kind, data in chunks)
+
+
+def cases(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+    """(kind, bytes), equally many of each kind."""
+    rng, files = random.Random(seed), whole_files()
+    for number in range(count):
+        kind = [*files][number % len(files)]
+        content = rng.choice(files[kind])
+        by_chunks = content.startswith(PNG) and rng.random() < 0.7
+        yield kind, (changed_png if by_chunks else changed)(rng, content)
+
+
+def read(content: bytes) -> str:
+    """What `read_image` does with the bytes of a file, and how it ended."""
+    if damage(content) is not None:
+        return "refused"
+    try:
+        return "no image" if decode(content) is None else "decoded"
+    except cv2.error:
+        return "error"
+
+
+def in_child(work: Callable[[bytes], str], contents: Sequence[bytes]) -> tuple[list[str], int]:
+    """What it gave for each, and how the process ended: 0, or the negative number of a signal."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_work, args=(theirs, work, contents, ends_with_this(signal.SIGKILL))
+    )
+    process.start()
+    theirs.close()
+    given = []
+    try:
+        while ours.poll(SECONDS):
+            given.append(ours.recv())
+        process.kill()
+    except EOFError:
+        pass
+    process.join()
+    assert process.exitcode is not None
+    return given, process.exitcode
+
+
+def _work(
+    pipe: Connection, work: Callable[[bytes], str], contents: Sequence[bytes],
+    ask: Callable[[], None],
+) -> None:  # fmt: skip
+    ask()
+    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE):
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    cv2.setNumThreads(0)
+    for content in contents:
+        pipe.send(work(content))
+
+
+def fuzz(seed: int, count: int) -> dict[str, int]:
+    """Reads so many changed files.  Returns: how often each kind ended how.
+
+    Fails with the case that ended the process: `[*cases(seed, count)][number]` is it again.
+    """
+    found: dict[str, int] = {}
+    made = [*cases(seed, count)]
+    for first in range(0, count, AT_ONCE):
+        group = made[first : first + AT_ONCE]
+        ends, code = in_child(read, [content for _, content in group])
+        if len(ends) < len(group):
+            kind, content = group[len(ends)]
+            pytest.fail(
+                f"case {first + len(ends)} of seed {seed}, a {kind} of {len(content)} bytes: "
+                f"code {code}: {content.hex()}"
+            )
+        for (kind, _), end in zip(group, ends):
+            found[f"{kind} {end}"] = found.get(f"{kind} {end}", 0) + 1
+    return found
+
+
+def test_changed_files_of_five_formats_end_no_process() -> None:
+    found = fuzz(seed=30, count=CASES)
+    print(found)
+    for kind in whole_files():  # most of what is tried gets as far as the decoder
+        assert found.get(f"{kind} decoded", 0) > CASES / 200, (kind, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_many_more_changed_files_end_no_process(seed: int) -> None:
+    print(fuzz(seed, 20 * CASES))
+
+
+def test_broken_animation_shows_its_still_picture() -> None:
+    """OpenCV 5.0 dies of it: one of its moving frames is packed with a filter that is none."""
+    content = broken_animation()
+    assert damage(content) is None
+    ends, code = in_child(read, [content])
+    assert (ends, code) == (["decoded"], 0)
+    image_HW3 = decode(content)
+    assert image_HW3 is not None and (image_HW3 == 0).all()
+
+
+def test_opencv_gets_only_chunks_that_pixels_need(monkeypatch) -> None:
+    seen: list[bytes] = []
+    whole = cv2.imdecode
+    monkeypatch.setattr(
+        cv2, "imdecode", lambda data, how: seen.append(data.tobytes()) or whole(data, how)
+    )
+    plain = encoded("RGB", "PNG")
+    packed = png_chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(100_000)))
+    extras = [png_chunk(b"gAMA", struct.pack(">I", 22_000)), png_chunk(b"sBIT", b"\1\1\1"), packed]
+    for content in (plain, plain[:33] + b"".join(extras) + plain[33:]):
+        image_HW3 = decode(content)
+        assert image_HW3 is not None and (image_HW3 == picture(*SIZE)).all()
+    assert seen == [plain, plain]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_first_frame_of_an_animation_is_taken(mode: str) -> None:
+    frames = [Image.fromarray(picture(*SIZE, seed=seed)).convert(mode) for seed in range(3)]
+    file, still = io.BytesIO(), io.BytesIO()
+    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:], duration=50)
+    frames[0].save(still, "PNG")
+    assert file.getvalue().count(b"fdAT") == 2
+    np.testing.assert_array_equal(decode(file.getvalue()), decode(still.getvalue()))
+
+
+def test_files_of_very_many_parts_are_refused() -> None:
+    png, jpeg = encoded("RGB", "PNG"), encoded("RGB", "JPEG")
+    for content in (
+        png[:33] + png_chunk(b"prIv", b"") * 300_000 + png[33:],
+        jpeg[:2] + b"\xff\xfe\0\2" * 300_000 + jpeg[2:],
+    ):
+        found = damage(content)
+        assert found is not None and "has more than 262144 parts" in found.text
+
+
+def test_a_png_of_two_sizes_is_refused() -> None:
+    plain = encoded("RGB", "PNG")
+    found = damage(plain[:33] + plain[8:33] + plain[33:])
+    assert found is not None and found.text == "the PNG has several sizes"
