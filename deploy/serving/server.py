@@ -7,6 +7,7 @@ for whoever runs it.  README.md beside this file has the whole story.
 """
 
 import argparse
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -16,18 +17,26 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from prometheus_client import generate_latest
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Blocked, and taken by a thread that waits for them: whatever a runtime does to their handlers
+# (importing Paddle replaces SIGTERM's by one that ends the process) does not matter then.  Before
+# the imports below, because threads inherit it and NumPy starts some when it is imported.
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+import uvicorn  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # noqa: E402
+from prometheus_client import generate_latest  # noqa: E402
+from starlette.exceptions import HTTPException  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # An installed copy may keep the two folders elsewhere, but side by side.
@@ -39,6 +48,7 @@ from uploads import Refused  # noqa: E402
 
 TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
+_LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -154,6 +164,24 @@ def _page() -> tuple[str, dict[str, str]]:
     }
 
 
+class _Server(uvicorn.Server):
+    """Answers what it has accepted, also what nobody has read from its connection by the end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        state = self.server_state
+        closing = [*state.default_headers, (b"connection", b"close")]
+        state.default_headers = closing  # who keeps a connection is told to send nothing more on it
+        for connection in state.connections:
+            if connection.cycle is not None:
+                connection.cycle.default_headers = closing
+        await asyncio.sleep(_LAST_SECONDS)
+        await super().shutdown(sockets)
+
+
 def serve(
     load: Callable[[], Model], limits: Limits, host: str, port: int, token: str | None = None
 ) -> int:
@@ -169,7 +197,7 @@ def serve(
         print(f"serving: error: --host {host} --port {port}: {error}", file=sys.stderr)
         return 2
     service = Service(load, limits)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             make_app(service, token),
             access_log=False,  # the metrics count; a line a request would be most of the log
@@ -179,12 +207,16 @@ def serve(
         )
     )
 
-    def end(*_: object) -> None:
+    def end() -> None:
         server.should_exit = True
 
-    # Uvicorn has handlers of its own while it runs, and raises the signal again afterwards.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    def end_at_signal() -> None:
+        while True:
+            is_impatient = signal.sigwait(_SIGNALS) == signal.SIGINT and server.should_exit
+            server.should_exit, server.force_exit = True, is_impatient
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    threading.Thread(target=end_at_signal, name="signals", daemon=True).start()
     service.batcher.start(ended=end)
     try:
         server.run(sockets=[listener])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,33 @@ server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
 """
 
 
+RUDE = """
+import ctypes, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+sys.path[:0] = sys.argv[2:]
+import server
+from tests.deploy.fake_model import FakeModel
+
+def load():
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL: as disable_signal_handler of Paddle
+    return FakeModel()
+
+server.leave(server.serve(load, server.Limits(), "127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def test_runtime_that_replaces_handlers_ends_nothing():
+    number = free_port()
+    with running([sys.executable, "-c", RUDE, number, SERVING, REPOSITORY], number) as process:
+        half = Half(number)
+        while b"requests_under_way 1.0" not in ask(number, "GET", "/metrics")[1]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert half.finish() == 200
+        assert process.wait(WAIT) == 0
+
+
 @pytest.mark.slow
 def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
     number = free_port()
@@ -117,6 +145,81 @@ def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
         assert ask(number, "POST", "/detect", PNG)[0] == 504
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.parametrize("backend", ["paddle", "onnx"])
+def test_a_signal_under_load_drops_no_request(backend, number, tmp_path_factory):
+    """A real export: importing Paddle, which happens after the start, replaces signal handlers."""
+    from tests.unit.export.tiny import FORMATS, exported_detector
+
+    if backend not in FORMATS:
+        pytest.skip("the packages that make ONNX files are not installed")
+    folder, port = exported_detector(tmp_path_factory), free_port()
+    command = [sys.executable, SERVING / "server.py", "--model", folder, "--port", port,
+               "--backend", backend]  # fmt: skip
+    statuses: Counter[object] = Counter()
+    with running(command, port) as process:
+        halves = [Half(port) for _ in range(30)]  # accepted, and their bodies not all there yet
+        while b"requests_under_way 30.0" not in ask(port, "GET", "/metrics")[1]:
+            time.sleep(0.01)
+        loops = [
+            threading.Thread(target=ask_until_refused, args=(port, keeps, statuses))
+            for keeps in (True, False) * 3
+        ]
+        for loop in loops:
+            loop.start()
+        while sum(statuses.values()) < 30:
+            time.sleep(0.01)
+        process.send_signal(number)
+        for loop in loops:
+            loop.join(WAIT)
+        assert process.poll() is None, "ended before it had answered"
+        assert [half.finish() for half in halves] == [200] * 30
+        assert process.wait(WAIT) == 0
+    assert {*statuses} == {200}
+
+
+class Half:
+    """A request of which half is sent."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        self._connection.putrequest("POST", "/detect")
+        self._connection.putheader("Content-Length", str(len(PNG)))
+        self._connection.endheaders(PNG[:50])
+
+    def finish(self) -> int:
+        self._connection.send(PNG[50:])
+        try:
+            return self._connection.getresponse().status
+        finally:
+            self._connection.close()
+
+
+def ask_until_refused(port: int, keeps: bool, statuses: Counter[object]) -> None:
+    """Counts answers, and what is none, until nothing new is accepted.
+
+    Args: keeps: one connection for many requests, as long as the server lets it.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    while True:
+        try:
+            if connection.sock is None:
+                connection.connect()
+        except ConnectionRefusedError:
+            return
+        try:
+            connection.request("POST", "/detect", PNG)
+            reply = connection.getresponse()
+            reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            statuses[repr(error)] += 1
+            return
+        statuses[reply.status] += 1
+        if not keeps:
+            connection.close()
 
 
 def test_refused_large_body_still_gets_answer(port):
