@@ -243,6 +243,74 @@ def test_broken_http_closes_one_connection_and_no_more(port):
         time.sleep(0.05)
 
 
+LIMITED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import server
+from tests.deploy.fake_model import FakeModel
+limits = server.Limits(header_seconds=1.0, most_connections=20)
+server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def silent(port: int, address: str = "127.0.0.1", sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(
+        ("127.0.0.1", port), timeout=WAIT, source_address=(address, 0)
+    )
+    connection.sendall(sent)
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server keeps it; what it sent is read."""
+    connection.settimeout(0.001)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def test_connections_without_a_request_are_closed():
+    number = free_port()
+    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
+        head = b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n"
+        once = b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n"
+        trickles = {
+            "nothing": silent(number),
+            "half a header": silent(number, sent=head),
+            "half of a second header": silent(number, sent=once + head),
+            "the rest of a refused body": silent(number, sent=head + b"\r\n"),
+        }
+        deadline = time.monotonic() + WAIT
+        while trickles:
+            assert time.monotonic() < deadline, f"kept: {[*trickles]}"
+            for name, connection in [*trickles.items()]:
+                try:
+                    if name != "nothing":
+                        connection.sendall(b"x")
+                except OSError:
+                    pass
+                if not is_open(connection):
+                    del trickles[name]
+            time.sleep(0.05)
+
+
+def test_many_idle_connections_leave_room_for_others():
+    number = free_port()
+    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
+        half = Half(number)  # has begun a request: not idle
+        few = [silent(number, "127.0.0.3") for _ in range(2)]
+        many = [silent(number, "127.0.0.2") for _ in range(40)]
+        assert ask(number, "GET", "/health")[0] == 200
+        assert all(map(is_open, few)) and is_open(many[-1])
+        assert sum(map(is_open, many)) <= 18
+        assert half.finish() == 200
+
+
 def test_missing_model_is_one_line_and_exit_2():
     ended = subprocess.run(
         [sys.executable, SERVING / "server.py", "--port", str(free_port()), "--model", "nowhere"],
@@ -264,6 +332,8 @@ def test_missing_model_is_one_line_and_exit_2():
         (["--threshold", "1.5"], None, "--threshold 1.5: out of range"),
         (["--seconds", "nan"], None, "--seconds nan: out of range"),
         (["--seconds", "inf"], None, "--seconds inf: out of range"),
+        (["--least-rate", "-1"], None, "--least-rate -1: out of range"),
+        (["--header-seconds", "0"], None, "--header-seconds 0: out of range"),
         (["--port", "99999"], None, "--port 99999: bind(): port must be 0-65535"),
         (["--token-file", "nowhere"], None, "No such file"),
         ([], "", "PPDIST_SERVING_TOKEN: expected one word of printable ASCII"),
