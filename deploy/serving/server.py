@@ -254,6 +254,7 @@ def serve(
             server_header=False,
             http=_protocol_of(limits),
             ws="none",
+            lifespan="off",  # it has nothing to do, and old versions write a traceback over it
             headers=[("X-Content-Type-Options", "nosniff")],
             timeout_graceful_shutdown=int(limits.seconds) + 2,
         )
