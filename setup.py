@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 # The converter has no wheels for Python 3.13; its tests skip there.
 ONNX = [
     "paddle2onnx==2.1.0; python_version < '3.13'",
-    "onnx>=1.16.1; python_version < '3.13'",
+    "onnx>=1.17; python_version < '3.13'",
     "onnxruntime>=1.17",
     "ml_dtypes>=0.5",  # onnxruntime.quantization imports it
 ]
@@ -29,7 +29,7 @@ setup(
     package_data={"ppdist.report": ["templates/*"]},
     install_requires=[
         "numpy>=1.26",
-        "pillow>=10",
+        "pillow>=10.3",
         "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
@@ -38,8 +38,8 @@ setup(
         "rich>=13",
         "visualdl>=2.5.3",
         "matplotlib>=3.8",
-        "jinja2>=3.1",  # tools/report.py; VisualDL needs it, too
-        "protobuf<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
+        "jinja2>=3.1.6",  # tools/report.py; VisualDL needs it, too
+        "protobuf>=5.29.6,<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
     ],
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2,<3.4"],
@@ -48,12 +48,14 @@ setup(
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
-            "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "prometheus-client>=0.20",
+            "fastapi>=0.121", "starlette>=0.49.1", "uvicorn>=0.30", "h11>=0.16",
+            "python-multipart>=0.0.27", "prometheus-client>=0.20",
         ],
         "dev": [
             "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5", "prometheus-client>=0.20",
             "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4", *ONNX,
-            "fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.20", "httpx>=0.27",
+            "fastapi>=0.121", "starlette>=0.49.1", "uvicorn>=0.30", "h11>=0.16",
+            "python-multipart>=0.0.27", "httpx>=0.27",
             "optuna>=4.4",
         ],
     },

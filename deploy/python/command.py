@@ -12,7 +12,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -73,6 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise PredictorError(f"--threshold {arguments.threshold:g}: expected 0..1")
     require_own_folder(out, arguments.source)
     sources = find_sources(arguments.source, leave_out=out)
+    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
+    names = [str(file.relative_to(root)) for file in sources]
+    pictures = {} if arguments.no_pictures else picture_names(names)
+    require_no_foreign_pictures(out, pictures.values())
     predictor = Predictor(
         arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8
     )
@@ -83,9 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PredictorError(f"{out}: cannot be made: {error.strerror}") from error
-    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
-    names = [str(file.relative_to(root)) for file in sources]
-    pictures = {} if arguments.no_pictures else picture_names(names)
     results = Results(out, predictor.spec, threshold, pictures)
     unreadable: list[str] = []
 
@@ -131,12 +132,25 @@ def require_own_folder(out: Path, source: Path) -> None:
             "choose another folder"
         )
     inside = source.is_dir() and source.resolve() in out.resolve().parents
-    ours = any((out / f"{stem}.json").is_file() for stem in FILES.values())
-    if inside and not ours and out.is_dir() and any(out.iterdir()):
+    if inside and not holds_results(out) and out.is_dir() and any(out.iterdir()):
         raise PredictorError(
             f"--out {out}: lies in --source and holds files that are no results of this program; "
             "choose another folder, or empty it"
         )
+
+
+def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
+    """Raises: PredictorError: one of these is in `out` already, where no run of this ended."""
+    taken = [] if holds_results(out) else [name for name in pictures if (out / name).exists()]
+    if taken:
+        raise PredictorError(
+            f"{out / taken[0]}: is there already, one of {len(taken)}, and is no result of this "
+            "program; choose another --out, or move it away"
+        )
+
+
+def holds_results(out: Path) -> bool:
+    return any((out / f"{stem}.json").is_file() for stem in FILES.values())
 
 
 if __name__ == "__main__":

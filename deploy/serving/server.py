@@ -7,27 +7,39 @@ for whoever runs it.  README.md beside this file has the whole story.
 """
 
 import argparse
+import asyncio
 import base64
 import hashlib
 import hmac
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from prometheus_client import generate_latest
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Blocked, and taken by a thread that waits for them: whatever a runtime does to their handlers
+# (importing Paddle replaces SIGTERM's by one that ends the process) does not matter then.  Before
+# the imports below, because threads inherit it and NumPy starts some when it is imported.
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+import uvicorn  # noqa: E402
+from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # noqa: E402
+from prometheus_client import generate_latest  # noqa: E402
+from starlette.exceptions import HTTPException  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
+from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # An installed copy may keep the two folders elsewhere, but side by side.
@@ -39,6 +51,8 @@ from uploads import Refused  # noqa: E402
 
 TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
+_LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
+_OTHER_FILES = 64  # open ones besides connections
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -154,6 +168,70 @@ def _page() -> tuple[str, dict[str, str]]:
     }
 
 
+def _protocol_of(limits: Limits) -> type[H11Protocol]:
+    """HTTP on one connection; uvicorn's alone keeps a silent one for ever.
+
+    One that has begun no request for `header_seconds`, at first or after an answer, is closed,
+    whatever trickles in.  Beyond `most_connections` the client with most loses its oldest such one.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = limits.most_connections
+    if files != resource.RLIM_INFINITY:
+        most = max(1, min(most, files - _OTHER_FILES))
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.host = (transport.get_extra_info("peername") or ("",))[0]
+            self.await_request()
+            if len(self.connections) > most:
+                held = Counter(each.host for each in self.connections)
+                idle = [each for each in self.connections if each.is_idle]
+                lost = max(idle, key=lambda each: (held[each.host], -each.idle_since))
+                self.connections.discard(lost)
+                lost.transport.abort()
+
+        def await_request(self) -> None:
+            self.is_idle, self.idle_since = True, self.loop.time()
+            self.idle_timer = self.loop.call_later(limits.header_seconds, self.transport.abort)
+
+        def handle_events(self) -> None:
+            before = self.cycle
+            super().handle_events()
+            if self.cycle is not before and not self.cycle.response_complete:
+                self.is_idle = False
+                self.idle_timer.cancel()
+
+        def on_response_complete(self) -> None:
+            self.idle_timer.cancel()
+            self.await_request()  # first: the next request may be there already
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.idle_timer.cancel()
+            super().connection_lost(exc)
+
+    return Protocol
+
+
+class _Server(uvicorn.Server):
+    """Answers what it has accepted, also what nobody has read from its connection by the end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        state = self.server_state
+        closing = [*state.default_headers, (b"connection", b"close")]
+        state.default_headers = closing  # who keeps a connection is told to send nothing more on it
+        for connection in state.connections:
+            if connection.cycle is not None:
+                connection.cycle.default_headers = closing
+        await asyncio.sleep(_LAST_SECONDS)
+        await super().shutdown(sockets)
+
+
 def serve(
     load: Callable[[], Model], limits: Limits, host: str, port: int, token: str | None = None
 ) -> int:
@@ -169,22 +247,29 @@ def serve(
         print(f"serving: error: --host {host} --port {port}: {error}", file=sys.stderr)
         return 2
     service = Service(load, limits)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             make_app(service, token),
             access_log=False,  # the metrics count; a line a request would be most of the log
             server_header=False,
+            http=_protocol_of(limits),
+            ws="none",
+            lifespan="off",  # it has nothing to do, and old versions write a traceback over it
             headers=[("X-Content-Type-Options", "nosniff")],
             timeout_graceful_shutdown=int(limits.seconds) + 2,
         )
     )
 
-    def end(*_: object) -> None:
+    def end() -> None:
         server.should_exit = True
 
-    # Uvicorn has handlers of its own while it runs, and raises the signal again afterwards.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    def end_at_signal() -> None:
+        while True:
+            is_impatient = signal.sigwait(_SIGNALS) == signal.SIGINT and server.should_exit
+            server.should_exit, server.force_exit = True, is_impatient
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    threading.Thread(target=end_at_signal, name="signals", daemon=True).start()
     service.batcher.start(ended=end)
     try:
         server.run(sockets=[listener])
@@ -222,6 +307,9 @@ def parse() -> argparse.Namespace:
         "most-bytes": "of an image as it is sent",
         "most-pixels": "of an image",
         "seconds": "for a request",
+        "least-rate": "bytes a second of an image that is being sent; 0: any",
+        "header-seconds": "for a connection to begin a request",
+        "most-connections": "at once",
         "decoders": "threads that decode images",
     }
     for name, text in named.items():
@@ -233,7 +321,7 @@ def parse() -> argparse.Namespace:
 def checked_limits(arguments: argparse.Namespace) -> Limits:
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     for name, value in vars(limits).items():
-        enough = value >= 0 if name in ("most_delay", "threshold") else value > 0
+        enough = value >= 0 if name in ("most_delay", "threshold", "least_rate") else value > 0
         if not enough or not math.isfinite(value) or (name == "threshold" and value > 1):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: out of range")
     return limits

@@ -2,22 +2,28 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
+from prometheus_client import Counter as Total
 from uploads import Refused, decode, file_part
 
 _log = logging.getLogger("serving")
 _FORM_BYTES = 64 * 1024  # of a multipart body besides its file
 _TOP = 5  # classes a classifier names
+_GRACE_SECONDS = 5.0  # before a body has to have come at Limits.least_rate
+_SLOW_SECONDS = 1.0  # a body that takes longer may lose its place to another client's request
 _END_SECONDS = 5.0  # for the model's thread to end; nobody waits for its answers by then
 
 
@@ -35,6 +41,9 @@ class Limits:
     most_bytes: int = 10 * 2**20  # of an image as it is sent
     most_pixels: int = 25_000_000  # of an image
     seconds: float = 30.0  # for a request, from its first byte to its answer
+    least_rate: int = 10_000  # bytes a second of an image that is being sent; 0: any
+    header_seconds: float = 10.0  # for a connection to begin a request, the first or another
+    most_connections: int = 1000  # at once
     threshold: float = 0.5  # lowest score of a box where a request names none
     decoders: int = 2  # threads that decode images
 
@@ -47,7 +56,7 @@ class Counts:
         ProcessCollector(registry=self.registry)
         # Name, help and labels differ; these are alike.
         given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
-        self.requests = Counter("requests", "Answers of /detect.", ["status"], **given)
+        self.requests = Total("requests", "Answers of /detect.", ["status"], **given)
         self.seconds = Histogram(
             "request_seconds", "From the first byte of a request to its answer.", **given
         )
@@ -64,13 +73,23 @@ class Counts:
         self.batch_seconds.observe(seconds)
 
 
+class _Place:
+    """A request under way."""
+
+    def __init__(self, client: str) -> None:
+        self.client, self.began = client, time.monotonic()
+        self.body: asyncio.Future[bytes] | None = None  # None: it is there
+        self.received = 0  # bytes of it
+        self.is_lost = False
+
+
 class Service:
     """Everything about a request that is not HTTP's headers; made in any thread, used in one."""
 
     def __init__(self, load: Callable[[], Model], limits: Limits) -> None:
         """Args: load: called in the thread that will use the model."""
         self.limits, self.counts = limits, Counts()
-        self.under_way = 0
+        self._places: list[_Place] = []  # the oldest first
         self.batcher = Batcher(
             load, limits.most_batch, limits.most_delay, lambda: self.under_way, self.counts.batch
         )
@@ -80,6 +99,11 @@ class Service:
         self._decoders = ThreadPoolExecutor(limits.decoders, "decoder")
         self._decoding: dict[int, float] = {}  # thread -> time.monotonic() when it began
         self._decoded = asyncio.Semaphore(2 * limits.most_batch)
+
+    @property
+    def under_way(self) -> int:
+        """Requests not answered yet."""
+        return len(self._places)
 
     def stop(self) -> None:
         """Ends the threads; a decoder that is busy still is not waited for."""
@@ -107,18 +131,74 @@ class Service:
         """
         if self.batcher.model is None:
             raise Refused(503, "the model is not ready yet")
-        if self.under_way >= self.limits.most_waiting:
-            raise Refused(503, f"{self.under_way} requests are under way already; come back soon")
-        self.under_way += 1
-        deadline = time.monotonic() + self.limits.seconds
+        place = self._take_place(_client_of(request))
+        deadline = place.began + self.limits.seconds
         try:
-            body = await _within(deadline, self._body(request), 408, "sending the image")
+            body = await self._received(request, place, deadline)
             look = self._look(_content_type(request), body, threshold)
-            return await _within(deadline, look, 504, "the answer")
+            try:
+                return await asyncio.wait_for(look, deadline - time.monotonic())
+            except asyncio.TimeoutError as error:
+                raise Refused(504, "the answer took too long") from error
         finally:
-            self.under_way -= 1
+            if not place.is_lost:
+                self._places.remove(place)
 
-    async def _body(self, request: Request) -> bytes:
+    def _take_place(self, client: str) -> _Place:
+        """A place that is free, or that of a slow request of a client with two more than this one.
+
+        So clients that send slowly hold at most their shares, however many places they fill.
+        Raises: Refused: 503.
+        """
+        if self.under_way >= self.limits.most_waiting:
+            held = Counter(place.client for place in self._places)
+            slow = time.monotonic() - _SLOW_SECONDS
+            loses = [
+                place
+                for place in self._places
+                if place.body is not None
+                and not place.body.done()
+                and place.began <= slow
+                and held[place.client] >= held[client] + 2
+            ]
+            if not loses:
+                raise Refused(
+                    503, f"{self.under_way} requests are under way already; come back soon"
+                )
+            lost = max(loses, key=lambda place: held[place.client])
+            assert lost.body is not None
+            lost.is_lost = lost.body.cancel()
+            self._places.remove(lost)
+        place = _Place(client)
+        self._places.append(place)
+        return place
+
+    async def _received(self, request: Request, place: _Place, deadline: float) -> bytes:
+        """The body, unless it comes too slowly or loses its place."""
+        rate = self.limits.least_rate
+        body = place.body = asyncio.ensure_future(self._body(request, place))
+        body.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at
+        try:
+            while not body.done():
+                # With asyncio.wait_for, Python before 3.12 may swallow what cancels the body.
+                at_rate = place.began + _GRACE_SECONDS + place.received / rate if rate else math.inf
+                seconds = min(deadline, at_rate) - time.monotonic()
+                if seconds <= 0:
+                    raise Refused(
+                        408,
+                        f"the image comes more slowly than {rate} bytes a second"
+                        if at_rate < deadline
+                        else "sending the image took too long",
+                    )
+                await asyncio.wait({body}, timeout=seconds)
+            if place.is_lost:
+                raise Refused(408, "sending the image took long, and others wait")
+            return body.result()
+        finally:
+            body.cancel()
+            place.body = None
+
+    async def _body(self, request: Request, place: _Place) -> bytes:
         """An image, or a form around one; never more of it than is allowed."""
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "compressed bodies are not read; send the image file as it is")
@@ -130,6 +210,7 @@ class Service:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
+            place.received = len(body)
             if len(body) > most:
                 raise self._too_large()
         return bytes(body)
@@ -165,19 +246,22 @@ class Service:
         return {"width": width, "height": height, **described(model.spec, result, threshold)}
 
 
+def _client_of(request: Request) -> str:
+    """Its address; of IPv6 the network, in which one client has as many as it likes."""
+    address = request.client.host if request.client else ""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(ip_network((found, 64), strict=False)) if found.version == 6 else address
+
+
 def _content_type(request: Request) -> str:
     return request.headers.get("content-type", "")
 
 
 def _is_form(content_type: str) -> bool:
     return content_type.lower().startswith("multipart/form-data")
-
-
-async def _within(deadline: float, work: Any, status: int, what: str) -> Any:
-    try:
-        return await asyncio.wait_for(work, deadline - time.monotonic())
-    except asyncio.TimeoutError as error:
-        raise Refused(status, f"{what} took too long") from error
 
 
 def described(spec: dict[str, Any], result: np.ndarray, threshold: float) -> dict[str, Any]:

@@ -8,6 +8,8 @@ will read; where the two might differ the image is refused.
 
 import re
 import struct
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 
 import cv2
@@ -38,6 +40,10 @@ _JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of a frame's
 _MOST_SCANS = 50
 _MOST_PARTS = 20_000  # segments of a JPEG, chunks of a PNG; OpenCV writes one every 8 KB
 _MOST_FORM_PARTS = 16
+# Of each part of a form.  The parser takes Python's time for every byte of them, and old versions
+# the square of it (0.0.26: 15 s for 1 MB of semicolons; 0.0.27 has bounds of its own).
+_MOST_HEADERS, _MOST_HEADER_BYTES = 7, 3072
+_PIECE = 4096  # bytes of a form that are parsed at once: bounds are looked at after each
 
 
 class Refused(Exception):
@@ -178,9 +184,9 @@ def file_part(content_type: str, body: bytes) -> bytes:
     """The one file of a multipart/form-data body, whatever its field is called.
 
     Starlette's own reader would write large parts to disk.  This one takes Python's time for every
-    part, so their number is limited.
+    part and every byte of their headers, so these are limited.
 
-    Raises: Refused: 400: broken, no file in it, several, or too many parts.
+    Raises: Refused: 400: broken, no file in it, several, or too many parts or headers.
     """
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:
@@ -188,16 +194,28 @@ def file_part(content_type: str, body: bytes) -> bytes:
     files: list[bytearray] = []
     headers: list[tuple[bytes, bytes]] = []
     field, value, in_file, ended = bytearray(), bytearray(), False, False
-    parts = 0
+    parts = header_bytes = 0
 
     def part_begins() -> None:
-        nonlocal parts
+        nonlocal parts, header_bytes
         parts += 1
         if parts > _MOST_FORM_PARTS:
             raise Refused(400, f"the form has more than {_MOST_FORM_PARTS} parts; send one image")
         headers.clear()
+        header_bytes = 0
+
+    def add(text: bytearray, chunk: bytes, start: int, end: int) -> None:
+        nonlocal header_bytes
+        header_bytes += end - start
+        if header_bytes > _MOST_HEADER_BYTES:
+            raise Refused(
+                400, f"a part of the form has more than {_MOST_HEADER_BYTES} bytes of headers"
+            )
+        text += chunk[start:end]
 
     def header_ended() -> None:
+        if len(headers) == _MOST_HEADERS:
+            raise Refused(400, f"a part of the form has more than {_MOST_HEADERS} headers")
         headers.append((bytes(field).lower(), bytes(value)))
         field.clear()
         value.clear()
@@ -218,18 +236,20 @@ def file_part(content_type: str, body: bytes) -> bytes:
             files[-1] += chunk[start:end]
 
     try:
-        MultipartParser(
+        parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": part_begins,
-                "on_header_field": lambda chunk, start, end: field.extend(chunk[start:end]),
-                "on_header_value": lambda chunk, start, end: value.extend(chunk[start:end]),
+                "on_header_field": partial(add, field),
+                "on_header_value": partial(add, value),
                 "on_header_end": header_ended,
                 "on_headers_finished": headers_ended,
                 "on_part_data": data,
                 "on_end": form_ended,
             },
-        ).write(body)
+        )
+        for start in range(0, len(body), _PIECE):
+            parser.write(body[start : start + _PIECE])
     except FormParserError as error:
         raise Refused(400, "the multipart/form-data body is broken") from error
     if not ended:

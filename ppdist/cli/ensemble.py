@@ -126,6 +126,14 @@ def fuse(arguments: argparse.Namespace) -> None:
             code="options_conflict",
             fix="leave them out",
         )
+    written = (arguments.out / "detections.json").resolve()
+    if any(written == Path(file).resolve() for file in arguments.detections):
+        raise errors.ConfigError(
+            "its detections.json is one of --detections and would be replaced",
+            code="out_holds_source",
+            where=f"--out {arguments.out}",
+            fix="choose another folder",
+        )
     from ppdist.common.files import make_folder
     from ppdist.config import load_config
     from ppdist.data.datasets.build import limits

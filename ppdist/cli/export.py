@@ -150,6 +150,8 @@ def tell(report: "ExportReport") -> None:
             found = section.sample
             line += f"; mAP {found.mAP:.4f} on {found.images} images, eager {found.mAP_eager:.4f}"
         print(line)
+    if spec.earlier:
+        print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
 
 

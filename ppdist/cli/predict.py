@@ -43,7 +43,12 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     from ppdist.common.files import make_folder
-    from ppdist.export.predictor import find_sources, picture_names, require_own_folder
+    from ppdist.export.predictor import (
+        find_sources,
+        picture_names,
+        require_no_foreign_pictures,
+        require_own_folder,
+    )
 
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise errors.ConfigError(
@@ -51,11 +56,13 @@ def main() -> int:
         )
     require_own_folder(arguments.out, arguments.source)
     sources = find_sources(arguments.source, leave_out=arguments.out)
-    report = of_config(arguments) if arguments.model is None else of_export(arguments)
-    make_folder(arguments.out)
     root = arguments.source if arguments.source.is_dir() else arguments.source.parent
     names = [str(file.relative_to(root)) for file in sources]
-    for file, name, picture in zip(sources, names, picture_names(names)):
+    pictures = picture_names(names)
+    require_no_foreign_pictures(arguments.out, pictures)
+    report = of_config(arguments) if arguments.model is None else of_export(arguments)
+    make_folder(arguments.out)
+    for file, name, picture in zip(sources, names, pictures):
         said = report.look_at(file, name, picture)
         if said:
             print(process.printable(f"{name}: {said}"))

@@ -2,7 +2,7 @@
 
     model -> deployed(model) -> RawModel or KeptModel -> save_graph -> Paddle Inference
                                                                -> convert_to_onnx -> ONNX
-    every file is loaded again and compared with the model; only then the folder gets its name
+    every file is loaded again and compared with the model; only then it takes its place
 
 The graph takes raw RGB pixels 0..255, unless asked for normalised ones, and contains normalisation,
 decoding and, of a detector where asked, the non-maximum suppression.  `infer.yml` beside it
@@ -51,6 +51,7 @@ from ppdist.export.spec import (
     NormalisationSection,
     OutputSection,
     SampleSection,
+    read_spec,
     write_spec,
 )
 from ppdist.export.verify import (
@@ -71,6 +72,11 @@ from ppdist.models.onednn.convert import plain_convolutions
 Model = TypeVar("Model", bound=ImageModel)
 Format = Literal["paddle", "onnx"]
 FORMATS: tuple[Format, ...] = ("paddle", "onnx")
+_FILES: dict[Format, tuple[str, ...]] = {
+    "paddle": ("model.json", "model.pdiparams"),
+    "onnx": ("model.onnx",),
+}
+_INT8_FILES = ("model_int8.onnx",)
 ONNX_OPSET = 16
 SAMPLE_IMAGES, SAMPLE_SECONDS = 100, 60.0  # at most, for mAP before and after
 CONVERSION_SECONDS = 900  # against hanging; the largest models take a tenth of it
@@ -112,9 +118,9 @@ def export_detector(
 
     Everything is written beside `directory`, loaded again and compared with `model` in eager mode
     on the CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all
-    agree (ppdist/export/verify.py has the tolerances) the folder gets its name.  An earlier export
-    there is replaced, any other folder refused.  `model` itself is not changed.  One process calls
-    this.
+    agree (ppdist/export/verify.py has the tolerances) it takes its place.  Of an earlier export
+    there the files of the same names are replaced, all else stays; any other folder is refused.
+    `model` itself is not changed.  One process calls this.
 
     Args:
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
@@ -164,7 +170,11 @@ def _export(
     _require_usable(model, spec)
     if "onnx" in formats:
         require_onnx(int8=bool(calibration))
-    with _on_cpu(), _draft_of(directory) as draft:
+    names = [name for format in formats for name in _FILES[format]]
+    names += _INT8_FILES if "onnx" in formats and calibration else []
+    earlier = _require_free(directory, {SPEC_FILE, *names})
+    spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
+    with _on_cpu(), draft_of(directory) as draft:
         images = check_images(spec.input, samples)
         cases = _Cases(
             [graph_input(batch, spec) for batch in images],
@@ -260,7 +270,7 @@ def _write_int8(
         compare_kept(load_onnx(file), raw, cases.images, spec.nms)
     else:
         shutil.copy2(raw_file, file)
-    noted = {"files": (file.name,), "max_score_error": off.score, "max_box_error": off.box}
+    noted = {"files": _INT8_FILES, "max_score_error": off.score, "max_box_error": off.box}
     return spec.onnx.model_copy(update=noted)
 
 
@@ -306,11 +316,8 @@ def _complete(
     parts: dict[str, ModelFileSection] = {}
     kept = nms_in_graph and spec.nms is not None
     outputs = _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if kept else _RAW_OUTPUTS
-    if "paddle" in agreement:
-        files = ("model.json", "model.pdiparams")
-        parts["paddle"] = _describe(files, outputs, kept, agreement["paddle"])
-    if "onnx" in agreement:
-        parts["onnx"] = _describe(("model.onnx",), outputs, kept, agreement["onnx"])
+    for name, found in agreement.items():
+        parts[name] = _describe(_FILES[name], outputs, kept, found)
     made_with = f"ppdist {ppdist.__version__}, paddle {paddle.__version__}"
     return spec.model_copy(update={**parts, "made_with": made_with})
 
@@ -344,40 +351,77 @@ def _on_cpu() -> Iterator[None]:
         paddle.set_device(device)
 
 
-@contextmanager
-def _draft_of(directory: Path) -> Iterator[Path]:
-    """A folder beside `directory` that takes its name when the block ends well, else vanishes."""
-    directory = directory.resolve()
-    if directory.exists() and not _replaceable(directory):
+def _require_free(directory: Path, names: set[str]) -> set[str]:
+    """What earlier exports left in a folder and an export of these files would leave there.
+
+    Raises: ExportError: the folder is no export, or a file of these names is none of an export.
+    """
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return set()
+    if not (directory / SPEC_FILE).is_file():
         raise ExportError(
             f"is there already and is not an export (no {SPEC_FILE})",
             code="out_not_ours",
             where=str(directory),
             fix="choose another --out or remove it",
         )
-    draft = directory.with_name(f".{directory.name}.{os.getpid()}")
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    ours = read_spec(directory).file_names()
+    taken = sorted(name for name in names - ours if os.path.lexists(directory / name))
+    if taken:
+        raise ExportError(
+            f"is there already and is no file of the export that {SPEC_FILE} names",
+            code="out_not_ours",
+            where=", ".join(str(directory / name) for name in taken),
+            fix="choose another --out or move it away",
+        )
+    return {name for name in ours - names if (directory / name).is_file()}
+
+
+@contextmanager
+def draft_of(directory: Path) -> Iterator[Path]:
+    """A folder whose files take their places in `directory` when the block ends well.
+
+    All of them do or none; what else lies in `directory` is not touched.
+    """
+    directory = directory.resolve()
+    is_new = not directory.exists()  # else in there: it may be on a disk of its own
+    parent, prefix = (directory.parent, directory.name) if is_new else (directory, "export")
+    draft = parent / f".{prefix}.{os.getpid()}"
     try:
         draft.mkdir(parents=True)
         yield draft
-        if directory.exists():
-            directory.rename(old)
-        draft.rename(directory)
+        if is_new:
+            draft.rename(directory)
+        else:
+            _move_files(draft, directory)
     except OSError as error:
         raise ExportError(
             f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if old.exists() and not directory.exists():
-            old.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def _replaceable(directory: Path) -> bool:
-    if not directory.is_dir():
-        return False
-    return (directory / SPEC_FILE).is_file() or not any(directory.iterdir())
+def _move_files(draft: Path, directory: Path) -> None:
+    """infer.yml goes first and comes last: a folder without it passes for no export."""
+    names = sorted((file.name for file in draft.iterdir()), key=lambda name: name != SPEC_FILE)
+    aside = draft / ".before"
+    aside.mkdir()
+    is_done = False
+    try:
+        for name in names:
+            if os.path.lexists(directory / name):
+                (directory / name).rename(aside / name)
+        for name in reversed(names):
+            (draft / name).rename(directory / name)
+        is_done = True
+    finally:  # also where a signal ends the process
+        if not is_done:
+            for name in names:
+                if not os.path.lexists(draft / name):
+                    os.replace(directory / name, draft / name)
+                if os.path.lexists(aside / name):
+                    os.replace(aside / name, directory / name)
 
 
 # --- the graph -----------------------------------------------------------------------------------

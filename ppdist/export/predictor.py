@@ -13,7 +13,7 @@ docs/dev/performance.md says what each option of the runtimes brought.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -344,14 +344,29 @@ def require_own_folder(out: Path, source: Path) -> None:
             fix="choose another folder",
         )
     inside = source.is_dir() and source.resolve() in out.resolve().parents
-    ours = any((out / kind.file_name).is_file() for kind in (Objects, Classes))
-    if inside and not ours and out.is_dir() and any(out.iterdir()):
+    if inside and not _holds_results(out) and out.is_dir() and any(out.iterdir()):
         raise ConfigError(
             "lies in --source and holds files that are no results of this tool",
             code="out_not_ours",
             where=f"--out {out}",
             fix="choose another folder, or empty it",
         )
+
+
+def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
+    """Raises: ConfigError: one of these is in `out` already, where no run of this tool ended."""
+    taken = [] if _holds_results(out) else [name for name in pictures if (out / name).exists()]
+    if taken:
+        raise ConfigError(
+            f"is there already, one of {len(taken)}, and is no result of this tool",
+            code="out_not_ours",
+            where=str(out / taken[0]),
+            fix="choose another --out, or move it away",
+        )
+
+
+def _holds_results(out: Path) -> bool:
+    return any((out / kind.file_name).is_file() for kind in (Objects, Classes))
 
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")

@@ -163,6 +163,16 @@ class InferenceSpec(Section):
     onnx_int8: ModelFileSection | None = Field(
         default=None, description="For ONNX runtimes, in 8-bit integers; see its sample."
     )
+    earlier: tuple[str, ...] = Field(
+        default=(),
+        description="Files of earlier exports that lie here still. They hold other models: "
+        "nothing else in this description is about them.",
+    )
+
+    def file_names(self) -> set[str]:
+        """Every file that exports wrote to its folder, infer.yml itself included."""
+        written = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
+        return {SPEC_FILE, *self.earlier, *(name for names in written for name in names)}
 
     @model_validator(mode="after")
     def _detection_has_thresholds(self) -> "InferenceSpec":

@@ -35,8 +35,10 @@ def served(
         wait_until(lambda: service.batcher.model is not None)
         app = make_app(service, token)
 
-        def client(**options) -> httpx.AsyncClient:
-            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        def client(address: str = "127.0.0.1", **options) -> httpx.AsyncClient:
+            transport = httpx.ASGITransport(
+                app=app, raise_app_exceptions=False, client=(address, 50000)
+            )
             return httpx.AsyncClient(transport=transport, base_url="http://here", **options)
 
         yield service, client

@@ -2,6 +2,7 @@
 setup.py asks for.  Building them needs a Docker daemon and is not tested."""
 
 import fnmatch
+import itertools
 import json
 import re
 import runpy
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "docker"
@@ -134,13 +136,60 @@ def test_nothing_is_installed_unpinned() -> None:
         assert len(pins(lock)) == len(rows) - 1 > 0, lock
 
 
-def test_locks_satisfy_setup_py_and_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py says."""
+    pytest.importorskip("setuptools")  # Python 3.12 comes without
+    words: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **said: words.update(said))
+    runpy.run_path(str(ROOT / "setup.py"))
+    return words
+
+
+# The first version of each without a hole that was known when its floor was raised.
+FLOORS = {
+    "h11": "0.16", "jinja2": "3.1.6", "onnx": "1.17", "pillow": "10.3", "protobuf": "5.29.6",
+    "python-multipart": "0.0.27", "starlette": "0.49.1",
+}  # fmt: skip
+
+
+def floor(requirement: Requirement) -> Version:
+    return max(Version(each.version) for each in requirement.specifier if each.operator != "<")
+
+
+def test_floors_admit_no_version_with_a_known_hole(given: dict[str, Any]) -> None:
+    extras = itertools.chain.from_iterable(given["extras_require"].values())
+    rows = [*given["install_requires"], *extras]
+    asked = [Requirement(row) for row in rows]
+    found = {name: [floor(row) for row in asked if row.name == name] for name in FLOORS}
+    assert all(found.values())
+    assert {name: min(each) for name, each in found.items()} == {
+        name: Version(each) for name, each in FLOORS.items()
+    }
+
+
+def test_onnx_comes_only_with_the_extra_that_needs_it(given: dict[str, Any]) -> None:
+    with_onnx = {
+        name
+        for name, rows in [("", given["install_requires"]), *given["extras_require"].items()]
+        if {Requirement(row).name for row in rows} & {"onnx", "paddle2onnx", "onnxruntime"}
+    }
+    assert with_onnx == {"onnx", "dev"}
+
+
+def test_constraints_admit_the_locks_and_hold_the_floors() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    rows = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
+    assert {row.name for row in rows} >= FLOORS.keys() - {"onnx"}
+    locked = {name: version for lock in LOCKS for name, version in pins(lock).items()}
+    for row in rows:
+        assert row.specifier.contains(locked.get(row.name, str(floor(row)))), row
+        assert floor(row) >= Version(FLOORS.get(row.name, "0")), row
+
+
+def test_locks_satisfy_setup_py_and_servers(given: dict[str, Any]) -> None:
     assert [lock.stem for lock in LOCKS] == ["paddle-cpu", "serve", "train"]
     train = pins(FOLDER / "train.lock") | pins(FOLDER / "paddle-cpu.lock")
-    pytest.importorskip("setuptools")  # Python 3.12 comes without
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("setuptools.setup", lambda **words: given.update(words))
-    runpy.run_path(str(ROOT / "setup.py"))
     extras = [
         given["extras_require"][name] for name in ("cpu", "monitoring", "onnx", "tensorboard")
     ]

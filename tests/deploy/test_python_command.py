@@ -179,6 +179,7 @@ def test_odd_file_names_are_escaped_on_terminal(exported: Path, tmp_path: Path) 
         (["--source", ".", "--out", "."], "--out .: the pictures of --source are there"),
         (["--source", "theirs", "--out", "."], "--out .: the pictures of --source are there, or"),
         (["--source", ".", "--out", "theirs"], "--out theirs: lies in --source and holds files"),
+        (["--source", "a.jpg", "--out", "album"], "album/a.jpg: is there already, one of 1"),
         (["--source", "a.txt", "--out", "o"], "a.txt: neither an image nor a video (.avi"),
         (["--source", "empty", "--out", "o"], "empty: no image or video in this folder"),
         (["--source", "a.jpg", "--out", "o", "--threshold", "50"], "--threshold 50: expected 0..1"),
@@ -201,6 +202,8 @@ def test_a_wrong_command_is_one_message_and_exit_code_2(
     Path("empty").mkdir()
     Path("theirs").mkdir()
     Path("theirs/b.jpg").touch()
+    Path("album").mkdir()
+    Path("album/a.jpg").touch()
     assert call(monkeypatch, "--model", exported, *arguments) == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "error:" in text]
     assert line.startswith("predictor: error: ") and message in line

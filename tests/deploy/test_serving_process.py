@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,33 @@ server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
 """
 
 
+RUDE = """
+import ctypes, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+sys.path[:0] = sys.argv[2:]
+import server
+from tests.deploy.fake_model import FakeModel
+
+def load():
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL: as disable_signal_handler of Paddle
+    return FakeModel()
+
+server.leave(server.serve(load, server.Limits(), "127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def test_runtime_that_replaces_handlers_ends_nothing():
+    number = free_port()
+    with running([sys.executable, "-c", RUDE, number, SERVING, REPOSITORY], number) as process:
+        half = Half(number)
+        while b"requests_under_way 1.0" not in ask(number, "GET", "/metrics")[1]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert half.finish() == 200
+        assert process.wait(WAIT) == 0
+
+
 @pytest.mark.slow
 def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
     number = free_port()
@@ -117,6 +145,81 @@ def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
         assert ask(number, "POST", "/detect", PNG)[0] == 504
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.parametrize("backend", ["paddle", "onnx"])
+def test_a_signal_under_load_drops_no_request(backend, number, tmp_path_factory):
+    """A real export: importing Paddle, which happens after the start, replaces signal handlers."""
+    from tests.unit.export.tiny import FORMATS, exported_detector
+
+    if backend not in FORMATS:
+        pytest.skip("the packages that make ONNX files are not installed")
+    folder, port = exported_detector(tmp_path_factory), free_port()
+    command = [sys.executable, SERVING / "server.py", "--model", folder, "--port", port,
+               "--backend", backend]  # fmt: skip
+    statuses: Counter[object] = Counter()
+    with running(command, port) as process:
+        halves = [Half(port) for _ in range(30)]  # accepted, and their bodies not all there yet
+        while b"requests_under_way 30.0" not in ask(port, "GET", "/metrics")[1]:
+            time.sleep(0.01)
+        loops = [
+            threading.Thread(target=ask_until_refused, args=(port, keeps, statuses))
+            for keeps in (True, False) * 3
+        ]
+        for loop in loops:
+            loop.start()
+        while sum(statuses.values()) < 30:
+            time.sleep(0.01)
+        process.send_signal(number)
+        for loop in loops:
+            loop.join(WAIT)
+        assert process.poll() is None, "ended before it had answered"
+        assert [half.finish() for half in halves] == [200] * 30
+        assert process.wait(WAIT) == 0
+    assert {*statuses} == {200}
+
+
+class Half:
+    """A request of which half is sent."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        self._connection.putrequest("POST", "/detect")
+        self._connection.putheader("Content-Length", str(len(PNG)))
+        self._connection.endheaders(PNG[:50])
+
+    def finish(self) -> int:
+        self._connection.send(PNG[50:])
+        try:
+            return self._connection.getresponse().status
+        finally:
+            self._connection.close()
+
+
+def ask_until_refused(port: int, keeps: bool, statuses: Counter[object]) -> None:
+    """Counts answers, and what is none, until nothing new is accepted.
+
+    Args: keeps: one connection for many requests, as long as the server lets it.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    while True:
+        try:
+            if connection.sock is None:
+                connection.connect()
+        except ConnectionRefusedError:
+            return
+        try:
+            connection.request("POST", "/detect", PNG)
+            reply = connection.getresponse()
+            reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            statuses[repr(error)] += 1
+            return
+        statuses[reply.status] += 1
+        if not keeps:
+            connection.close()
 
 
 def test_refused_large_body_still_gets_answer(port):
@@ -140,6 +243,74 @@ def test_broken_http_closes_one_connection_and_no_more(port):
         time.sleep(0.05)
 
 
+LIMITED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import server
+from tests.deploy.fake_model import FakeModel
+limits = server.Limits(header_seconds=1.0, most_connections=20)
+server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
+"""
+
+
+def silent(port: int, address: str = "127.0.0.1", sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(
+        ("127.0.0.1", port), timeout=WAIT, source_address=(address, 0)
+    )
+    connection.sendall(sent)
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server keeps it; what it sent is read."""
+    connection.settimeout(0.001)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def test_connections_without_a_request_are_closed():
+    number = free_port()
+    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
+        head = b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n"
+        once = b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n"
+        trickles = {
+            "nothing": silent(number),
+            "half a header": silent(number, sent=head),
+            "half of a second header": silent(number, sent=once + head),
+            "the rest of a refused body": silent(number, sent=head + b"\r\n"),
+        }
+        deadline = time.monotonic() + WAIT
+        while trickles:
+            assert time.monotonic() < deadline, f"kept: {[*trickles]}"
+            for name, connection in [*trickles.items()]:
+                try:
+                    if name != "nothing":
+                        connection.sendall(b"x")
+                except OSError:
+                    pass
+                if not is_open(connection):
+                    del trickles[name]
+            time.sleep(0.05)
+
+
+def test_many_idle_connections_leave_room_for_others():
+    number = free_port()
+    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
+        half = Half(number)  # has begun a request: not idle
+        few = [silent(number, "127.0.0.3") for _ in range(2)]
+        many = [silent(number, "127.0.0.2") for _ in range(40)]
+        assert ask(number, "GET", "/health")[0] == 200
+        assert all(map(is_open, few)) and is_open(many[-1])
+        assert sum(map(is_open, many)) <= 18
+        assert half.finish() == 200
+
+
 def test_missing_model_is_one_line_and_exit_2():
     ended = subprocess.run(
         [sys.executable, SERVING / "server.py", "--port", str(free_port()), "--model", "nowhere"],
@@ -161,6 +332,8 @@ def test_missing_model_is_one_line_and_exit_2():
         (["--threshold", "1.5"], None, "--threshold 1.5: out of range"),
         (["--seconds", "nan"], None, "--seconds nan: out of range"),
         (["--seconds", "inf"], None, "--seconds inf: out of range"),
+        (["--least-rate", "-1"], None, "--least-rate -1: out of range"),
+        (["--header-seconds", "0"], None, "--header-seconds 0: out of range"),
         (["--port", "99999"], None, "--port 99999: bind(): port must be 0-65535"),
         (["--token-file", "nowhere"], None, "No such file"),
         ([], "", "PPDIST_SERVING_TOKEN: expected one word of printable ASCII"),

@@ -132,6 +132,11 @@ REFUSALS = {
         b"x", {"content-type": FORM["content-type"] + "b" * 300}, 400, "body is broken"),
     "form of many parts": (
         b"--b\r\nA:b\r\n\r\n\r\n" * 10**5, FORM, 400, "the form has more than 16 parts"),
+    "form of many headers": (
+        b"--b\r\n" + b"A:b\r\n" * 10**5, FORM, 400, "a part of the form has more than 7 headers"),
+    "form of long headers": (
+        b"--b\r\nContent-Disposition: form-data" + b";" * 10**6, FORM, 400,
+        "a part of the form has more than 3072 bytes of headers"),
     "form cut short": (HALF_A_FORM, FORM, 400, "the multipart/form-data body ends early"),
     "no form": (b"\0\1\2", FORM, 400, "the multipart/form-data body is broken"),
     "form without file": (

@@ -178,6 +178,15 @@ def test_what_does_not_go_together_is_one_message(arguments, code, message, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_detections_that_are_read_are_not_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "detections.json"
+    file.write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        run("fuse", "--detections", "a.json", file, "--out", tmp_path / "more" / "..")
+    assert error.value.code == "out_holds_source"
+    assert file.read_text(encoding="utf-8") == "[]"
+
+
 def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
     done = run_tool("ensemble", "fuse", "--model", "cfg.yml", "--out", tmp_path / "out")
     assert done.returncode == 2

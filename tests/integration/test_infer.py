@@ -21,6 +21,7 @@ from ppdist.export.predictor import (
     find_sources,
     frames_of,
     picture_names,
+    require_no_foreign_pictures,
     require_own_folder,
 )
 from ppdist.export.spec import describe, read_spec, validation_set
@@ -209,6 +210,19 @@ def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="could be overwritten") as error:
             require_own_folder(taken, out)
         assert error.value.code == "out_holds_source"
+
+
+def test_a_strangers_picture_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "album"
+    require_no_foreign_pictures(out, ["one.jpg"])
+    (out / "more").mkdir(parents=True)
+    (out / "more" / "one.jpg").write_text("a holiday", encoding="utf-8")
+    require_no_foreign_pictures(out, ["one.jpg"])
+    with pytest.raises(ConfigError, match="is no result of this tool") as error:
+        require_no_foreign_pictures(out, ["zero.jpg", "more/one.jpg"])
+    assert error.value.code == "out_not_ours"
+    (out / "detections.json").touch()
+    require_no_foreign_pictures(out, ["more/one.jpg"])
 
 
 def test_weights_of_another_class_count_are_refused(project: Path) -> None:

@@ -14,9 +14,16 @@ import yaml
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.export.export import KeptModel, RawModel, deployment_copy, export_detector, save_graph
+from ppdist.export.export import (
+    KeptModel,
+    RawModel,
+    deployment_copy,
+    draft_of,
+    export_detector,
+    save_graph,
+)
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, split_rows
-from ppdist.export.spec import InferenceSpec
+from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.layers import SyncBatchNorm2D
@@ -178,6 +185,80 @@ def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOL
         export_detector(model, tmp_path, tiny_spec())
     assert error.value.code == "out_not_ours"
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+
+
+@pytest.mark.slow
+def test_new_export_replaces_only_files_of_the_old(
+    tmp_path: Path, model: PPYOLOE, with_nms: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(with_nms, directory)
+    (directory / "labels").mkdir()
+    strangers = {"README.md": "mine", "labels/a.txt": "mine, too", ".env": "not yours"}
+    for name, text in strangers.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    here = directory.stat().st_ino
+    before = {name: (directory / name).stat().st_ino for name in ("infer.yml", "model.pdiparams")}
+    left = {name for name in ("model.onnx",) if (directory / name).is_file()}
+    kept = {name: (directory / name).read_bytes() for name in left}
+
+    first = export_detector(model, directory, tiny_spec(), ("paddle",), nms_in_graph=False)
+    assert {name: (directory / name).read_text() for name in strangers} == strangers
+    assert {name: (directory / name).read_bytes() for name in left} == kept
+    assert set(first.spec.earlier) == left and first.spec.onnx is None
+    assert read_spec(directory) == first.spec
+    assert directory.stat().st_ino == here
+    assert all((directory / name).stat().st_ino != inode for name, inode in before.items())
+    names = {"infer.yml", "model.json", "model.pdiparams", "README.md", "labels", ".env", *left}
+    assert {path.name for path in directory.iterdir()} == names
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_strangers_file_of_a_needed_name_is_not_replaced(
+    tmp_path: Path, model: PPYOLOE, with_nms: Path
+) -> None:
+    write_spec(tmp_path, read_spec(with_nms).model_copy(update={"paddle": None}))
+    (tmp_path / "model.json").write_text("mine", encoding="utf-8")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ExportError, match=r"no file of the export that infer\.yml names") as error:
+        export_detector(model, tmp_path, tiny_spec())
+    assert error.value.code == "out_not_ours"
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_replacement_is_whole_or_not_at_all(
+    tmp_path: Path, with_nms: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(with_nms, directory)
+    (directory / "README.md").write_text("a stranger's", encoding="utf-8")
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    rename, done = Path.rename, []
+
+    def fails_late(self: Path, target: Path) -> Path:
+        done.append(target)
+        if len(done) == fails_at:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails_late)
+    for fails_at in range(1, 7):  # three files go aside, three come
+        done.clear()
+        with pytest.raises(ExportError) as error, draft_of(directory) as draft:
+            for name in NAMES:
+                (draft / name).write_text("new", encoding="utf-8")
+        assert error.value.code == "folder_unwritable" and len(done) == fails_at
+        assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+
+    fails_at = 0
+    with draft_of(directory) as draft:
+        for name in NAMES:
+            (draft / name).write_text("new", encoding="utf-8")
+    after = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert after == before | dict.fromkeys(NAMES, b"new")
+
+
+NAMES = ("infer.yml", "model.json", "model.pdiparams")
 
 
 @pytest.mark.parametrize(
