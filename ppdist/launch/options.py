@@ -218,7 +218,8 @@ def help_text() -> str:
     names = ", ".join(name for option in _PADDLES for name in option.names)
     lines.append(
         f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}\n"
-        "With one of them or --master it starts the ranks, which takes a second and 300 MB more."
+        "With one of them, but job_id and log_level, or with --master it starts the ranks, which "
+        "takes a second and 300 MB more."
     )
     return "\n".join(lines)
 
