@@ -8,7 +8,6 @@ will read; where the two might differ the image is refused.
 
 import re
 import struct
-from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 
