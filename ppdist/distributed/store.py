@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import math
 import os
 import socket
 import struct
@@ -102,9 +103,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def set_timeout(seconds: float) -> None:
-    """How long ranks wait for one another from now on."""
+    """How long ranks wait for one another from now on, and in groups of NCCL made from now on."""
     global _timeout
     _timeout = seconds
+    os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
 
 
 def all_gather_object(value: Any) -> list[Any]:
