@@ -8,6 +8,7 @@ says; where there is none it raises `paddle_api_missing` instead of doing someth
 In this order: batch norm, convolution, suppression, optimizer, fleet and its store, the machine.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -253,12 +254,12 @@ def forget_loaded_state(optimizer: Any) -> None:
 
 
 def first_power(optimizer: Any, kind: str) -> float:
-    """What an accumulator of AdamW starts with: beta1 or beta2, others 0.
+    """What an accumulator starts with: of AdamW beta1 or beta2, others 0.
 
     Raises: UserError: this Paddle keeps betas elsewhere, and says them nowhere.
     """
     name = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}.get(kind)
-    if name is None:
+    if name is None or isinstance(optimizer, paddle.optimizer.Momentum):
         return 0.0
     if not hasattr(optimizer, name):
         raise _missing(f"{type(optimizer).__name__}.{name}")
@@ -324,6 +325,14 @@ def default_group() -> Any:
     """Paddle's group of all ranks, once they have joined; without the function: group 0."""
     find = getattr(pd.collective, "_get_default_group", None)
     return pd.get_group(0) if find is None else find()
+
+
+def quiet_fleet() -> None:
+    """Keeps fleet from printing pages about its strategy; without its logger they are printed."""
+    base = getattr(pd.fleet, "base", None)
+    logger = getattr(getattr(base, "distributed_strategy", None), "logger", None)
+    if logger is not None:
+        logger.setLevel(logging.WARNING)
 
 
 def set_fleet_bucket(mb: int) -> bool:

@@ -422,16 +422,14 @@ def _call(address: str, port: int) -> OSError | None:
 
 
 @contextmanager
-def store_apart(collective: Any, members: Sequence[int]) -> Iterator[None]:
+def store_apart(members: Sequence[int]) -> Iterator[None]:
     """Inside, Paddle makes a group of gloo at a store of its own.  Collective.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
     second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
     refused connection), when they come before the new ones are there.
 
-    Args:
-        collective: the module that holds Paddle's store.
-        members: ranks of the group; the first keeps its store.
+    Args: members: ranks of the group; the first keeps its store.
     """
     first = members[0]
     address, store, port = addresses()[first], paddle_api.group_store(), 0

@@ -1,5 +1,6 @@
 """Where Paddle lacks something private, the public way gives the same."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,6 +226,17 @@ def test_the_group_of_all_ranks_is_group_0(monkeypatch: pytest.MonkeyPatch) -> N
     assert paddle_api.default_group() == "default"
     monkeypatch.delattr(pd.collective, "_get_default_group")
     assert paddle_api.default_group() == ("group", 0)
+
+
+def test_fleet_is_quiet_where_it_has_a_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("of fleet")
+    strategy = SimpleNamespace(logger=logger)
+    base = SimpleNamespace(distributed_strategy=strategy)
+    monkeypatch.setattr(paddle_api.pd.fleet, "base", base)
+    paddle_api.quiet_fleet()
+    assert logger.level == logging.WARNING
+    monkeypatch.setattr(paddle_api.pd.fleet, "base", SimpleNamespace())
+    paddle_api.quiet_fleet()
 
 
 def test_the_bucket_is_that_of_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
