@@ -42,7 +42,7 @@ setup(
         "protobuf>=5.29.6,<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
     ],
     extras_require={
-        "cpu": ["paddlepaddle>=3.2.2,<3.4"],
+        "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port

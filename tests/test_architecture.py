@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,9 @@ COMMANDS = "ppdist.cli"
 BELOW_LAUNCHER = ("ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.distributed.heartbeat")
 WITHOUT_PADDLE = ("ppdist.cli", "ppdist.common", "ppdist.config", "ppdist.launch", "ppdist.planner")
 SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
+PRIVATE_PADDLE = "ppdist.distributed.paddle_api"  # alone names what Paddle does not promise to keep
+# Private attributes that are not Paddle's: of named tuples, of os, of a trial of Optuna.
+OTHERS_PRIVATE = {"_replace", "_asdict", "_exit", "_trial_id"}
 BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer together
 # What the parts hand to each other: knowing these is not knowing a part.
 CONTRACTS = ("ppdist.data.types", "ppdist.models.base", "ppdist.losses.base")
@@ -168,6 +172,49 @@ def test_only_distributed_touches_paddle_distributed() -> None:
             for line, name in names
             if inside(name, "paddle.distributed") and not inside(module, SEAM)
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Where a module takes a private attribute of something, or a part of Paddle's inside."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            if re.match("_[^_]", node.attr):
+                yield node.lineno, node.attr
+            if ast.unparse(node) in ("paddle.base", "paddle.framework.core"):
+                yield node.lineno, ast.unparse(node)
+
+
+def given_names(path: Path) -> Iterator[str]:
+    """What a module defines: functions, classes, variables, attributes of `self` and `cls`."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif not isinstance(getattr(node, "ctx", None), ast.Store):
+            continue
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            yield node.attr
+
+
+def test_only_paddle_api_touches_private_paddle() -> None:
+    modules = {name: path for name, path in sources().items() if inside(name, "ppdist")}
+    paddles = {name for _, name in private_names(modules.pop(PRIVATE_PADDLE))}
+    assert {"_mean", "_accumulators", "_use_global_stats"} <= paddles
+    ours = {name for path in modules.values() for name in given_names(path)}
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line}: {name}"
+        for path in modules.values()
+        for line, name in private_names(path)
+        if name in paddles or name not in ours | OTHERS_PRIVATE
+    ]
+    wrong += [
+        f"{path.relative_to(REPOSITORY)}:{line}: {name}"
+        for path in modules.values()
+        for line, name in imports_of(path)
+        if inside(name, "paddle.base")
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import paddle
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
@@ -22,6 +21,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.datasets.synthetic import scene
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet
+from ppdist.distributed import paddle_api
 from ppdist.export.export import Format
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
 from ppdist.export.spec import InferenceSpec
@@ -74,7 +74,7 @@ def predictors_of(
     if spec.paddle is not None:
         ways.append(("Paddle Inference", RuntimeOptions(onednn=False, threads=threads)))
         ways.append(("Paddle Inference, oneDNN", RuntimeOptions(threads=threads)))
-        if paddle.base.core.supports_bfloat16_fast_performance():
+        if paddle_api.has_fast_bfloat16():
             half = RuntimeOptions(precision="bfloat16", threads=threads)
             ways.append(("Paddle Inference, oneDNN, bfloat16", half))
     if spec.onnx is not None and find_spec("onnxruntime"):
@@ -111,7 +111,7 @@ def measure_predictors(
         Beside them, of one image: `prepare_ms`, and `detect_other_ms`, what finding the objects of
         an image takes besides the call: preparing it and mapping boxes back.
     """
-    paddle.base.core.set_num_threads(threads)
+    paddle_api.set_num_threads(threads)
     size, mode = spec.input.size, spec.resize.mode
     assert mode != "centre_crop" and spec.nms is not None
     started = time.perf_counter()

@@ -41,6 +41,11 @@ from ppdist.models.base import Detector
 from ppdist.optim.grad_sync import AllReduceSync
 
 Report = dict[str, Any]
+# Of ranks, where they join; of Paddle's flags, where a run is built.
+_SETTLED_ONCE = (
+    *("device", "distributed.bucket_mb", "distributed.timeout_seconds"),
+    *("train.deterministic", "train.gpu"),
+)
 PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
 
 
@@ -144,9 +149,9 @@ def measure_training(
         their losses.  `communication` is the wait for the last small all-reduce; gradients are
         averaged inside `backward` on GPUs, `optimizer` on CPU, and `gradient_all_reduce_seconds`
         is what that takes alone, in the first variant.
-    Raises: ConfigError: the variants differ in what ranks settle when they join, once for all.
+    Raises: ConfigError: the variants differ in what is settled once for a process.
     """
-    _require_same_joining(variants)
+    _require_same_process(variants)
     running = [
         _start(name, config, scratch / str(index))
         for index, (name, config) in enumerate(variants.items())
@@ -170,15 +175,15 @@ def measure_training(
     return report
 
 
-def _require_same_joining(variants: Mapping[str, ExperimentConfig]) -> None:
+def _require_same_process(variants: Mapping[str, ExperimentConfig]) -> None:
     (base, first), *others = variants.items()
     for name, config in others:
-        for key in ("device", "distributed.bucket_mb", "distributed.timeout_seconds"):
+        for key in _SETTLED_ONCE:
             of_both = [attrgetter(key)(each) for each in (first, config)]
             if of_both[0] != of_both[1]:
                 raise ConfigError(
-                    f"{of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: ranks "
-                    "settle it once, when they join",
+                    f"{of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: "
+                    "it is settled once for a process",
                     code="variants_not_comparable",
                     where=key,
                     fix="measure the two in runs of their own",

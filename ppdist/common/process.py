@@ -38,6 +38,7 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # of a training
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
     "No ccache found",
@@ -81,7 +82,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
                 code="paddle_missing",
             )
         code = USER_ERROR if isinstance(found, UserError) else 1
-        failure = failure_of(found, traceback.format_exc() if code == 1 else "")
+        failure = failure_of(found, _crash() if code == 1 else "")
     message = failure.message
     launched = _report_to_launcher(code, failure)
     if message and code == USER_ERROR and not launched:
@@ -96,6 +97,32 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+def _crash() -> str:
+    """The traceback, and whether the Paddle it went through is one that ppdist was run with."""
+    notice = unknown_paddle(getattr(sys.modules.get("paddle"), "__version__", ""))
+    return traceback.format_exc() + (f"\nppdist: {notice}\n" if notice else "")
+
+
+def unknown_paddle(version: str) -> str:
+    """What to know about a Paddle that ppdist was not run with; "" where it was.
+
+    Such a one is a warning and no error: cards newer than it need a newer Paddle than we could run.
+    """
+    numbers = paddle_numbers(version)
+    if not version or (numbers >= PADDLE_OLDEST and numbers[:2] <= PADDLE_NEWEST):
+        return ""
+    return (
+        f"ppdist was run with Paddle 3.2.2 and 3.3.1, not with {version}: README.md, Versions of "
+        "Paddle, says what that means"
+    )
+
+
+def paddle_numbers(version: str) -> tuple[int, ...]:
+    """(3, 4, 0) of `3.4.0.dev20261101+cu129`; what was built by hand is often (0, 0, 0)."""
+    found = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def printable(text: str) -> str:

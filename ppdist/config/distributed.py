@@ -68,8 +68,9 @@ class DistributedConfig(Section):
         default=1800.0,
         gt=0,
         description="How long a rank waits for the others before it ends with an error, in "
-        "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum. (gloo, "
-        "which sums between hosts, gives up after 30 s, which cannot be configured in Paddle.)",
+        "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum, in NCCL "
+        "(PADDLE_PG_TIMEOUT; not run on a GPU). (gloo, which sums between hosts, gives up after "
+        "30 s, which cannot be configured in Paddle.)",
     )
     hang_seconds: float | None = Field(
         default=60.0,

@@ -20,6 +20,29 @@ class AmpConfig(Section):
     )
 
 
+class GPUConfig(Section):
+    """How NVIDIA's cards compute; none of it has been run on one, and CPU runs refuse it."""
+
+    cudnn_search: bool = Field(
+        default=False,
+        description="cuDNN measures all its algorithms for every new shape of a convolution and "
+        "takes the fastest (FLAGS_cudnn_exhaustive_search). The first step of each shape takes "
+        "longer, and train.multi_scale brings many. Not run on a GPU.",
+    )
+    layout_autotune: bool = Field(
+        default=False,
+        description="Paddle keeps feature maps channels-last (NHWC) where it finds that faster "
+        "(paddle.incubate.autotune). It turns views off, so that slices are copies. Not run on a "
+        "GPU.",
+    )
+    tf32: bool | None = Field(
+        default=None,
+        description="Whether float32 products and convolutions may round their inputs to TF32 (10 "
+        "bits), from Ampere on. false: nowhere; true: both; null: as Paddle has it, which in 3.3 "
+        "is convolutions only. Not run on a GPU.",
+    )
+
+
 class EMAConfig(Section):
     """Averaging of weights over steps."""
 
@@ -101,6 +124,15 @@ class TrainConfig(Section):
         "norms use their running statistics and leave them alone. null: all is trained.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
+    deterministic: bool = Field(
+        default=False,
+        description="On GPUs, of several algorithms one that always adds in the same order "
+        "(FLAGS_cudnn_deterministic, FLAGS_embedding_deterministic); slower. Without it two runs, "
+        "or an interrupted and an uninterrupted one, may differ in the last bits there. On CPU "
+        "they are equal anyway. Not run on a GPU: operators that these flags do not reach, and "
+        "NCCL's choice of algorithm, may still differ.",
+    )
+    gpu: GPUConfig = Field(default=GPUConfig(), description="How NVIDIA's cards compute.")
     sync_bn: bool = Field(
         default=False, description="Batch-norm statistics over all ranks instead of each its own."
     )

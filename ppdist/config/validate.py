@@ -88,6 +88,11 @@ def _of_teacher(config: Any) -> Iterator[str]:
 
 def _ignored(config: Any) -> Iterator[str]:
     augment, train = config.data.augment, config.train
+    if train.deterministic and train.gpu.cudnn_search:
+        yield (
+            "train.gpu.cudnn_search: true takes what is fastest, train.deterministic: true what "
+            "always gives the same; choose one"
+        )
     if train.total_batch is not None and train.accumulate_steps > 1:
         yield (
             f"train.accumulate_steps: {train.accumulate_steps} follows from train.total_batch: "

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import io
 import json
-import logging
 import math
 import os
 import signal
@@ -32,12 +31,11 @@ import numpy as np
 import paddle
 from paddle import distributed as pd
 from paddle import nn
-from paddle.distributed import collective, fleet
-from paddle.distributed.fleet.base import distributed_strategy
+from paddle.distributed import fleet
 
 from ppdist.common.errors import CodedError, Failure, UserError, failure_of
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import device, heartbeat
+from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
 from ppdist.distributed.store import (
@@ -96,7 +94,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
 
 def _join() -> None:
     """Makes this process a rank of fleet, without the pages that Paddle prints about it."""
-    distributed_strategy.logger.setLevel(logging.WARNING)
+    paddle_api.quiet_fleet()
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = False  # every loss stays connected to every head
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
@@ -118,7 +116,7 @@ def _one_communicator() -> Iterator[None]:
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is None or len(ranks) == world_size():
-            return collective._get_default_group()
+            return paddle_api.default_group()
         return usual(ranks, *args, **kwargs)
 
     pd.new_group = new_group
@@ -145,7 +143,7 @@ def _new_group(members: list[int]) -> Any:
     """A group of some ranks besides that of all.  Collective."""
     if device.on_accelerator():
         return pd.new_group(members)
-    with drowsy_threads(), store_apart(collective, members):
+    with drowsy_threads(), store_apart(members):
         return pd.new_group(members)
 
 
@@ -409,7 +407,7 @@ def _use_bucket(mb: int) -> None:
     global _bucket_mb
     _bucket_mb = mb
     if world_size() > 1:
-        fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
+        paddle_api.set_fleet_bucket(mb)
     if _host is not None:
         _host.message_bytes = min(mb << 20, _host.longest)
 

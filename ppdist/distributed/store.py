@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import math
 import os
 import socket
 import struct
@@ -27,11 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paddle.base import core
-
 from ppdist.common.errors import Failure, LaunchError, RankError, UserError, failure_of
 from ppdist.common.process import JOB_VARIABLE
-from ppdist.distributed import heartbeat
+from ppdist.distributed import heartbeat, paddle_api
 
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
 _POLL_SECONDS = 0.02
@@ -105,9 +104,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def set_timeout(seconds: float) -> None:
-    """How long ranks wait for one another from now on."""
+    """How long ranks wait for one another from now on, and in groups of NCCL made from now on."""
     global _timeout
     _timeout = seconds
+    os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -287,13 +287,13 @@ def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
 def _store() -> Any:
     global _reached
     if _reached:
-        return core.create_or_get_global_tcp_store()
+        return paddle_api.global_store()
     endpoint = os.environ.get("PADDLE_MASTER")
     with heartbeat.Waiting("barrier ppdist/store"):
         if endpoint and not is_main():
             # Paddle would wait for it for 15 minutes, with the interpreter's lock.
             wait_for_store(endpoint, host(), _timeout)
-        store = core.create_or_get_global_tcp_store()
+        store = paddle_api.global_store()
         _reached = True
         _require_same_job(store)
     return store
@@ -435,30 +435,25 @@ def _call(address: str, port: int) -> OSError | None:
 
 
 @contextmanager
-def store_apart(collective: Any, members: Sequence[int]) -> Iterator[None]:
+def store_apart(members: Sequence[int]) -> Iterator[None]:
     """Inside, Paddle makes a group of gloo at a store of its own.  Collective.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
     second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
     refused connection), when they come before the new ones are there.
 
-    Args:
-        collective: the module that holds Paddle's store.
-        members: ranks of the group; the first keeps its store.
+    Args: members: ranks of the group; the first keeps its store.
     """
-    first, usual = members[0], collective._default_store
-    address, store, port = addresses()[first], usual, 0
+    first = members[0]
+    address, store, port = addresses()[first], paddle_api.group_store(), 0
     if rank() == first:
         port = _free_port()
-        store = core.TCPStore(address, port, True, 0)
+        store = paddle_api.make_store(address, port, True)
     port = all_gather_object(port)[first]  # who calls before it listens tries again after 3 s
     if rank() in members[1:]:
-        store = core.TCPStore(address, port, False, 0)
-    collective._default_store = store
-    try:
+        store = paddle_api.make_store(address, port, False)
+    with paddle_api.groups_at(store):
         yield
-    finally:
-        collective._default_store = usual
 
 
 def _free_port() -> int:

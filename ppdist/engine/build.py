@@ -22,6 +22,7 @@ from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device
+from ppdist.distributed.device_options import set_device_options
 from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
@@ -93,6 +94,7 @@ def build_training(
         callbacks: of this rank, called in this order.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
+    comm.run_on_all_ranks(lambda: set_device_options(config.train))
     noticed = preflight(
         config,
         output_dir=output_dir,

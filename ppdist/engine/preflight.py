@@ -25,6 +25,7 @@ import ppdist
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
+from ppdist.common.process import unknown_paddle
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.distributed import comm, device
@@ -81,7 +82,9 @@ def preflight(
     hosts_W = comm.all_gather_object(comm.host())
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
     mine = list(resource_warnings(output_dir)) if first_of_host else []
-    return [warning for host in comm.all_gather_object(mine) for warning in host]
+    notices = [warning for host in comm.all_gather_object(mine) for warning in host]
+    unknown = unknown_paddle(paddle.__version__)
+    return [unknown, *notices] if unknown else notices
 
 
 def check_precision(config: Any) -> None:

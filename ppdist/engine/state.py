@@ -299,6 +299,8 @@ FREE = {
     "train.auto_batch_memory": "used where a run starts",
     "train.auto_batch_most": "used where a run starts",
     "train.cpu_convolutions": "rounds differently",
+    "train.deterministic": "rounds differently",
+    "train.gpu": "rounds differently",
     "train.bad_steps_limit": "when a run that has diverged rolls back",
     "distributed.bucket_mb": "how the same gradients travel",
     "distributed.shard_optimizer": "who holds the same moments",

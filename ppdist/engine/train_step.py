@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from ppdist.common.errors import is_out_of_memory
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
-from ppdist.distributed import comm, device, heartbeat
+from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
@@ -366,7 +366,7 @@ class TrainStep:
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
-        masters = self.optimizer._master_weights
+        masters = paddle_api.master_weights(self.optimizer)
         named = self.model.named_parameters()
         return {key: masters[p.name] for key, p in named if p.name in masters}
 
@@ -394,8 +394,8 @@ def running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
     """Means and variances of batch norm that training moves, float32."""
     norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
-    layers = [layer for layer in layers if not layer._use_global_stats]  # they never move
-    return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]
+    layers = [layer for layer in layers if not paddle_api.normalises_by_running(layer)]  # they stay
+    return [tensor for layer in layers for tensor in paddle_api.running_statistics(layer)]
 
 
 # Sums of a step, and what divides them

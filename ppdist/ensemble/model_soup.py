@@ -24,7 +24,7 @@ from ppdist.config import ExperimentConfig
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm, heartbeat, paddle_api
 from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
@@ -303,7 +303,7 @@ def renew_statistics(
         EvaluationFailed, on every rank: computing failed on some.
     """
     norms, kept = _settled(model, same)
-    tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
+    tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
     if not tensors:
         return
     rows_K = evaluate_on_all_ranks(lambda: _measured(model, epoch, norms, kept)).value
@@ -334,7 +334,7 @@ def _measured(
 ) -> np.ndarray:
     """Float32 rows of this rank's micro-batches: which, how many images, all means and variances
     one after the other."""
-    momenta = [layer._momentum for layer in norms]
+    momenta = [paddle_api.momentum(layer) for layer in norms]
     model.train()
     for layer in model.sublayers():
         if layer in kept or isinstance(layer, nn.Dropout):
@@ -342,16 +342,16 @@ def _measured(
     rows = []
     try:
         for layer in norms:
-            layer._momentum = 0.0  # what was before counts nothing
+            paddle_api.set_momentum(layer, 0.0)  # what was before counts nothing
         for place, batch in zip(epoch.share(), epoch.batches()):
             heartbeat.alive()
             model(model.normalize(batch.images_B3HW))
-            tensors = [tensor for layer in norms for tensor in (layer._mean, layer._variance)]
+            tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
             flat = [tensor.numpy().ravel() for tensor in tensors]
             rows.append(np.concatenate([[place, len(batch.images_B3HW)], *flat]))
     finally:
         for layer, momentum in zip(norms, momenta):
-            layer._momentum = momentum
+            paddle_api.set_momentum(layer, momentum)
         model.eval()
-    width = 2 + sum(layer._mean.size + layer._variance.size for layer in norms)
+    width = 2 + sum(each.size for layer in norms for each in paddle_api.running_statistics(layer))
     return np.array(rows, np.float32).reshape(-1, width)

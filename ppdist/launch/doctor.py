@@ -23,6 +23,7 @@ from typing import Any
 
 from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
+from ppdist.common.process import paddle_numbers, unknown_paddle
 from ppdist.launch.cli import whose_fleetrun
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import (
@@ -39,7 +40,6 @@ from ppdist.launch.topology import (
 )
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-_PADDLE_VERSIONS = ((3, 2, 2), (3, 4))  # from, to (excluded): what ppdist is tested with
 _PROTOBUF_7_FROM = (3, 3, 1)  # fleet.init of older Paddle reads a field that protobuf 7 dropped
 _IMPORT_SECONDS = 300
 _OTHER_NAME = "installed under another name"
@@ -185,14 +185,12 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
 
 def judge_paddle(version: str, found: str, protobuf: str) -> Finding:
     """Whether ppdist knows this Paddle, and this Paddle the protobuf beside it."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    if not _PADDLE_VERSIONS[0] <= numbers < _PADDLE_VERSIONS[1]:
-        return Finding(WARN, "paddle", found, "ppdist is tested with 3.2.2 to 3.3.x")
-    major = protobuf.split(".")[0]
-    if numbers < _PROTOBUF_7_FROM and major.isdigit() and int(major) >= 7:
+    unknown, major = unknown_paddle(version), protobuf.split(".")[0]
+    old = not unknown and paddle_numbers(version) < _PROTOBUF_7_FROM
+    if old and major.isdigit() and int(major) >= 7:
         found += f"; runs of several processes fail in it with protobuf {protobuf}"
         return Finding(FAIL, "paddle", found, "pip install 'protobuf<7'")
-    return Finding(OK, "paddle", found)
+    return Finding.warning_if(unknown, "paddle", found)
 
 
 def check_cards(machine: Machine, variable: str | None) -> Finding:

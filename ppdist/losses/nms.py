@@ -4,6 +4,7 @@ import paddle
 from paddle import Tensor
 
 from ppdist.config.evaluate import NMSConfig
+from ppdist.distributed import paddle_api
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
@@ -24,19 +25,14 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
         scores_BNC = _best_class_only(scores_BNC)
     if nms.iou_threshold is None:
         return _best(scores_BNC, boxes_BN4, nms.score_threshold, nms.keep)
-    rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
+    return paddle_api.multiclass_nms3(
         boxes_BN4,
         scores_BNC.transpose([0, 2, 1]),
-        None,  # rois_num: all images have the same N
-        nms.score_threshold,
-        nms.candidates,
-        nms.keep,
-        nms.iou_threshold,
-        True,  # a box [0, 1] is one unit wide, not two pixels
-        1.0,  # eta: the threshold does not adapt
-        -1,  # no class is background
+        score_threshold=nms.score_threshold,
+        candidates=nms.candidates,
+        keep=nms.keep,
+        iou_threshold=nms.iou_threshold,
     )
-    return rows_R6, count_B
 
 
 def _best(

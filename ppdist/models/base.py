@@ -15,6 +15,7 @@ from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.base import Task
+from ppdist.distributed import paddle_api
 from ppdist.models.backbones import Backbone
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -263,7 +264,7 @@ def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
             parameter.stop_gradient = True
     for name, layer in model.named_sublayers():
         if isinstance(layer, _NORMS) and f"{name}._mean" in keys:
-            layer._use_global_stats = True
+            paddle_api.normalise_by_running(layer)
     return keys
 
 

@@ -15,7 +15,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
-from ppdist.distributed import comm
+from ppdist.distributed import comm, paddle_api
 
 
 def silu(x: Tensor) -> Tensor:
@@ -110,8 +110,9 @@ class ConvBNLayer(nn.Layer):
 def _fused_conv_bn(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
     """Kernel and bias of one convolution that equals convolution plus frozen batch norm."""
     norm = block.bn
-    scale = norm.weight / paddle.sqrt(norm._variance + norm._epsilon)
-    return block.conv.weight * scale.reshape([-1, 1, 1, 1]), norm.bias - norm._mean * scale
+    mean, variance = paddle_api.running_statistics(norm)
+    scale = norm.weight / paddle.sqrt(variance + paddle_api.epsilon(norm))
+    return block.conv.weight * scale.reshape([-1, 1, 1, 1]), norm.bias - mean * scale
 
 
 class RepConv(nn.Layer):
@@ -305,13 +306,13 @@ class SyncBatchNorm2D(nn.BatchNorm2D):
     counts = True
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        if not self.training or self._use_global_stats:
+        if not self.training or paddle_api.normalises_by_running(self):
             return super().forward(x_BCHW)
         with paddle.amp.auto_cast(enable=False):  # statistics are float32 in every precision
             wide_BCHW = x_BCHW if x_BCHW.dtype == paddle.float32 else x_BCHW.astype("float32")
             y_BCHW = _Normalize.apply(
-                wide_BCHW, self.weight, self.bias, self._epsilon, self._mean, self._variance,
-                self._momentum, self.counts,
+                wide_BCHW, self.weight, self.bias, paddle_api.epsilon(self),
+                *paddle_api.running_statistics(self), paddle_api.momentum(self), self.counts,
             )  # fmt: skip
             return y_BCHW if wide_BCHW is x_BCHW else y_BCHW.astype(x_BCHW.dtype)
 

@@ -9,11 +9,12 @@ from paddle import nn
 
 from ppdist.common.errors import CheckpointError
 from ppdist.config.optimizer import OptimizerConfig
+from ppdist.distributed import paddle_api
 from ppdist.models.base import ImageModel
 from ppdist.optim.lr_scheduler import LearningRates
 
 _FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
-_POWERS = {"beta1_pow_acc": "_beta1", "beta2_pow_acc": "_beta2"}  # begin at beta, others at 0
+_POWERS = ("beta1_pow_acc", "beta2_pow_acc")  # begin at beta, other accumulators at 0
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
 
@@ -129,8 +130,7 @@ def set_rates(
         own = parameter.optimize_attr.get(_FACTOR, 1.0)
         parameter.optimize_attr["learning_rate"] = multiple * own
     if isinstance(optimizer, paddle.optimizer.Momentum):
-        for group in optimizer._param_groups:
-            group["momentum"] = rates.momentum
+        paddle_api.set_optimizer_momentum(optimizer, rates.momentum)
 
 
 def optimizer_arrays(
@@ -209,19 +209,18 @@ def load_optimizer_arrays(
         optimizer.set_state_dict(state)
     else:
         _begin_anew(optimizer, model)
-    if optimizer._accumulators:
-        optimizer._accumulators_holder = {}  # Paddle kept a second copy of all that it has set
+    paddle_api.forget_loaded_state(optimizer)
 
 
 def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
     """Makes what state there is that of an optimizer before its first step."""
-    for name, of_parameters in optimizer._accumulators.items():
-        first = float(getattr(optimizer, _POWERS[name])) if name in _POWERS else 0.0
+    for name, of_parameters in paddle_api.accumulators(optimizer).items():
+        first = paddle_api.first_power(optimizer, name)
         for tensor in of_parameters.values():
             tensor.fill_(first)
     for parameter in model.parameters():
-        if parameter.name in optimizer._master_weights:
-            master = optimizer._master_weights[parameter.name]
+        if parameter.name in paddle_api.master_weights(optimizer):
+            master = paddle_api.master_weights(optimizer)[parameter.name]
             paddle.assign(parameter.astype("float32"), master)
 
 
@@ -263,9 +262,9 @@ def _of_first_step(
 
     Args: part: what the accumulator is called; like: the same of another parameter.
     """
-    for power, first in _POWERS.items():
+    for power in _POWERS:
         if power in part:
-            return np.full_like(like, getattr(optimizer, first, 0.0))
+            return np.full_like(like, paddle_api.first_power(optimizer, power))
     if _MASTER.fullmatch(part):
         return parameter.astype("float32").numpy()
     return np.zeros(parameter.shape, like.dtype)

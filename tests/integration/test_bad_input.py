@@ -49,6 +49,12 @@ CASES = {
     "class count mismatch": (["model.num_classes=4"], None, "has 3 categories", "num_classes: 3"),
     "no such weights": (["model.pretrained=nowhere.pdparams"], None, "nowhere.pdparams", "no such"),
     "no such folder": (["data.root=nowhere"], None, "nowhere is not a folder", "data.root"),
+    "an option of GPUs on CPU": (
+        ["device=cpu", "train.gpu.tf32=false"],
+        None,
+        r"train\.gpu\.tf32: was given, but this run is on cpu",
+        "leave it out",
+    ),
     "not COCO": (
         [],
         lambda content: content.pop("categories"),

@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from ppdist.distributed import paddle_api
 from ppdist.models.layers import ConvBNLayer, RepConv
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
@@ -98,8 +99,8 @@ def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
             form = f"two branches, {layer.alpha is not None}, {layer.activation}"
         else:
             continue
-        kind = (form, tuple(conv.weight.shape), conv.bias is None, *map(str, (
-            conv._stride, conv._padding, conv._dilation, conv._groups)))  # fmt: skip
+        made = str(paddle_api.conv_settings(conv))
+        kind = (form, tuple(conv.weight.shape), conv.bias is None, made)
         if kind not in seen:
             seen.add(kind)
             yield name, layer, conv
@@ -108,7 +109,11 @@ def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
 def _check_layers(model: nn.Layer) -> str | None:
     rng = np.random.default_rng(0)
     for name, layer, conv in _kinds(model):
-        values = rng.standard_normal((2, conv._in_channels, _LAYER_SIZE, _LAYER_SIZE))
+        made = paddle_api.conv_settings(conv)
+        if made is None:
+            return f"Paddle {paddle.__version__} does not tell how {name} was made"
+        channels = conv.weight.shape[1] * made.groups
+        values = rng.standard_normal((2, channels, _LAYER_SIZE, _LAYER_SIZE))
         x = paddle.to_tensor(values.astype(np.float32))
         x.stop_gradient = False
         plain, fast = _both_ways(layer, partial(layer, x), [x])

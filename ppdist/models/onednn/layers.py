@@ -14,6 +14,7 @@ import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
+from ppdist.distributed import paddle_api
 from ppdist.models.layers import ConvBNLayer, RepConv
 from ppdist.models.onednn import ops
 
@@ -58,27 +59,31 @@ def _make_unit(*key: Any) -> _Unit | None:
 
 def _unit(conv: nn.Conv2D, x: Tensor) -> _Unit | None:
     """Kernels for this layer and this input; None: run the plain layer."""
-    stride, padding, dilation = _pair(conv._stride), _pair(conv._padding), _pair(conv._dilation)
+    made = paddle_api.conv_settings(conv)
+    if made is None:
+        return None
+    stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
     if stride is None or padding is None or dilation is None or x.dtype != paddle.float32:
         return None
-    if conv._data_format != "NCHW" or conv._padding_mode != "zeros" or 0 in x.shape:
+    if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
         return None
     return _make_unit(
-        tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, conv._groups,
+        tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, made.groups,
         conv.bias is not None,
     )  # fmt: skip
 
 
 def _by_batch(norm: nn.Layer) -> bool:
     """Whether it is plain batch norm that normalises by the statistics of this batch."""
-    return type(norm) is nn.BatchNorm2D and norm.training and not norm._use_global_stats
+    plain = type(norm) is nn.BatchNorm2D
+    return plain and norm.training and not paddle_api.normalises_by_running(norm)
 
 
 def _by_constants(norm: nn.BatchNorm2D, inputs: Sequence[Tensor]) -> bool:
     """Whether it normalises by its running statistics, and no gradient is wanted of what it and its
     convolution take in: in evaluation, and in training where all up to it is frozen."""
     wanted = paddle.is_grad_enabled() and any(_needs(*inputs))
-    return bool(not norm.training or norm._use_global_stats) and not wanted
+    return (not norm.training or paddle_api.normalises_by_running(norm)) and not wanted
 
 
 def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
@@ -132,22 +137,23 @@ class _Branch:
 
     def __init__(self, unit: _Unit, norm: nn.BatchNorm2D) -> None:
         self.unit, self.norm = unit, norm
-        self.bn = unit.norm(norm._epsilon)
+        self.bn = unit.norm(paddle_api.epsilon(norm))
 
     def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
         """Buffers in the convolution's layouts; also moves the running statistics."""
         self.z = self.unit.conv.forward(x, weight, None)
         out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
-        keep, norm = self.norm._momentum, self.norm
+        keep = paddle_api.momentum(self.norm)
+        mean_O, var_O = paddle_api.running_statistics(self.norm)
         # Paddle's CPU kernel keeps the biased variance (1/n) as its running statistic; so do we.
-        paddle.assign(keep * norm._mean + (1 - keep) * self.mean_O, norm._mean)
-        paddle.assign(keep * norm._variance + (1 - keep) * self.var_O, norm._variance)
+        paddle.assign(keep * mean_O + (1 - keep) * self.mean_O, mean_O)
+        paddle.assign(keep * var_O + (1 - keep) * self.var_O, var_O)
         return out
 
     def infer(self, x: Tensor, weight: Tensor) -> Tensor:
         """Buffers in the convolution's layouts; running statistics, nothing kept."""
         z, norm = self.unit.conv.forward(x, weight, None), self.norm
-        return self.bn.infer(z, norm.weight, norm.bias, norm._mean, norm._variance)
+        return self.bn.infer(z, norm.weight, norm.bias, *paddle_api.running_statistics(norm))
 
     def backward(
         self, x: Tensor, dy: Tensor, weight: Tensor, gamma_O: Tensor, needs_dx: bool

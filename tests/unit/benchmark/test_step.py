@@ -115,7 +115,7 @@ def test_steps_are_rounded_up_to_whole_periods(monkeypatch, tmp_path):
 
     monkeypatch.setattr(step, "_start", start)
     monkeypatch.setattr(step, "_compare", lambda *_: {})
-    monkeypatch.setattr(step, "_require_same_joining", lambda variants: None)
+    monkeypatch.setattr(step, "_require_same_process", lambda variants: None)
     variants = {"a": {"every": 2}, "b": {"every": 3}}
     step.measure_training(variants, steps=7, warmup=1, scratch=tmp_path)
     assert [len(each.wall) for each in made.values()] == [1 + 12] * 2
@@ -167,8 +167,8 @@ def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
     key = "distributed.bucket_mb=1"
     said = refusal_of(monkeypatch, capsys, "train", "-c", CONFIG, "--synthetic", "2", "--vs", key)
     assert (
-        "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': ranks "
-        "settle it once, when they join; measure the two in runs of their own"
+        "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': it is "
+        "settled once for a process; measure the two in runs of their own"
     ) in said
 
 

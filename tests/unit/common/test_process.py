@@ -1,4 +1,4 @@
-"""Whether processes live, and that children do not outlive who started them."""
+"""Whether processes live, that children end with who started them, and what a crash says."""
 
 import ctypes
 import errno
@@ -10,10 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from ppdist.common.process import apart, end_with_parent, ends_with_this, is_alive, process_stat
+from ppdist.common import process
+from ppdist.common.process import (
+    apart,
+    end_with_parent,
+    ends_with_this,
+    is_alive,
+    process_stat,
+    unknown_paddle,
+)
 from tests.unit.launch.hosts import wait_for
 
 WAIT = 60.0  # seconds: a bound against hanging
@@ -104,6 +113,35 @@ def test_in_a_thread_nothing_is_asked_for() -> None:
     before = death_signal()
     made[0]()
     assert death_signal() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        *(("3.2.2", True), ("3.3.1", True), ("3.3.9", True), ("3.3.1.post2", True), ("", True)),
+        *(("3.2.1", False), ("2.6.2", False), ("3.4.0", False), ("10.0", False)),
+        *(("3.4.0.dev20261101+cu129", False), ("0.0.0", False), ("of my own", False)),
+    ],
+)
+def test_a_paddle_that_was_not_run_is_known_by_its_version(version: str, known: bool) -> None:
+    assert (unknown_paddle(version) == "") is known
+
+
+def test_a_crash_names_a_paddle_that_was_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "STOP_SIGNALS", ())
+    notice = (
+        "\nppdist: ppdist was run with Paddle 3.2.2 and 3.3.1, not with 3.4.0: README.md, Versions "
+        "of Paddle, says what that means\n"
+    )
+    for version, told in (("3.4.0", True), ("3.3.1", False)):
+        monkeypatch.setitem(sys.modules, "paddle", SimpleNamespace(__version__=version))
+        with pytest.raises(SystemExit) as ended:
+            process.run(lambda: 1 // 0)
+        said = capsys.readouterr().err
+        assert ended.value.code == 1 and "ZeroDivisionError" in said
+        assert (notice in said) is told
 
 
 def death_signal() -> int:

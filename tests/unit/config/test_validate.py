@@ -95,6 +95,12 @@ MISFITS = {
         "distributed.sync_every: 4 lets the ranks' weights differ, "
         "distributed.shard_optimizer: true needs them equal; choose one",
     ),
+    "the fastest algorithm and always the same": (
+        "ppyoloe",
+        "train={deterministic: true, gpu: {cudnn_search: true}}",
+        "train.gpu.cudnn_search: true takes what is fastest, train.deterministic: true what "
+        "always gives the same; choose one",
+    ),
     "momentum for AdamW": (
         "ppyoloe",
         "optimizer={name: adamw, nesterov: true}",

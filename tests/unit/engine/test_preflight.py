@@ -286,6 +286,20 @@ def hang() -> None:
         time.sleep(30)
 
 
+def test_a_paddle_that_was_not_run_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def warned() -> list[str]:
+        config = tiny_config(tmp_path)
+        return preflight(config, output_dir=tmp_path, evaluate=False, resume=False)
+
+    monkeypatch.setattr(module, "resource_warnings", lambda folder: ["of this host"])
+    assert warned() == ["of this host"]
+    monkeypatch.setattr(module.paddle, "__version__", "3.4.0")
+    first, *others = warned()
+    assert "not with 3.4.0" in first and others == ["of this host"]
+
+
 def test_hung_call_ends_process_with_reason(tmp_path: Path) -> None:
     process = start(hang, (), clean_environment(), tmp_path / "out", tmp_path / "err")
     process.join(60)

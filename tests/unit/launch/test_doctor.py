@@ -118,9 +118,11 @@ def test_a_failed_check_exits_2_with_the_remedy() -> None:
         ("3.2.2", "6.33.6", OK),
         ("3.2.2", "7.36.2", FAIL),
         ("2.6.2", "4.25.0", WARN),
+        ("3.4.0", "7.36.2", WARN),
+        ("0.0.0", "7.36.2", WARN),
     ],
 )
-def test_a_protobuf_too_new_for_paddle_is_found(version: str, protobuf: str, level: str) -> None:
+def test_paddle_and_its_protobuf_are_judged(version: str, protobuf: str, level: str) -> None:
     finding = doctor.judge_paddle(version, f"{version}, CPU build", protobuf)
     assert finding.level == level
     assert ("pip install 'protobuf<7'" in finding.remedy) == (level == FAIL)

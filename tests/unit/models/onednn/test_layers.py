@@ -212,6 +212,16 @@ def test_the_self_check_says_that_there_is_no_library(monkeypatch):
     assert self_check(nn.Sequential(nn.Conv2D(3, 8, 3))) == "no libdnnl.so in libs"
 
 
+def test_convolutions_of_unknown_settings_stay_plain(monkeypatch):
+    monkeypatch.setattr(layers.paddle_api, "conv_settings", lambda conv: None)
+    plain = ConvBNLayer(3, 8, 3)
+    reason = self_check(nn.Sequential(plain))
+    assert reason == f"Paddle {paddle.__version__} does not tell how 0 was made"
+    fast = copy.deepcopy(plain)
+    use_onednn_convolutions(fast)
+    assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
+
+
 def test_a_shape_without_a_kernel_runs_as_before(monkeypatch):
     def refuse(*arguments):
         raise ops.OneDNNError("oneDNN convolution: status 3")
