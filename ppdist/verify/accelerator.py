@@ -1,4 +1,4 @@
-"""Proves that this machine's cards train as they should, and says how fast.
+"""Proves that this machine's cards train right, and says how fast.
 
 Every part ends in one of three words:
 
@@ -802,7 +802,7 @@ def resume(runs: Runs, steps: int) -> Found:
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
-    found = {}
+    found: Checkpoint = {}
     for group in _GROUPS:
         file = folder / "checkpoints" / "last" / f"{group}.safetensors"
         if file.is_file():
