@@ -9,7 +9,7 @@ from ppdist.verify.accelerator import Options, failed, verify_accelerator
 from tests.accelerator import plugin
 from tests.forked import ROOT
 
-SMALL = ("model.width_multiple=0.0625", "model.image_size=[64,64]", "train.batch_size_per_card=2")
+SMALL = ("model.width_multiple=0.125", "model.image_size=[64,64]", "train.batch_size_per_card=2")
 
 
 def prove(argument: dict) -> dict:

@@ -115,7 +115,8 @@ def test_gradients_of_one_batch_are_those_of_its_model(tmp_path) -> None:
 
 @pytest.mark.parametrize(("losses", "skipped", "verdict"), [
     ([4.0, 3.0, 2.0, 2.01], 0, PASS),
-    ([4.0, 3.0, 2.0, 2.05], 0, FAIL),
+    ([4.0, 3.0, 2.0, 2.2], 0, FAIL),
+    ([4.1, 2.9, 2.0, 2.0], 0, FAIL),
     ([4.0, math.nan, 2.0, 2.0], 0, FAIL),
     ([4.0, 3.0, 2.0, math.inf], 0, FAIL),
     ([0.0] * 4, 0, FAIL),
@@ -129,6 +130,28 @@ def test_half_precision_is_not_run_where_there_is_none() -> None:
     comm.init("cpu", DistributedConfig())
     for dtype in ("bfloat16", "float16"):
         assert mixed_precision(None, 4, dtype, Found()).verdict == NOT_RUN
+
+
+class OneReport:
+    """What a training with AMP left, instead of one."""
+
+    def __init__(self, **more) -> None:
+        self.report = dict.fromkeys(accelerator._KEPT, 1) | {"losses": [4.0, 3.0]} | more
+
+    def benchmark(self, name: str, steps: int, *overrides: str) -> tuple[dict, list[str]]:
+        assert {"train.amp.enabled=true", f"train.amp.dtype={name}"} <= set(overrides)
+        return self.report, []
+
+
+def test_only_float16_may_look_for_a_loss_scale() -> None:
+    float32 = judge_training([4.0, 3.0], 0)
+    with patch.object(accelerator, "_has_half", lambda dtype: Found()):
+        for dtype, verdict in (("float16", PASS), ("bfloat16", FAIL)):
+            found = mixed_precision(OneReport(skipped_steps=2), 2, dtype, float32)
+            assert found.verdict == verdict and found.measured["skipped_steps"] == 2
+        failed = judge_training([math.nan], 0)
+        found = mixed_precision(OneReport(skipped_steps=0), 2, "bfloat16", failed)
+        assert found.verdict == NOT_RUN and "float32" in found.not_run
 
 
 def test_equivalence_passes_only_what_tells() -> None:
