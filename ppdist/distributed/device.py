@@ -11,7 +11,6 @@ from typing import Any
 
 import paddle
 from paddle import distributed as pd
-from paddle.base import core
 
 from ppdist.common.errors import ConfigError
 from ppdist.distributed.store import host, rank, world_size
@@ -126,22 +125,6 @@ def synchronize() -> None:
     """Waits until the device has done all it was given; on the CPU it always has."""
     if on_accelerator():
         paddle.device.synchronize()
-
-
-@contextlib.contextmanager
-def whole_float32() -> Iterator[None]:
-    """Inside, products of float32 are float32: an NVIDIA card otherwise takes TF32 for them, which
-    keeps 10 of 23 bits.  Not run on a GPU."""
-    names = [f"{library}_switch" for library in ("cublas", "cudnn")]
-    names = [name for name in names if on_accelerator() and hasattr(core, f"set_{name}")]
-    before = {name: getattr(core, f"get_{name}")() for name in names}
-    try:
-        for name in names:
-            getattr(core, f"set_{name}")(False)
-        yield
-    finally:
-        for name, value in before.items():
-            getattr(core, f"set_{name}")(value)
 
 
 @contextlib.contextmanager

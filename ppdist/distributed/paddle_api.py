@@ -349,6 +349,8 @@ def set_fleet_bucket(mb: int) -> bool:
 
 # The machine
 
+_TF32_SWITCHES = ("cublas_switch", "cudnn_switch")
+
 
 def set_num_threads(threads: int) -> None:
     """CPU threads of eager operators.
@@ -379,12 +381,26 @@ def has_fast_bfloat16(root: Path = Path("/")) -> bool:
     return any({"avx512_bf16", "amx_bf16"} & set(line.split()) for line in flags)
 
 
+@contextmanager
+def whole_float32() -> Iterator[None]:
+    """Inside, products of float32 are float32: an NVIDIA card may take TF32 for them, which keeps
+    10 of 23 bits.  Without the switches (CPU builds have none): nothing.  Not run on a GPU."""
+    names = [name for name in _TF32_SWITCHES if hasattr(core, f"get_{name}")]
+    before = {name: getattr(core, f"get_{name}")() for name in names}
+    set_tf32(False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            getattr(core, f"set_{name}")(value)
+
+
 def set_tf32(allow: bool) -> bool:
     """Whether matrix products and convolutions of float32 may use TF32 on NVIDIA's cards.
 
     Returns: False: this Paddle has no such switches.
     """
-    switches = [getattr(core, name, None) for name in ("set_cublas_switch", "set_cudnn_switch")]
+    switches = [getattr(core, f"set_{name}", None) for name in _TF32_SWITCHES]
     for switch in switches:
         if switch is not None:
             switch(allow)

@@ -264,7 +264,7 @@ def _own_kernels() -> Found:
     boxes_BN4 = boxes_BN4.astype(np.float32)
 
     nms = NMSConfig(score_threshold=0.5, keep=1200)
-    with device.whole_float32():
+    with paddle_api.whole_float32():
         found = {
             "1 + 1": (paddle.ones([1]) + paddle.ones([1])).numpy(),
             "matrix product": paddle.matmul(
@@ -344,7 +344,7 @@ def card_against_cpu(config: ExperimentConfig, images: DetectionSet) -> Found:
             losses_and_gradients, config, weights, arrays,
             derived.steps_per_written_epoch, derived.reference_batch,
         )  # fmt: skip
-        with device.whole_float32():
+        with paddle_api.whole_float32():
             card = take()
         device.release_memory()
         with device.on_cpu():
