@@ -48,7 +48,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.data.boxes import box_iou
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.types import Arrays, Batch, DetectionSet
-from ppdist.distributed import comm, device, heartbeat
+from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.engine.build import LOSSES, build_feed, build_model, build_schedule_setup
 from ppdist.engine.data import images_of_epoch, read_sets
 from ppdist.engine.train_step import add_up, normalise_losses, whole
