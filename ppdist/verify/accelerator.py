@@ -112,6 +112,8 @@ def verify_accelerator(
         began = time.monotonic()
         try:
             parts[name] = work()
+        except OutOfTime as error:
+            parts[name] = Found(not_run=f"{error}")
         except Exception as error:  # the same on every rank, see `_everywhere` and `Runs`
             parts[name] = Found(problems=[f"{type(error).__name__}: {error}"])
         seconds[name] = time.monotonic() - began
@@ -440,6 +442,10 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0  # for a process that may be about to end by itself as another one did
 
 
+class OutOfTime(Exception):
+    """Raised on every rank alike: `Options.minutes` are over."""
+
+
 class Runs:
     """Runs of our commands on this job's cards, of whose ranks each is started by one of ours."""
 
@@ -473,12 +479,13 @@ class Runs:
 
         Args: words: the command and its options, the configuration left out.
         Returns: problems, the same on every rank; [] where all of them ended with 0.
+        Raises: OutOfTime, on every rank.
         """
         device.release_memory()  # the run needs the same card
         count = count or comm.world_size()
         left = comm.all_gather_object(self._deadline - time.monotonic())[0]
         if left <= 0:
-            return ["there was no time left for it"]
+            raise OutOfTime("there was no time left for it")
         ports_W = comm.all_gather_object(_free_ports())
         sound, sounds = comm.alarm()
         problem = ""

@@ -52,7 +52,7 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
         now[0] += seconds
         return result
 
-    done = SimpleNamespace(losses={"loss": 1.0}, images=4)
+    done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     trainer = SimpleNamespace(
         derived=SimpleNamespace(
             schedule=SimpleNamespace(rates=lambda number: None), accumulate_steps=1
