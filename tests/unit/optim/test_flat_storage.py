@@ -1,0 +1,93 @@
+"""Tensors in one storage: the same tensors as before, wherever operators put them."""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from ppdist.engine.train_step import Clock
+from ppdist.optim.ema import EMA, Decay
+from ppdist.optim.flat_storage import FlatStorage
+from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
+
+SHAPES = ([3, 5], [1], [16], [2, 4, 3, 3])
+
+
+def tensors():
+    return [paddle.full(shape, 1.0 + at) for at, shape in enumerate(SHAPES)]
+
+
+def leave(tensor, value):
+    """As an operator does that runs where this accelerator has no kernel."""
+    paddle.full(tensor.shape, value)._share_buffer_to(tensor)
+
+
+def test_what_is_done_to_the_storage_is_done_to_all():
+    parts = tensors()
+    storage = FlatStorage(parts)
+    storage.gather().scale_(10.0)
+    for at, (tensor, shape) in enumerate(zip(parts, SHAPES)):
+        assert list(tensor.shape) == shape and tensor.data_ptr() % 64 == 0
+        assert (tensor.numpy() == 10.0 * (1 + at)).all()
+    middle = storage.part(parts[1:3])
+    storage.gather(middle).scale_(0.0)
+    assert [float(each.max()) for each in parts] == [10.0, 0.0, 0.0, 40.0]
+
+
+def test_writing_into_a_tensor_writes_into_the_storage():
+    parts = tensors()
+    storage = FlatStorage(parts)
+    paddle.assign(paddle.full(SHAPES[0], 7.0), parts[0])
+    parts[1].set_value(np.array([8.0], "float32"))
+    parts[2].add_(paddle.ones(SHAPES[2]))
+    places = storage.places(storage.part(parts[:3])).numpy()
+    values = storage.gather(storage.part(parts[:3])).numpy()[places]
+    assert values.tolist() == [7.0] * 15 + [8.0] + [4.0] * 16
+
+
+def test_a_tensor_that_left_the_storage_comes_back():
+    parts = tensors()
+    storage = FlatStorage(parts)
+    leave(parts[2], 9.0)
+    storage.gather().scale_(2.0)
+    assert [float(each.max()) for each in parts] == [2.0, 4.0, 18.0, 8.0]
+
+
+def test_values_that_left_the_storage_are_given_back():
+    parts = tensors()
+    storage = FlatStorage(parts)
+    some = storage.part(parts[1:3])
+    storage.scatter(storage.gather(some) * 5.0, some)
+    storage.gather()
+    assert [float(each.max()) for each in parts] == [1.0, 10.0, 15.0, 4.0]
+
+
+def test_the_average_follows_a_weight_that_left():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2))
+    ema = EMA(model, Decay(0.0), constant={"1._mean"})
+    leave(model[0].weight, 3.0)
+    leave(ema.average["0.bias"], 5.0)  # and an average
+    ema.update({})
+    assert (ema.average["0.weight"].numpy() == 3.0).all()
+    assert (ema.average["0.bias"].numpy() == 0.0).all()
+    assert ema.storage.part([model[1]._variance])
+    with pytest.raises(StopIteration):
+        ema.storage.part([model[1]._mean])  # constant
+
+
+def test_training_leaves_all_tensors_in_their_storage(tmp_path, monkeypatch):
+    init_cpu()
+    step, rates = build_step(tiny_config(tmp_path), frozen=False)
+
+    def moved(storage):
+        raise AssertionError("an operator gave a tensor another storage")
+
+    monkeypatch.setattr(FlatStorage, "_lay_out", moved)
+    poison = {"by": 1.0}
+    step.loss.register_forward_post_hook(
+        lambda loss, given, output: output._replace(total=output.total * poison["by"])
+    )
+    for number, poison["by"] in enumerate((1.0, float("nan"), 1.0)):  # the second is undone
+        result = step(iter([fixed_batch(number, 0, 8)]), 1, number, rates, False, Clock())
+        assert result.applied == (number != 1)
+    step.ema.storage.gather()
