@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from ppdist.common.errors import is_out_of_memory
 from ppdist.config.train import AmpConfig
@@ -18,7 +18,7 @@ from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import SyncBatchNorm2D
-from ppdist.optim.ema import EMA, running_statistics
+from ppdist.optim.ema import EMA
 from ppdist.optim.flat_storage import FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding
 from ppdist.optim.lr_scheduler import LearningRates
@@ -159,15 +159,13 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         named = model.named_parameters()
         self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
-        statistics = running_statistics(model)
-        self._storage = FlatStorage(statistics) if ema is None else ema.storage
-        self._statistics = self._storage.part(statistics)
-        self._moves_statistics = bool(statistics)
-        self._averages_statistics = self._moves_statistics and average_statistics
-        if self._averages_statistics:
-            self._places = self._storage.places(self._statistics)
+        statistics = _running_statistics(model)
+        self._statistics = FlatStorage(statistics) if statistics else None
+        self._averages_statistics = bool(statistics) and average_statistics
+        if self._statistics is not None:
+            self._places = self._statistics.places()
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
-        self._norms_meet = self._moves_statistics and not average_statistics
+        self._norms_meet = bool(statistics) and not average_statistics
         self._in_backward = False
 
     def __call__(
@@ -190,7 +188,7 @@ class TrainStep:
         micro_batches = [next(batches) for _ in range(count)]
         heartbeat.at("")
         clock.lap("data")
-        before = self._storage.gather(self._statistics).clone() if self._moves_statistics else None
+        before = None if self._statistics is None else self._statistics.gather().clone()
         totals = self._totals(micro_batches)
         clock.lap("communication")
         sums, fitted = self._gradients(micro_batches, step, totals, clock)
@@ -304,10 +302,8 @@ class TrainStep:
         them twice.
         """
         self.optimizer.clear_grad()
-        if before is not None:
-            statistics = self._storage.gather(self._statistics)
-            paddle.assign(before, statistics)
-            self._storage.scatter(statistics, self._statistics)
+        if self._statistics is not None and before is not None:
+            self._statistics.scatter(paddle.assign(before, self._statistics.gather()))
 
     @paddle.no_grad()
     def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
@@ -427,13 +423,12 @@ class TrainStep:
 
     def _average_statistics(self) -> None:
         """Without SyncBN each rank has moved them by its own images.  Collective."""
-        if self._averages_statistics and comm.world_size() > 1:
-            own = self._storage.gather(self._statistics)
+        if self._statistics is not None and self._averages_statistics and comm.world_size() > 1:
+            own = self._statistics.gather()
             # Without the gaps: what else is in a message changes the order of sums over sockets.
             mean = paddle.gather(own, self._places)
             comm.mean_tensors([mean])
-            paddle.assign(paddle.scatter(own, self._places, mean), own)
-            self._storage.scatter(own, self._statistics)
+            self._statistics.scatter(paddle.assign(paddle.scatter(own, self._places, mean), own))
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
@@ -471,6 +466,13 @@ def _square(gradients: list[Tensor]) -> Tensor:
     # dot: (g ** 2).sum() took 13 times as long on a CPU
     flat = [gradient.flatten() for gradient in gradients]
     return paddle.stack([paddle.dot(g, g) for g in flat]).sum().reshape([1])
+
+
+def _running_statistics(model: nn.Layer) -> list[Tensor]:
+    norms = (nn.BatchNorm1D, nn.BatchNorm2D)
+    layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
+    layers = [layer for layer in layers if not layer._use_global_stats]  # they never move
+    return [tensor for layer in layers for tensor in (layer._mean, layer._variance)]
 
 
 # Sums of a step, and what divides them

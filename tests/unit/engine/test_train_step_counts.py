@@ -28,7 +28,7 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     )
 
 
-@pytest.mark.parametrize(("name", "limit"), [("ppyoloe", 1200), ("yolov5", 787)])
+@pytest.mark.parametrize(("name", "limit"), [("ppyoloe", 1333), ("yolov5", 888)])
 def test_bookkeeping_operators_of_a_step(name, limit, tmp_path, record_property):
     init_cpu()
     step, rates = build_step(recipe(name, tmp_path), frozen=False)
