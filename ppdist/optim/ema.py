@@ -9,9 +9,7 @@ import paddle
 from paddle import nn
 
 from ppdist.distributed import comm
-from ppdist.optim.flat_storage import FlatStorage, coalesce
-
-_BUCKET_BYTES = 1 << 20  # of what is averaged at once: it stays in the caches of a CPU
+from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage, coalesce
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class EMA:
         changing = [key for key in self.average if key not in constant]
         self._copied = [key for key in changing if not self._live[key].is_floating_point()]
         floating = {id(self.average[key]): key for key in changing if key not in self._copied}
-        buckets = comm.buckets([self.average[key] for key in floating.values()], _BUCKET_BYTES)
+        buckets = comm.buckets([self.average[key] for key in floating.values()], BUCKET_BYTES)
         self._buckets = [
             ([floating[id(each)] for each in bucket], FlatStorage(bucket, aligned=False))
             for bucket in buckets

@@ -1,10 +1,13 @@
 """Tensors one after another in one storage, for one kernel."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import paddle
 
+from ppdist.distributed import comm
+
+BUCKET_BYTES = 2 << 20  # of one storage: a CPU has caches, and see `FlatStorage`
 _BYTES = 4  # of a float32
 _ALIGNED = 16  # elements, 64 bytes: the longest vector of a CPU
 
@@ -83,3 +86,65 @@ def coalesce(tensors: Sequence[paddle.Tensor]) -> tuple[list[paddle.Tensor], pad
         tensors, paddle.float32, True, False, False, 0.0, False, -1, -1, [], []
     )
     return copies, flat_F
+
+
+class FlatGradients:
+    """Gradients of one step in few storages, where few operators reach them.
+
+    Backward makes each anew, so each step they are copied once more.  Largest first, so that many
+    lie beside others of their size and one operator takes the norm of each.
+
+    Attributes:
+        parameters: those that have a gradient, in the order of the model.
+    """
+
+    def __init__(self, parameters: Sequence[paddle.Tensor]) -> None:
+        self.parameters = list(parameters)
+        order = sorted(range(len(parameters)), key=lambda at: -parameters[at].size)
+        largest_first = [self.parameters[at] for at in order]
+        self._buckets = list(comm.buckets(largest_first, BUCKET_BYTES))
+        self._flats: list[paddle.Tensor] = []
+        self._copies: list[list[paddle.Tensor]] = []
+        # Of each bucket the runs of equal sizes, as matrices that will share its storage.
+        self._runs = [
+            [paddle.empty([len(list(run)), size]) for size, run in groupby(p.size for p in bucket)]
+            for bucket in self._buckets
+        ]
+        self._order = paddle.to_tensor(sorted(range(len(order)), key=order.__getitem__))
+
+    @paddle.no_grad()
+    def collect(self) -> None:
+        """Takes over the gradients of the parameters, float32; their `grad` lies here from now."""
+        self._flats.clear()
+        self._copies.clear()
+        for bucket in self._buckets:
+            copies, flat_F = coalesce([parameter.grad for parameter in bucket])
+            self._flats.append(flat_F)
+            self._copies.append(copies)
+            for parameter, copy in zip(bucket, copies):
+                copy._share_buffer_to(parameter.grad)  # `grad = copy` would copy it once more
+
+    @paddle.no_grad()
+    def square(self) -> paddle.Tensor:
+        """The square of their norm, [1]: bit for bit a sum of one dot product for each."""
+        dots = []
+        for flat_F, runs in zip(self._flats, self._runs):
+            start = 0
+            for run_PN in runs:
+                flat_F._slice(start, start + run_PN.size)._share_buffer_to(run_PN)
+                start += run_PN.size
+                # dot: (g ** 2).sum() took 13 times as long on a CPU
+                dots.append(paddle.dot(run_PN, run_PN))
+        return paddle.gather(paddle.concat(dots), self._order).sum().reshape([1])
+
+    @paddle.no_grad()
+    def scale_(self, factor: float) -> None:
+        """Multiplies all, in place."""
+        for bucket, copies, flat_F in zip(self._buckets, self._copies, self._flats):
+            flat_F.scale_(factor)
+            if copies[0].data_ptr() == flat_F.data_ptr():
+                continue
+            # This accelerator has no kernel of its own for one of these operators.
+            starts = [0, *accumulate(parameter.size for parameter in bucket)]
+            for parameter, start, stop in zip(bucket, starts, starts[1:]):
+                parameter.grad = flat_F[start:stop].reshape(parameter.shape)

@@ -28,16 +28,25 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     )
 
 
-@pytest.mark.parametrize(("name", "limit"), [("ppyoloe", 1333), ("yolov5", 888)])
-def test_bookkeeping_operators_of_a_step(name, limit, tmp_path, record_property):
+# Paddle 3.3.1 updates by AdamW one parameter at a time: 272 of these.
+@pytest.mark.parametrize(
+    ("name", "overrides", "limit"),
+    [
+        ("ppyoloe", (), 300),
+        ("yolov5", (), 300),
+        ("yolov5", ("optimizer.layer_decay=0.8",), 300),
+        ("ppyoloe", ("optimizer.name=adamw",), 500),
+    ],
+)
+def test_bookkeeping_operators_of_a_step(name, overrides, limit, tmp_path, record_property):
     init_cpu()
-    step, rates = build_step(recipe(name, tmp_path), frozen=False)
+    step, rates = build_step(recipe(name, tmp_path, *overrides), frozen=False)
     rates = rates._replace(bias_lr=2 * rates.lr)  # as in the warm-up
     for number in range(2):  # the first makes state
         result, counts = count_step(step, [fixed_batch(number, 0, 2)], number, rates)
     assert result.applied
     record_property("figure", f"{name}: {counts.bookkeeping} operators, {counts.reads}")
-    assert counts.bookkeeping <= limit, counts.operators
+    assert 0 < counts.bookkeeping < limit, counts.operators
     assert counts.reads == ["train_step.py:_read"]
 
 

@@ -6,7 +6,7 @@ from paddle import nn
 
 from ppdist.engine.train_step import Clock
 from ppdist.optim.ema import EMA, Decay
-from ppdist.optim.flat_storage import FlatStorage
+from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
 
 SHAPES = ([3, 5], [1], [16], [2, 4, 3, 3])
@@ -82,3 +82,42 @@ def test_training_leaves_all_tensors_in_their_storage(tmp_path, monkeypatch):
     for number, poison["by"] in enumerate((1.0, float("nan"), 1.0)):  # the second is undone
         result = step(iter([fixed_batch(number, 0, 8)]), 1, number, rates, False, Clock())
         assert result.applied == (number != 1)
+
+
+def parameters_with_gradients(draw):
+    found = []
+    for shape in ([8, 3], [5], [8, 3], [700, 1000], [5], [1]):
+        parameter = paddle.create_parameter(shape, "float32")
+        gradient = paddle.to_tensor(draw.standard_normal(shape).astype("float32"))
+        (parameter * gradient).sum().backward()
+        found.append(parameter)
+    return found
+
+
+def test_flat_gradients_are_norm_and_scale_of_each():
+    parameters = parameters_with_gradients(np.random.default_rng(0))
+    gradients = [each.grad.clone() for each in parameters]
+    flat = FlatGradients(parameters)
+    flat.collect()
+    one_by_one = [paddle.dot(each.flatten(), each.flatten()) for each in gradients]
+    assert flat.square().item() == paddle.stack(one_by_one).sum().item()  # every bit
+    flat.scale_(0.3)
+    for parameter, gradient in zip(parameters, gradients):
+        assert np.array_equal(parameter.grad.numpy(), gradient.scale_(0.3).numpy())
+
+
+def test_flat_gradients_of_an_operator_that_moved_them(monkeypatch):
+    parameters = parameters_with_gradients(np.random.default_rng(1))
+    expected = [each.grad.numpy() * np.float32(0.5) for each in parameters]
+    flat = FlatGradients(parameters)
+    flat.collect()
+    scale = paddle.Tensor.scale_
+
+    def elsewhere(tensor, factor):
+        (tensor * 1.0)._share_buffer_to(tensor)
+        return scale(tensor, factor)
+
+    monkeypatch.setattr(paddle.Tensor, "scale_", elsewhere)
+    flat.scale_(0.5)
+    for parameter, values in zip(parameters, expected):
+        assert np.array_equal(parameter.grad.numpy(), values)
