@@ -167,7 +167,7 @@ class TrainStep:
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
         self._norms_meet = bool(statistics) and not average_statistics
         self._in_backward = False
-        self._gradients: FlatGradients | None = None  # of the last step
+        self._flat_gradients: FlatGradients | None = None  # of the last step
 
     def __call__(
         self,
@@ -192,7 +192,7 @@ class TrainStep:
         before = None if self._statistics is None else self._statistics.gather().clone()
         totals = self._totals(micro_batches)
         clock.lap("communication")
-        sums, fitted = self._sum_gradients(micro_batches, step, totals, clock)
+        sums, fitted = self._gradients(micro_batches, step, totals, clock)
         bad_images: dict[int, str] = {}
         for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
@@ -244,7 +244,7 @@ class TrainStep:
         self.optimizer.clear_grad()
         self._updates = 0
 
-    def _sum_gradients(
+    def _gradients(
         self, micro_batches: list[Batch], step: int, totals: paddle.Tensor | None, clock: Clock
     ) -> tuple[dict[str, paddle.Tensor], bool]:
         """Adds up the gradients of this rank's micro-batches.
@@ -374,11 +374,11 @@ class TrainStep:
                 factor /= loss_scale(self.scaler) or 1.0
         self.grad_sync.gradients([p.grad for p in there], factor)
         self.scaler.unscale_(self.optimizer)
-        if self._gradients is None or not _same(there, self._gradients.parameters):
-            self._gradients = FlatGradients(there)
+        if self._flat_gradients is None or not _same(there, self._flat_gradients.parameters):
+            self._flat_gradients = FlatGradients(there)
             forget_lists(self.optimizer)
-        self._gradients.collect()
-        return self.grad_sync.norm_square(self._gradients.square())
+        self._flat_gradients.collect()
+        return self.grad_sync.norm_square(self._flat_gradients.square())
 
     @paddle.no_grad()
     def _update(
@@ -396,8 +396,8 @@ class TrainStep:
         if applied:
             if self.clip_norm is not None and norm > self.clip_norm:
                 factor *= self.clip_norm / norm
-            assert self._gradients is not None
-            self._gradients.scale_(factor)
+            assert self._flat_gradients is not None
+            self._flat_gradients.scale_(factor)
             set_rates(self.optimizer, self._biases, rates)
             with nullcontext() if self.sharding is None else self.sharding.only_mine():
                 self.scaler.step(self.optimizer)

@@ -86,12 +86,13 @@ class EMA:
         self.updates += steps
         for keys, storage in self._buckets:
             values = [masters[key] if key in masters else self._live[key] for key in keys]
-            _, value_F = coalesce([each.astype("float32") for each in values])
-            average_F = storage.gather()
+            _, value = coalesce([each.astype("float32") for each in values])
+            average = storage.gather() if len(keys) > 1 else self.average[keys[0]]
             # The difference of a constant (anchors) is 0, so it stays exactly what it is.
             # lerp_ says the same and took four times as long on a CPU.
-            average_F.add_(value_F.subtract_(average_F).scale_(1.0 - keep))
-            storage.scatter(average_F)
+            average.add_((value - average).scale_(1.0 - keep))
+            if len(keys) > 1:
+                storage.scatter(average)
         for key in self._copied:
             paddle.assign(self._live[key], self.average[key])
 

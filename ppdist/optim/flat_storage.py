@@ -7,7 +7,7 @@ import paddle
 
 from ppdist.distributed import comm
 
-BUCKET_BYTES = 2 << 20  # of one storage: a CPU has caches, and see `FlatStorage`
+BUCKET_BYTES = 1 << 20  # of one storage: a CPU has caches, and see `FlatStorage`
 _BYTES = 4  # of a float32
 _ALIGNED = 16  # elements, 64 bytes: the longest vector of a CPU
 
@@ -78,10 +78,12 @@ class FlatStorage:
 
 @paddle.no_grad()
 def coalesce(tensors: Sequence[paddle.Tensor]) -> tuple[list[paddle.Tensor], paddle.Tensor]:
-    """Copies float32 tensors into one storage, by one operator.
+    """Copies float32 tensors into one storage, by one operator; one alone stays where it is.
 
-    Returns: the copies, which lie in it; all of it, [F], without gaps.
+    Returns: the copies, which lie in it; all of it, without gaps, [F], or the one tensor.
     """
+    if len(tensors) == 1:
+        return [*tensors], tensors[0]
     copies, flat_F = paddle._C_ops.coalesce_tensor(
         tensors, paddle.float32, True, False, False, 0.0, False, -1, -1, [], []
     )
@@ -121,7 +123,7 @@ class FlatGradients:
             copies, flat_F = coalesce([parameter.grad for parameter in bucket])
             self._flats.append(flat_F)
             self._copies.append(copies)
-            for parameter, copy in zip(bucket, copies):
+            for parameter, copy in zip(bucket, copies if len(bucket) > 1 else []):
                 copy._share_buffer_to(parameter.grad)  # `grad = copy` would copy it once more
 
     @paddle.no_grad()
@@ -130,6 +132,10 @@ class FlatGradients:
         dots = []
         for flat_F, runs in zip(self._flats, self._runs):
             start = 0
+            if flat_F.ndim > 1:  # one alone
+                flat_F._share_buffer_to(runs[0])
+                dots.append(paddle.dot(runs[0], runs[0]))
+                continue
             for run_PN in runs:
                 flat_F._slice(start, start + run_PN.size)._share_buffer_to(run_PN)
                 start += run_PN.size

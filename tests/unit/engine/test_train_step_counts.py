@@ -35,7 +35,7 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
         ("ppyoloe", (), 300),
         ("yolov5", (), 300),
         ("yolov5", ("optimizer.layer_decay=0.8",), 300),
-        ("ppyoloe", ("optimizer.name=adamw",), 500),
+        ("ppyoloe", ("optimizer.name=adamw",), 550),
     ],
 )
 def test_bookkeeping_operators_of_a_step(name, overrides, limit, tmp_path, record_property):
