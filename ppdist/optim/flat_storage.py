@@ -120,6 +120,11 @@ class FlatGradients:
         self._flats.clear()
         self._copies.clear()
         for bucket in self._buckets:
+            for parameter in bucket:
+                if (
+                    not parameter.grad.is_contiguous()
+                ):  # as backward of a transposed one may make it
+                    parameter.grad = parameter.grad.contiguous()
             copies, flat_F = coalesce([parameter.grad for parameter in bucket])
             self._flats.append(flat_F)
             self._copies.append(copies)
@@ -130,9 +135,9 @@ class FlatGradients:
     def square(self) -> paddle.Tensor:
         """The square of their norm, [1]: bit for bit a sum of one dot product for each."""
         dots = []
-        for flat_F, runs in zip(self._flats, self._runs):
+        for bucket, flat_F, runs in zip(self._buckets, self._flats, self._runs):
             start = 0
-            if flat_F.ndim > 1:  # one alone
+            if len(bucket) == 1:
                 flat_F._share_buffer_to(runs[0])
                 dots.append(paddle.dot(runs[0], runs[0]))
                 continue

@@ -89,7 +89,7 @@ def parameters_with_gradients(draw):
     for shape in ([8, 3], [5], [8, 3], [700, 1000], [5], [1]):
         parameter = paddle.create_parameter(shape, "float32")
         gradient = paddle.to_tensor(draw.standard_normal(shape).astype("float32"))
-        (parameter * gradient).sum().backward()
+        (parameter.t() * gradient.t() if len(shape) > 1 else parameter * gradient).sum().backward()
         found.append(parameter)
     return found
 
