@@ -60,8 +60,8 @@ class EMA:
         self.updates = 0
         self._live = dict(model.state_dict())
         self.average = {
-            key: (value.astype("float32") if value.is_floating_point() else value).detach().clone()
-            for key, value in self._live.items()
+            key: (each.astype("float32") if each.is_floating_point() else each).detach().clone()
+            for key, each in ((key, value.contiguous()) for key, value in self._live.items())
         }
         changing = [key for key in self.average if key not in constant]
         self._copied = [key for key in changing if not self._live[key].is_floating_point()]

@@ -31,7 +31,7 @@ class FlatStorage:
             aligned: each begins at a multiple of 64 bytes, as what Paddle allocates does, because
                 some kernels sum in an order that depends on that; between them are zeros.
         """
-        assert all(tensor.dtype == paddle.float32 for tensor in tensors)
+        assert all(each.dtype == paddle.float32 and each.is_contiguous() for each in tensors)
         self.tensors = list(tensors)
         step = _ALIGNED if aligned else 1
         rooms = [-(-tensor.size // step) * step for tensor in self.tensors]
@@ -121,9 +121,7 @@ class FlatGradients:
         self._copies.clear()
         for bucket in self._buckets:
             for parameter in bucket:
-                if (
-                    not parameter.grad.is_contiguous()
-                ):  # as backward of a transposed one may make it
+                if not parameter.grad.is_contiguous():  # that of a transposed one need not be
                     parameter.grad = parameter.grad.contiguous()
             copies, flat_F = coalesce([parameter.grad for parameter in bucket])
             self._flats.append(flat_F)
