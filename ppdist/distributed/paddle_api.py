@@ -5,12 +5,13 @@ a new version of it is a change of this file.  Each function first takes the pri
 tested versions have; where that is gone it takes a public one, slower or coarser, as its docstring
 says; where there is none it raises `paddle_api_missing` instead of doing something else.
 
-In this order: batch norm, convolution, suppression, optimizer, fleet and its store, the machine.
+In this order: batch norm, convolution, suppression, optimizer, storage, fleet and its store, the
+machine.
 """
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,69 @@ def set_optimizer_momentum(optimizer: Any, value: float) -> None:
         raise _missing(f"{type(optimizer).__name__}._param_groups")
     for group in optimizer._param_groups:
         group["momentum"] = value
+
+
+def trained_parameters(optimizer: Any) -> list[Tensor]:
+    """What an optimizer updates, group by group.
+
+    Raises: UserError: this Paddle has another way, and no public one.
+    """
+    if not hasattr(optimizer, "_param_groups"):
+        raise _missing(f"{type(optimizer).__name__}._param_groups")
+    return [parameter for group in optimizer._param_groups for parameter in group["params"]]
+
+
+def forget_update_lists(optimizer: Any) -> None:
+    """Before a step that updates other parameters than the last: Paddle's Momentum lists them once.
+
+    It would pair the gradients there are with the parameters there were.  Without these
+    attributes there are no such lists.
+    """
+    if getattr(optimizer, "_use_multi_tensor", None):
+        for name in ("_param_dict", "_velocity_dict", "_regularization_method_dict",
+                     "_regularization_coeff_dict"):  # fmt: skip
+            setattr(optimizer, name, optimizer._create_multi_tensor_dict())
+
+
+# Storage
+
+_COALESCE = "coalesce_tensor"
+
+
+def part(flat_F: Tensor, start: int, size: int) -> Tensor:
+    """[size]: so many elements from `start` on, in the same storage; without the method a copy."""
+    stop = start + size
+    return flat_F._slice(start, stop) if hasattr(flat_F, "_slice") else flat_F[start:stop].clone()
+
+
+def share_buffer(source: Tensor, into: Tensor) -> None:
+    """From here on `into`, of its own shape, lies where `source` does.
+
+    Without the method: it gets the values once; who shares looks at addresses.
+    """
+    if hasattr(source, "_share_buffer_to"):
+        source._share_buffer_to(into)
+    else:
+        paddle.assign(source.reshape(into.shape), into)
+
+
+def release(tensor: Tensor) -> None:
+    """Lets go of a tensor's storage; its shape stays.  Without the method it keeps it."""
+    if hasattr(tensor, "_clear_data"):
+        tensor._clear_data()
+
+
+def coalesced(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copies of float32 tensors in one storage, and all of it, [F].
+
+    Without the operator: two copies, one of which is whole.
+    """
+    operator = getattr(getattr(paddle, "_C_ops", None), _COALESCE, None)
+    if operator is not None:
+        return operator(tensors, paddle.float32, True, False, False, 0.0, False, -1, -1, [], [])
+    flat_F = paddle.concat([tensor.flatten() for tensor in tensors])
+    parts = paddle.split(flat_F, [tensor.size for tensor in tensors])
+    return [each.reshape(tensor.shape) for each, tensor in zip(parts, tensors)], flat_F
 
 
 # Fleet and its store

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import SyncBatchNorm2D
 from ppdist.optim.ema import EMA
+from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import biases, set_rates
@@ -77,6 +78,25 @@ class NormalisedLosses(NamedTuple):
     apart: float
 
 
+class _Tally(NamedTuple):
+    """What the ranks count in a step, in the order in which it travels and is read: sums."""
+
+    images: float
+    stops: float  # ranks that were asked to stop
+    bad_images: float
+    short: float  # ranks of too little memory
+    broken: float  # ranks whose loss is not finite
+    sums: dict[str, float]  # see `add_up`
+
+    @classmethod
+    def of(cls, values: list[float], names: Iterable[str]) -> "_Tally":
+        images, stops, bad_images, short, broken, *sums = values
+        return cls(images, stops, bad_images, short, broken, dict(zip(names, sums, strict=True)))
+
+
+_COUNTS = len(_Tally._fields) - 1  # before the sums
+
+
 class TrainStep:
     """Forward, backward, gradient averaging, finite check, clipping, update, EMA.
 
@@ -92,6 +112,9 @@ class TrainStep:
     Collective: every rank calls the step with the same number of micro-batches and reaches the same
     collectives: one gradient all-reduce (inside the last backward, or after it) and one or two
     small ones.
+
+    The host reads once from the device, whether to apply and by what to divide, when all but the
+    update is queued; see `_read`.
     """
 
     def __init__(
@@ -138,11 +161,15 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         named = model.named_parameters()
         self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
-        self._all_statistics = running_statistics(model)
-        self._statistics = self._all_statistics if average_statistics else []
+        statistics = running_statistics(model)
+        self._statistics = FlatStorage(statistics) if statistics else None
+        self._averages_statistics = bool(statistics) and average_statistics
+        if self._statistics is not None:
+            self._places = self._statistics.places()
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
-        self._norms_meet = bool(self._all_statistics) and not average_statistics
+        self._norms_meet = bool(statistics) and not average_statistics
         self._in_backward = False
+        self._flat_gradients: FlatGradients | None = None  # of the last step
 
     def __call__(
         self,
@@ -159,12 +186,14 @@ class TrainStep:
         Args: known_bad: positions of images that all ranks know to be bad.
         """
         self.optimizer.clear_grad()
+        if self._flat_gradients is not None:
+            self._flat_gradients.release()
         self.loss.prepare(self.model, step)
         heartbeat.at("waiting for its images")
         micro_batches = [next(batches) for _ in range(count)]
         heartbeat.at("")
         clock.lap("data")
-        before = [tensor.clone() for tensor in self._all_statistics]
+        before = None if self._statistics is None else self._statistics.gather().clone()
         totals = self._totals(micro_batches)
         clock.lap("communication")
         sums, fitted = self._gradients(micro_batches, step, totals, clock)
@@ -172,34 +201,41 @@ class TrainStep:
         for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
         images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
-        finite = paddle.isfinite(sums["loss"]).astype("float32")
+        finite = paddle.isfinite(sums[_LOSS]).astype("float32")
         own = [float(each) for each in (images, stop, len(bad_images), not fitted)]
-        facts = [device.put(own), 1.0 - finite, *sums.values()]
-        tally = comm.all_reduce_sum(paddle.concat(facts)).numpy()
+        counts = [device.put(own), 1.0 - finite, *sums.values()]
+        summed = comm.all_reduce_sum(paddle.concat(counts))
         clock.lap("communication")
-        total_images, stops, bad, short, broken, *values = map(float, tally)
-        result = normalise_losses(dict(zip(sums, values, strict=True)))
+        square = self._reduce(summed, list(sums))
+        clock.lap("optimizer")
+        *values, own_loss, square = _read(paddle.concat([summed, sums[_LOSS], square]))
+        clock.lap("communication")
+        tally = _Tally.of(values, sums)
+        result = normalise_losses(tally.sums)
         norm, applied = math.nan, False
-        if not short:
-            norm, applied = self._update(rates, result, broken == 0)
+        if tally.short:
+            forget_unscaling(self.scaler)
+        else:
+            norm, applied = self._update(rates, result.divisor, square, tally.broken == 0)
         if not applied:
             self._undo(before)
-        if not short:
+        if not tally.short:
             self._synchronise(step, applied)
         clock.lap("optimizer")
         return StepResult(
             losses=result.losses,
-            images=round(total_images),
+            images=round(tally.images),
             gradient_norm=norm,
             applied=applied,
             synchronised=self.grad_sync.synchronised(step),
-            stop_requested=stops > 0,
+            stop_requested=tally.stops > 0,
             bad_images=bad_images,
-            bad_somewhere=bad > 0,
-            searching=not applied and not short and broken == 0 and loss_scale(self.scaler) >= 1.0,
-            too_large=short > 0,
+            bad_somewhere=tally.bad_images > 0,
+            searching=not (applied or tally.short or tally.broken)
+            and loss_scale(self.scaler) >= 1.0,
+            too_large=tally.short > 0,
             ran_out=not fitted,
-            own_loss=sums["loss"].item(),
+            own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
         )
 
@@ -263,15 +299,15 @@ class TrainStep:
         return None
 
     @paddle.no_grad()
-    def _undo(self, statistics: list[paddle.Tensor]) -> None:
+    def _undo(self, before: Tensor | None) -> None:
         """Leaves nothing of a step that was not applied.
 
         Not finite, running statistics would stay so for ever, and a step made again must not move
         them twice.
         """
         self.optimizer.clear_grad()
-        for tensor, before in zip(self._all_statistics, statistics):
-            paddle.assign(before, tensor)
+        if self._statistics is not None and before is not None:
+            self._statistics.scatter(paddle.assign(before, self._statistics.gather()))
 
     @paddle.no_grad()
     def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
@@ -293,7 +329,7 @@ class TrainStep:
     ) -> LossOutput:
         # A blank image must not enter running statistics.  While any rank has images, synchronised
         # ones need all ranks in their collectives, where such a rank then counts for nothing.
-        needed = batch.real_somewhere and not self._statistics
+        needed = batch.real_somewhere and not self._averages_statistics
         self.model.train() if batch.real or needed else self.model.eval()
         for norm in self._sync_norms:
             norm.counts = batch.real
@@ -318,31 +354,53 @@ class TrainStep:
         return output
 
     @paddle.no_grad()
-    def _update(
-        self, rates: LearningRates, result: NormalisedLosses, finite: bool
-    ) -> tuple[float, bool]:
-        """Divides, checks, clips and applies the gradients.  Collective.
+    def _reduce(self, summed: Tensor, names: list[str]) -> Tensor:
+        """Makes the gradients of all ranks one, and float32.  Collective.
 
-        The decision is the same on every rank, because all hold the same norm and the same tally.
-        Returns: the norm before clipping; whether the gradients were applied.
+        Args:
+            summed: the tally over all ranks, on the device.
+            names: of the sums in it.
+        Returns: the square of their norm, [1], of sums divided by `loss_divisor` and averaged.
         """
         make_float32(self._parameters)
-        for parameter in self._apart:
-            if parameter.grad is not None:
-                parameter.grad.scale_(result.apart)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        # Gradients will be the mean over ranks of grad(total / loss_divisor).
-        factor = self.loss_divisor * comm.world_size() / result.divisor
-        scaled = factor / (loss_scale(self.scaler) or 1.0)
-        self.grad_sync.gradients(gradients, scaled if finite else math.nan)
+        if self._apart:
+            factor = _apart_factor(summed, names)
+            for parameter in self._apart:
+                if parameter.grad is not None:
+                    parameter.grad.multiply_(factor)
+        there = [p for p in self._parameters if p.grad is not None]
+        factor = math.nan
+        if self.grad_sync.needs_factor:
+            tally = _Tally.of(_read(summed), names)
+            if not tally.short and not tally.broken:
+                factor = self._factor(normalise_losses(tally.sums).divisor)
+                factor /= loss_scale(self.scaler) or 1.0
+        self.grad_sync.gradients([p.grad for p in there], factor)
         self.scaler.unscale_(self._fleet_optimizer)
-        norm = self.grad_sync.norm(_norm(gradients) * factor)
+        if self._flat_gradients is None or not _same(there, self._flat_gradients.parameters):
+            self._flat_gradients = FlatGradients(there)
+            paddle_api.forget_update_lists(self.optimizer)
+        self._flat_gradients.collect()
+        return self.grad_sync.norm_square(self._flat_gradients.square())
+
+    @paddle.no_grad()
+    def _update(
+        self, rates: LearningRates, divisor: float, square: float, finite: bool
+    ) -> tuple[float, bool]:
+        """Divides, clips and applies the gradients.  Collective.
+
+        The decision is the same on every rank, because all hold the same norm and the same tally.
+        Args: square: see `_reduce`.
+        Returns: the norm before clipping; whether the gradients were applied.
+        """
+        factor = self._factor(divisor)
+        norm = math.sqrt(square) * factor
         applied = finite and math.isfinite(norm)
         if applied:
             if self.clip_norm is not None and norm > self.clip_norm:
                 factor *= self.clip_norm / norm
-            for gradient in gradients:
-                gradient.scale_(factor)
+            assert self._flat_gradients is not None
+            self._flat_gradients.scale_(factor)
             set_rates(self.optimizer, self._biases, rates)
             with nullcontext() if self.sharding is None else self.sharding.only_mine():
                 self.scaler.step(self._fleet_optimizer)
@@ -353,16 +411,29 @@ class TrainStep:
             lower_scale(self.scaler)
         return norm, applied
 
+    def _factor(self, divisor: float) -> float:
+        """Of a mean over ranks of grad(total / loss_divisor) it makes that of the mean loss."""
+        return self.loss_divisor * comm.world_size() / divisor
+
     def _synchronise(self, step: int, applied: bool) -> None:
         """What all ranks have in common after an update.  Collective."""
         self._updates += applied
         self.grad_sync.updated(step)
         if self.grad_sync.synchronised(step):
             if self._updates:  # else they are as they were, and a mean of equals may round
-                comm.mean_tensors(self._statistics)
+                self._average_statistics()
             if self.ema is not None:
                 self.ema.update(self._masters(), self._updates)
             self._updates = 0
+
+    def _average_statistics(self) -> None:
+        """Without SyncBN each rank has moved them by its own images.  Collective."""
+        if self._statistics is not None and self._averages_statistics and comm.world_size() > 1:
+            own = self._statistics.gather()
+            # Without the gaps: what else is in a message changes the order of sums over sockets.
+            mean = paddle.gather(own, self._places)
+            comm.mean_tensors([mean])
+            self._statistics.scatter(paddle.assign(paddle.scatter(own, self._places, mean), own))
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
@@ -384,13 +455,22 @@ def _positions(micro_batches: list[Batch]) -> list[int]:
     return [int(index) for indices in found for index in indices if index >= 0]
 
 
-def _norm(gradients: list[paddle.Tensor]) -> float:
-    # dot: (g ** 2).sum() took 13 times as long on a CPU
-    flat = [gradient.flatten().astype("float32") for gradient in gradients]
-    return math.sqrt(float(paddle.stack([paddle.dot(g, g) for g in flat]).sum()))
+def _read(values: Tensor) -> list[float]:
+    """Brings values to the host, which waits here for the device, and so for the other ranks.
+
+    On an accelerator a collective is only queued: it is here that a rank which is early waits for
+    the late ones, and that one which hangs is noticed.
+    """
+    meets = comm.world_size() > 1
+    with heartbeat.Waiting("the sums of a step") if meets else nullcontext():
+        return [float(value) for value in values.numpy()]
 
 
-def running_statistics(model: nn.Layer) -> list[paddle.Tensor]:
+def _same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second))
+
+
+def running_statistics(model: nn.Layer) -> list[Tensor]:
     """Means and variances of batch norm that training moves, float32."""
     norms = (nn.BatchNorm1D, nn.BatchNorm2D)
     layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
@@ -424,7 +504,8 @@ def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
         terms |= {_APART + _NORMALIZER: apart.normalizer, _APART + _LOSS: apart.total}
         terms |= {_APART + name: part for name, part in apart.parts.items()}
     for name, value in terms.items():
-        sums[name] = sums.get(name, paddle.zeros([1])) + value.detach().reshape([1])
+        added = value.detach().reshape([1])
+        sums[name] = sums[name] + added if name in sums else added
 
 
 def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
@@ -444,6 +525,13 @@ def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
         if name.startswith(_APART) and name not in (_APART + _NORMALIZER, _APART + _LOSS):
             losses[name.removeprefix(_APART)] = value / own
     return NormalisedLosses(losses, divisor, divisor / own)
+
+
+def _apart_factor(summed: Tensor, names: list[str]) -> Tensor:
+    """What `normalise_losses` calls `apart`, 0-D float32, without waiting for it."""
+    at, own = (_COUNTS + names.index(name) for name in (_NORMALIZER, _APART + _NORMALIZER))
+    divisors = paddle.clip(summed.astype("float64"), min=1.0)
+    return (divisors[at] / divisors[own]).astype("float32")
 
 
 # Low precision
@@ -468,6 +556,14 @@ def make_float32(parameters: list[paddle.Tensor]) -> None:
 def loss_scale(scaler: paddle.amp.GradScaler) -> float:
     """By what losses are multiplied for float16; 0: they are not."""
     return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
+
+
+def forget_unscaling(scaler: paddle.amp.GradScaler) -> None:
+    """Makes nothing of `unscale_` before a step that is made again."""
+    if scaler.is_enable():
+        state = scaler.state_dict()
+        scaler.update()  # which counts it for a good one
+        scaler.load_state_dict(state)
 
 
 def lower_scale(scaler: paddle.amp.GradScaler) -> None:

@@ -36,10 +36,12 @@ class AllReduceSync:
     Attributes:
         during_backward: the wrapped model's own backward communicates, so `gradients` need not.
         every: after so many steps, at the latest, all ranks hold the same weights.
+        needs_factor: `gradients` looks at its factor, for which the host has to wait.
     """
 
     during_backward = False
     every = 1
+    needs_factor = False
 
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
         """Replaces this rank's gradients by their mean over ranks, in place.  Collective.
@@ -48,12 +50,12 @@ class AllReduceSync:
             gradients: float32, in the same order on every rank.
             factor: what they will be multiplied by afterwards: gradient * factor is that of the
                 mean loss, whatever the number of objects or the loss scale of this step.  nan:
-                the loss is not finite somewhere, and no rank will apply this step.
+                no rank will apply this step, or `needs_factor` is False.
         """
         comm.mean_tensors(gradients)
 
-    def norm(self, own: float) -> float:
-        """The gradient norm by which all ranks decide alike, from that of this rank's gradients.
+    def norm_square(self, own: paddle.Tensor) -> paddle.Tensor:
+        """Square of the gradient norm by which all ranks decide alike, from this rank's own, [1].
 
         Collective.  Averaged gradients have the same norm everywhere.
         """
@@ -160,6 +162,7 @@ class _Feedback(AllReduceSync):
             over ranks is what the weights have not seen yet.
     """
 
+    needs_factor = True
     name: str  # of the arrays in a checkpoint
 
     def __init__(self, parameters: Mapping[str, paddle.Tensor], compressed: Sequence[bool]) -> None:
@@ -377,15 +380,14 @@ class LocalSGD(AllReduceSync):
     def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
         """They stay this rank's own."""
 
-    def norm(self, own: float) -> float:
-        """The root of the mean square of all ranks' norms.  Collective.
+    def norm_square(self, own: paddle.Tensor) -> paddle.Tensor:
+        """The mean square of all ranks' norms.  Collective.
 
         Not finite if one is not, and the same everywhere: all ranks clip alike, so none has more
         say than another, and all apply their gradients or none does.  It exceeds the norm of the
         averaged gradient, by sqrt(ranks) where the ranks' gradients have nothing in common.
         """
-        squares = comm.all_reduce_sum(paddle.to_tensor([own * own], dtype="float32"))
-        return (squares.item() / comm.world_size()) ** 0.5
+        return comm.all_reduce_sum(own) / comm.world_size()
 
     def synchronised(self, step: int) -> bool:
         """Whether weights and moments are the same on all ranks after a step (0-based)."""

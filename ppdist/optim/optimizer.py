@@ -56,7 +56,10 @@ def build_optimizer(
     optimizer: paddle.optimizer.Optimizer
     if config.name == "momentum":
         optimizer = paddle.optimizer.Momentum(
-            momentum=config.momentum, use_nesterov=config.nesterov, **common
+            momentum=config.momentum,
+            use_nesterov=config.nesterov,
+            use_multi_tensor=not master_weights,  # those are replaced when state is loaded
+            **common,
         )
     else:
         optimizer = paddle.optimizer.AdamW(
@@ -121,14 +124,22 @@ def set_rates(
 ) -> None:
     """Sets what one step uses; `rates.momentum` means something to the momentum optimizer only.
 
-    Paddle keeps the rate of a single parameter as a multiple of the common one, and the momentum
-    in its groups (the optimizer's own attribute is overwritten by them in every step).
+    Paddle keeps the rate of a single parameter as a multiple of the common one, or as a tensor, and
+    the momentum in its groups (the optimizer's own attribute is overwritten by them in every step).
+    Parameters of one multiple share a tensor, which Paddle would make for each.
     """
     optimizer.set_lr(rates.lr)
-    multiple = rates.bias_lr / rates.lr if rates.lr else 1.0
-    for parameter in bias_parameters:
-        own = parameter.optimize_attr.get(_FACTOR, 1.0)
-        parameter.optimize_attr["learning_rate"] = multiple * own
+    bias = rates.bias_lr / rates.lr if rates.lr else 1.0
+    biased = {id(parameter) for parameter in bias_parameters}
+    shared: dict[float, paddle.Tensor] = {}
+    common = paddle.full([1], rates.lr, "float32")
+    for parameter in paddle_api.trained_parameters(optimizer):
+        multiple = (bias if id(parameter) in biased else 1.0) * parameter.optimize_attr.get(
+            _FACTOR, 1.0
+        )
+        if multiple != 1.0 and multiple not in shared:
+            shared[multiple] = common * multiple
+        parameter.optimize_attr["learning_rate"] = shared.get(multiple, 1.0)
     if isinstance(optimizer, paddle.optimizer.Momentum):
         paddle_api.set_optimizer_momentum(optimizer, rates.momentum)
 

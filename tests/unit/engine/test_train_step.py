@@ -88,3 +88,48 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         np.testing.assert_allclose(model.linear.bias.numpy(), [bias], rtol=1e-5)
         norms.append(norm)
     assert max(norms) > CLIP and min(norms) != CLIP  # clipping had something to do
+
+
+def test_a_weight_that_loses_its_gradient_stays():
+    """Paddle's optimizer has a list of those it updates at once, of its first step."""
+    init_cpu()
+
+    class Planes(Plane):
+        def __init__(self):
+            super().__init__(np.ones(3, "float32"), 0.5)
+            self.other = nn.Linear(3, 1)
+            self.both = True
+
+        def forward(self, images_B3HW):
+            mean_B3 = images_B3HW.mean([2, 3])
+            other = self.other(mean_B3).flatten() if self.both else 0.0
+            return self.linear(mean_B3).flatten() + other
+
+    model = Planes()
+    step = TrainStep(
+        model=model,
+        loss=HalfSquares(),
+        optimizer=build_optimizer(model, OptimizerConfig(), LR, False),
+        ema=None,
+        amp=AmpConfig(),
+        clip_norm=None,
+        grad_sync=AllReduceSync(),
+        sharding=None,
+        loss_divisor=1.0,
+        average_statistics=False,
+    )
+    rates = LearningRates(lr=LR, bias_lr=2 * LR, momentum=MOMENTUM)
+
+    def weights_after_a_step():
+        before = [p.numpy() for p in model.parameters()]
+        batches = iter([batch_of(np.ones((2, 3), "float32"))])
+        assert step(batches, 1, 0, rates, False, Clock()).applied
+        return [not np.array_equal(a, b.numpy()) for a, b in zip(before, model.parameters())]
+
+    assert weights_after_a_step() == [True] * 4
+    model.both = False
+    for parameter in model.parameters():
+        parameter.clear_gradient(False)  # else it has one of zeros
+    assert weights_after_a_step() == [True, True, False, False]
+    model.both = True
+    assert weights_after_a_step() == [True] * 4

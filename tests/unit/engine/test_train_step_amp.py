@@ -48,6 +48,7 @@ class RecordingOptimizer:
         self._grad_clip = None
         self._master_weights: dict = {}
         self._parameter_list = [parameter]
+        self._param_groups = [{"params": [parameter]}]
 
     def clear_grad(self) -> None:
         self.parameter.clear_gradient()

@@ -104,8 +104,8 @@ def train_too_fast(argument) -> dict:
     """As `verify_ranks`, with gradients of the ranks two per cent too large."""
     update = TrainStep._update
 
-    def wrong(step, rates, result, finite):
-        return update(step, rates, result._replace(divisor=result.divisor / 1.02), finite)
+    def wrong(step, rates, divisor, square, finite):
+        return update(step, rates, divisor / 1.02, square, finite)
 
     TrainStep._update = wrong
     return verified_here(argument)
@@ -176,8 +176,8 @@ def test_gradients_five_per_cent_off_are_found_out(
     monkeypatch.setattr(
         TrainStep,
         "_update",
-        lambda step, rates, by, finite: update(
-            step, rates, by._replace(divisor=by.divisor / 1.05), finite
+        lambda step, rates, divisor, square, finite: update(
+            step, rates, divisor / 1.05, square, finite
         ),
     )
     wrong = train_steps(set_up(config_file, *UNCLIPPED), STEPS)
