@@ -47,8 +47,8 @@ BRANCHES: dict[str, dict] = {
 STEPS = 3
 STEPS_OF_RUNS = 1  # after the first of each run
 RUN = (
-    "train.epochs=2", "train.batch_size_per_card=2", "train.accumulate_steps=2",
-    "checkpoint.every_steps=1", "log.every_steps=1", "evaluate.every_epochs=1",
+    "train.epochs=1", "train.batch_size_per_card=2", "checkpoint.every_steps=1",
+    "log.every_steps=1",
 )  # fmt: skip
 
 
@@ -271,9 +271,9 @@ def test_two_cards_send_to_each_other(on_cards):
 
 
 def test_the_host_waits_for_no_copy_to_a_card(on_cards):
-    """Two micro-batches of seven arrays, and what the rank tells the others."""
+    """A micro-batch of seven arrays, and what the rank tells the others."""
     for card in on_cards:
-        assert card["copies"] == [{"waited": 0, "later": 2 * 7 + 1}] * STEPS_OF_RUNS
+        assert card["copies"] == [{"waited": 0, "later": 7 + 1}] * STEPS_OF_RUNS
 
 
 def test_a_card_that_gives_zeros_trains_nothing(on_cards):
@@ -295,5 +295,4 @@ def test_evaluation_checkpoint_resume_equal_those_of_cpus(folder, on_cards, on_c
         [line["mAP"] for line in records(folder / each) if "mAP" in line]
         for each in (kind, "cpu", f"{kind} again")
     ]
-    assert len(scores[0]) == 2 and scores[0] == scores[1]
-    assert scores[2] == scores[0][1:]
+    assert len(scores[0]) == 1 and scores[0] == scores[1] == scores[2]
