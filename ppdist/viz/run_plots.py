@@ -85,8 +85,11 @@ def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
         "evaluation.json": lambda file: _of_evaluation(file, folders),
     }.items():
         try:
-            if (output_dir / file).is_file():
-                pictures |= pictures_of(output_dir / file)
+            place = output_dir / file
+            if place.is_file():
+                pictures |= pictures_of(place)
+            elif place.exists():  # a pipe would be waited for
+                failed.append(f"what {file} says (it is not a file)")
         except Exception as error:  # one bad file costs no picture of the other
             failed.append(f"what {file} says ({_said(error)})")
     make_folder(output_dir / "plots")

@@ -64,6 +64,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     """That of a shell, with a proxy, in a folder with the script."""
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text(SCRIPT)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # make sets it, for the tests
     ours = ("PADDLE_", "FLAGS_", "CUDA_", *OURS)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"https_proxy": "http://proxy:1"}
