@@ -447,7 +447,7 @@ def store_apart(members: Sequence[int]) -> Iterator[None]:
     first = members[0]
     address, store, port = addresses()[first], paddle_api.group_store(), 0
     if rank() == first:
-        port = _free_port()
+        (port,) = free_ports(1)
         store = paddle_api.make_store(address, port, True)
     port = all_gather_object(port)[first]  # who calls before it listens tries again after 3 s
     if rank() in members[1:]:
@@ -456,10 +456,13 @@ def store_apart(members: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        return chosen.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """So many ports that are free at this moment, for what has to open them by itself."""
+    with contextlib.ExitStack() as held:
+        chosen = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in chosen:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in chosen]
 
 
 _LATER_NS = 30_000_000

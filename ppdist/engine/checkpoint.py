@@ -212,11 +212,11 @@ def _bytes(groups: Mapping[str, Mapping[str, np.ndarray]]) -> int:
 
 def _free(folder: Path) -> str:
     try:
-        found = os.statvfs(folder)
+        free, found = free_disk(folder), os.statvfs(folder)
     except OSError as error:
         return f"free space unknown: {error.strerror}"
     inodes = f" and {found.f_favail} inodes" if found.f_files else ""  # some systems count none
-    return f"{found.f_bavail * found.f_frsize / 1e6:.1f} MB{inodes} free"
+    return f"{free / 1e6:.1f} MB{inodes} free"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -312,8 +312,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
     found = [path for path in _steps(folder) if _step_of(path) > step]
     if not found:
         return None
-    names = (folder.with_name(f"{folder.name}-old-{n}") for n in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
+    aside = _first_unused(folder.with_name(f"{folder.name}-old"))
     moved = {path.name for path in found}
     links = {
         link: link.readlink().name
@@ -351,8 +350,7 @@ def set_run_aside(output_dir: Path) -> Path | None:
             metrics.is_file() and metrics.stat().st_size
         ):
             return None
-        names = (output_dir / f"old-{n}" for n in itertools.count(1))
-        old = next(name for name in names if not name.exists())
+        old = _first_unused(output_dir / "old")
         old.mkdir()
         for name in _OF_A_RUN:
             if os.path.lexists(output_dir / name):
@@ -364,6 +362,12 @@ def set_run_aside(output_dir: Path) -> Path | None:
             where=f"{output_dir}",
         ) from error
     return old
+
+
+def _first_unused(path: Path) -> Path:
+    """`PATH-1`, `PATH-2`, ...: the first that is not there."""
+    names = (path.with_name(f"{path.name}-{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

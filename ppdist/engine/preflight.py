@@ -134,21 +134,23 @@ def versions() -> Facts:
 
 def digests_of_code() -> Facts:
     """Digest of each file of the package and of the script that was started."""
-    package, script = Path(ppdist.__file__).parent, Path(sys.argv[0])
-    files = {
-        f"ppdist/{path.relative_to(package).as_posix()}": path
-        for path in sorted(package.rglob("*.py"))
-    }
-    if script.is_file():
-        files[script.name] = script
-    return {name: digest_of_file(path) for name, path in files.items()}
+    script = Path(sys.argv[0])
+    started = {script.name: digest_of_file(script)} if script.is_file() else {}
+    return _digests_of_package() | started
+
+
+def digest_of_package() -> str:
+    """Of all files of ppdist, as they were when one was first asked for."""
+    return digest_of_text(json.dumps(_digests_of_package()))
 
 
 @cache
-def digest_of_package() -> str:
-    """Of all files of ppdist, as they were when it was first asked for."""
-    files = {name: each for name, each in digests_of_code().items() if name.startswith("ppdist/")}
-    return digest_of_text(json.dumps(files))
+def _digests_of_package() -> Facts:
+    package = Path(ppdist.__file__).parent
+    return {
+        f"ppdist/{path.relative_to(package).as_posix()}": digest_of_file(path)
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 def flat_config(config: Any) -> Facts:

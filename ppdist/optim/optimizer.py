@@ -229,10 +229,10 @@ def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
         first = paddle_api.first_power(optimizer, name)
         for tensor in of_parameters.values():
             tensor.fill_(first)
+    masters = paddle_api.master_weights(optimizer)
     for parameter in model.parameters():
-        if parameter.name in paddle_api.master_weights(optimizer):
-            master = paddle_api.master_weights(optimizer)[parameter.name]
-            paddle.assign(parameter.astype("float32"), master)
+        if parameter.name in masters:
+            paddle.assign(parameter.astype("float32"), masters[parameter.name])
 
 
 def of_trained(

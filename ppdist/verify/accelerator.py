@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +48,7 @@ from ppdist.data.boxes import box_iou
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.types import Arrays, Batch, DetectionSet
 from ppdist.distributed import comm, device, heartbeat, paddle_api
+from ppdist.distributed.store import free_ports
 from ppdist.engine.build import LOSSES, build_feed, build_model, build_schedule_setup
 from ppdist.engine.data import images_of_epoch, read_sets
 from ppdist.engine.train_step import add_up, normalise_losses, whole
@@ -219,12 +219,16 @@ schedule: {{warmup_epochs: 0}}
 
 def _on_this_device(config: ExperimentConfig, images: DetectionSet, steps: int) -> ExperimentConfig:
     """The same for this kind of device, with epochs for so many steps: a small set has few."""
-    world, train = comm.world_size(), config.train
-    total = world * train.images_per_card * train.micro_steps(world)
-    in_epoch = math.ceil(images_of_epoch(images, config.data.sampling) / total)
-    epochs = max(train.epochs, math.ceil((steps + 5) / in_epoch))
-    train = train.model_copy(update={"epochs": epochs})
+    in_epoch = math.ceil(images_of_epoch(images, config.data.sampling) / _images_of_step(config))
+    epochs = max(config.train.epochs, math.ceil((steps + 5) / in_epoch))
+    train = config.train.model_copy(update={"epochs": epochs})
     return config.model_copy(update={"train": train, "device": device.kind()})
+
+
+def _images_of_step(config: ExperimentConfig) -> int:
+    """Over all ranks."""
+    world, train = comm.world_size(), config.train
+    return world * train.images_per_card * train.micro_steps(world)
 
 
 def _everywhere(work: Callable[[], Found]) -> Found:
@@ -306,6 +310,11 @@ def _suppress(nms: NMSConfig, scores_NC: np.ndarray, boxes_N4: np.ndarray) -> np
 _KERNEL_TOLERANCE = 1e-5  # of the largest value
 
 
+def _for_json(off: float) -> float | str:
+    """JSON has no number that is not finite."""
+    return off if math.isfinite(off) else f"{off}"
+
+
 def judge_kernels(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Found:
     """The largest difference of each, relative to its largest value."""
     result = Found()
@@ -315,7 +324,7 @@ def judge_kernels(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
             off = math.inf
         else:
             off = float(np.abs(values - right).max() / max(np.abs(right).max(), 1e-12))
-        result.measured[name] = off if math.isfinite(off) else f"{off}"
+        result.measured[name] = _for_json(off)
         if not off <= _KERNEL_TOLERANCE:
             result.problems.append(f"{name}: off by {off:.1e}, allowed {_KERNEL_TOLERANCE:.0e}")
     return result
@@ -420,10 +429,7 @@ def judge_gradients(card: Gradients, cpu: Gradients, moved: Gradients) -> Found:
     if hidden > 0:
         result.problems[5:] = [f"and {hidden} more"]
     for group, (off, key) in worst.items():
-        result.measured[group] = {
-            "furthest_off": off if math.isfinite(off) else f"{off}",
-            "of": key,
-        }
+        result.measured[group] = {"furthest_off": _for_json(off), "of": key}
     result.measured |= {"compared": compared, "explained_by_rounding": blind}
     if blind > compared / 2:
         result.not_run = f"rounding alone explains {_BLIND:.0%} of {blind} of {compared} of them"
@@ -486,7 +492,7 @@ class Runs:
         left = comm.all_gather_object(self._deadline - time.monotonic())[0]
         if left <= 0:
             raise OutOfTime("there was no time left for it")
-        ports_W = comm.all_gather_object(_free_ports())
+        ports_W = comm.all_gather_object(free_ports(2))  # of the rank, of a store
         sound, sounds = comm.alarm()
         problem = ""
         if comm.rank() < count:
@@ -586,14 +592,6 @@ def _environment(count: int, ports_W: Sequence[Sequence[int]]) -> dict[str, str]
     }
 
 
-def _free_ports() -> list[int]:
-    """Two ports that are free at this moment; Paddle has to open them by itself."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in (one, other)]
-
-
 # Precision
 
 
@@ -663,7 +661,7 @@ def judge_training(
         pairs = {"first loss": (losses[0], expected[0]), "mean": (fmean(losses), fmean(expected))}
         for name, (own, right) in pairs.items():
             off = abs(own - right) / max(abs(right), 1e-12)
-            found.measured[f"{name} off"] = off if math.isfinite(off) else f"{off}"
+            found.measured[f"{name} off"] = _for_json(off)
             if not off <= _LOSS_OFF:
                 found.problems.append(
                     f"{name}: {own:.4g}, in float32 {right:.4g}: off by {off:.1%}, allowed "
@@ -677,10 +675,9 @@ def judge_training(
 
 def cards_like_one(runs: Runs) -> Found:
     """`tools/verify.py equivalence` over epochs whose last step is a part of one.  Collective."""
-    world, train = comm.world_size(), runs.config.train
-    if world == 1:
+    if comm.world_size() == 1:
         return Found(not_run="one rank only")
-    total = world * train.images_per_card * train.micro_steps(world)
+    total = _images_of_step(runs.config)
     overrides = [
         *("train.amp.enabled=false", *_FLOAT32, "schedule.warmup_epochs=0", "train.epochs=4"),
         f"data.train.limit={2 * total + max(1, total // 2)}",
