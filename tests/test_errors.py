@@ -21,6 +21,7 @@ _PASSED_ON = {
     "ppdist/config/yaml.py",
     "ppdist/data/datasets/annotations.py",
     "ppdist/data/image.py",
+    "ppdist/data/loader.py",
     "ppdist/data/transforms/pipeline.py",
     "ppdist/data/validate.py",
 }

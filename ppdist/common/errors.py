@@ -76,6 +76,12 @@ class CheckpointError(UserError):
     kind = "checkpoint"
 
 
+class StorageError(CodedError, RuntimeError):
+    """Storage that was there is away; nobody made a mistake, and a restart may find it back."""
+
+    kind = "storage"
+
+
 class ExportError(UserError):
     """A model cannot be exported, or its export does not compute what the model computes."""
 
@@ -92,7 +98,7 @@ _KINDS: dict[str, type[CodedError]] = {
     each.kind: each
     for each in (
         *(RankError, UserError, ConfigError, DataError, WeightsError, CheckpointError),
-        *(ExportError, LaunchError),
+        *(ExportError, LaunchError, StorageError),
     )
 }
 

@@ -21,6 +21,14 @@ from typing import BinaryIO
 from ppdist.common.errors import ConfigError, UserError
 
 _BLOCK_BYTES = 1 << 20
+# What the files of a network disk answer while its server, its mount or the network is away.
+_OUTAGES = frozenset((
+    errno.ENOENT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV,
+    errno.ENXIO, errno.EREMOTEIO, errno.ENOLINK, errno.ESHUTDOWN, errno.ECONNREFUSED,
+    errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENETUNREACH,
+))  # fmt: skip
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 @contextmanager
@@ -40,6 +48,32 @@ def writing(path: Path) -> Iterator[None]:
 def is_disk_full(error: OSError) -> bool:
     """No room is left there, or none that this user may take."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_outage(error: BaseException | None) -> bool:
+    """Whether storage that is away would answer so; a file that was deleted does, too."""
+    return isinstance(error, OSError) and error.errno in _OUTAGES
+
+
+def pauses(seconds: float) -> Iterator[float]:
+    """Between tries to reach storage that is away, s: 1, 2, 4 ... 30, up to so many in all."""
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def can_be_read(path: str | Path) -> bool:
+    """Whether a file that is one, or a folder that holds something, is there now."""
+    try:
+        if os.path.isdir(path):
+            with os.scandir(path) as entries:
+                return any(True for _ in entries)
+        with open_file(path) as file:
+            file.read(1)
+    except OSError:
+        return False
+    return True
 
 
 def make_folder(path: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from ppdist.common.errors import Failure, UserError, failure_of
+from ppdist.common.errors import Failure, StorageError, UserError, failure_of
 from ppdist.common.files import replace_file
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
@@ -82,13 +82,14 @@ def run(main: Callable[[], int | None]) -> NoReturn:
                 code="paddle_missing",
             )
         code = USER_ERROR if isinstance(found, UserError) else 1
-        failure = failure_of(found, _crash() if code == 1 else "")
+        told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
+        failure = failure_of(found, "" if told else _crash())
     message = failure.message
     launched = _report_to_launcher(code, failure)
+    if message and code == 1:
+        say(message if failure.kind != StorageError.kind else f"ppdist: error: {message}")
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {message}")
-    if message and code == 1:
-        say(message)
     for stream in (sys.stdout, sys.stderr):
         _finish(stream)
     if launched:

@@ -7,6 +7,12 @@ Keys travel through the sampler, so workers need no signal when an epoch begins,
 same whatever the number of workers, and after a restart.  Results come in the order of the plan,
 whoever is done first.  Images cross processes as uint8.
 
+Where the storage of images is away, a worker waits for it and its rank says so, once; what stays
+away ends the iteration with a blank batch, with which the rank still reaches its collectives.
+
+Where the storage of images is away, a worker waits for it and its rank says so, once; what stays
+away ends the iteration with a blank batch, with which the rank still reaches its collectives.
+
 A worker that dies, or is busy with one image for too long, is killed and replaced, and its
 unfinished batches are rebuilt: a batch is a function of its keys, so none is lost, doubled or
 different.  A record that two workers in a row were reading when they died goes to the blocklist.
@@ -29,7 +35,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,11 +62,12 @@ from ppdist.data.types import (
     Arrays,
     Batch,
     DetectionSet,
+    ImagesAway,
     Made,
     Records,
     SampleKey,
 )
-from ppdist.distributed import device, heartbeat
+from ppdist.distributed import comm, device, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -112,17 +119,21 @@ class _Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
-        `error`, or too many in a row cannot; RuntimeError: preparing one failed in another way.
+        `error`, or too many in a row cannot; ImagesAway: their storage stays away; RuntimeError:
+        preparing one failed in another way.
         """
         try:
             for keys, made, tensors in self._made():
                 self._report(made)
-                yield Batch(
+                batch = Batch(
                     **tensors,
-                    real=keys[0].index >= 0,
+                    real=keys[0].index >= 0 and made.outage is None,
                     real_somewhere=keys[0].index != EMPTY,
                     bad_images=made.bad_images,
                 )
+                if made.outage is not None:
+                    raise ImagesAway(made.outage, batch)
+                yield batch
         except Exception:
             self.close()  # an exception holds on to this frame, and with it the workers
             raise
@@ -147,8 +158,16 @@ class _Loader:
             yield from self._pool.run(self.plan)
         else:
             cv2.setNumThreads(0)  # as in workers: the cores belong to training
+            outages = _Outages(self._samples)
+
+            def pause(seconds: float) -> None:
+                outages.look([self._samples.awaited])
+                _sleep(seconds, heartbeat.alive)
+
+            self._samples.pause = pause
             for keys in self.plan:
                 made = self._samples.batch(keys)
+                outages.look([self._samples.awaited])
                 yield keys, made, _tensors(made)
 
     def _report(self, made: Made) -> None:
@@ -160,6 +179,38 @@ class _Loader:
             if problem not in self._warned:
                 self._warned.add(problem)
                 _LOGGER.warning(problem)
+
+
+class _Outages:
+    """Says once that the storage of images is away, and once that it is back."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._since: float | None = None
+
+    def look(self, awaited: Iterable[np.ndarray]) -> None:
+        """Args: awaited: of each process that reads images; see `Samples`."""
+        away = next((each.tolist() for each in awaited if each[0] != NOTHING), None)
+        if away is not None and self._since is None:
+            self._since = time.monotonic()
+            _LOGGER.warning(
+                "%s: %s, nor can others of its folder be read: their storage is away; waiting for "
+                "it for up to %.0f s",
+                self._samples.path(away[0]), os.strerror(away[1]), self._samples.storage_seconds,
+            )  # fmt: skip
+        elif away is None and self._since is not None:
+            seconds = time.monotonic() - self._since
+            _LOGGER.info("the images can be read again, after %.0f s", seconds)
+            self._since = None
+
+
+def _sleep(seconds: float, alive: Callable[[], None]) -> None:
+    """Sleeps, and calls `alive` all the while."""
+    deadline = time.monotonic() + seconds
+    alive()
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, _SIGN_SECONDS))
+        alive()
 
 
 def _tensors(made: Made) -> dict[str, paddle.Tensor]:
@@ -207,6 +258,7 @@ class TrainLoader(_Loader):
             epochs=epochs,
             reductions_N=reductions_N,
             cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
+            storage_seconds=comm.storage_seconds(),
         )
         pixels = max(height * width for height, width in sampler.sizes)
         super().__init__(
@@ -250,7 +302,12 @@ class EvalLoader(_Loader):
             sizes_N2 = Records.of(dataset.records).sizes_N2
             shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
         kind = ClassifyEvalSamples if config.task == "classify" else EvalSamples
-        samples = kind(dataset, config.bad_images, resize=config.resize)
+        samples = kind(
+            dataset,
+            config.bad_images,
+            resize=config.resize,
+            storage_seconds=comm.storage_seconds(),
+        )
         self._learnable = samples.learnable
         super().__init__(
             samples,
@@ -307,7 +364,10 @@ def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
 # --- workers -------------------------------------------------------------------------------------
 
 _SLOTS = 2  # of a worker: one is filled while the rank takes out the other
-_LOOK_SECONDS = 1.0  # how often a waiting worker looks for its rank, and the rank for hung workers
+_SIGN_SECONDS = 0.2  # between two signs of life of whoever waits for storage
+# How often a waiting worker looks for its rank, and the rank for workers that hang, or that wait
+# for storage (which they do for a second at least).
+_LOOK_SECONDS = 0.5
 _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
 _LENGTH = struct.Struct("<I")  # before each message
 # Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
@@ -362,15 +422,17 @@ def _packed(message: Any) -> bytes:
 class Worker:
     """A process as its rank sees it.
 
-    reading, beat: written by the process: the record it reads, when it last began to read one, or
-    began or finished a batch (time.monotonic).  process: its id; 0 before it starts and once it is
-    gone, when the id may be that of another process.  free: slots.  tasks: given and not yet done,
-    with their slots, in the given order.  changed: when it last sent, or got its only task.
+    reading, awaited, beat: written by the process: the record it reads, or whose storage it waits
+    for; when it last began to read one, began or finished a batch, or waited (time.monotonic).
+    process: its id; 0 before it starts and once it is gone, when the id may be that of another
+    process.  free: slots.  tasks: given and not yet done, with their slots, in the given order.
+    changed: when it last sent, or got its only task.
     """
 
     link: socket.socket
     slots: list[np.ndarray]
     reading: np.ndarray
+    awaited: np.ndarray
     beat: np.ndarray
     process: int = 0
     free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
@@ -442,6 +504,7 @@ class WorkerPool:
         self._bytes = largest_batch
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
+        self._outages = _Outages(samples)
         self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
         self._done: dict[int, tuple[Made, Worker, int]] = {}
         # Shared: all workers see at once what none of them may open any more.
@@ -521,6 +584,7 @@ class WorkerPool:
                 self._note(worker, result)
             if not alive:
                 self._replace(worker, hung=False)
+        self._outages.look(worker.awaited for worker in self._workers)
         for worker in list(self._workers):
             if worker.busy_seconds() > self._timeout:
                 self._replace(worker, hung=True)
@@ -586,8 +650,9 @@ class WorkerPool:
         """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
         ours, theirs = socket.socketpair()
         slots = [_shared(self._bytes, np.uint8) for _ in range(_SLOTS)]
-        worker = Worker(ours, slots, _shared(1, np.int64), _shared(1, np.float64))
-        worker.reading[0] = NOTHING
+        marks = _shared(1, np.int64), _shared(2, np.int64), _shared(1, np.float64)
+        worker = Worker(ours, slots, *marks)
+        worker.reading[0] = worker.awaited[0] = NOTHING
         ours.settimeout(self._timeout)
         rank = os.getpid()
         # By itself it looks for its rank between batches only, and may hang in a decoder.
@@ -637,16 +702,24 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     gc.freeze()  # what is inherited stays shared, and none of it is finalized here
     cv2.setNumThreads(0)  # one thread a worker
-    samples.reading, samples.beat = worker.reading, worker.beat
+    samples.reading, samples.awaited = worker.reading, worker.awaited
+    samples.beat = worker.beat
+    samples.pause = lambda seconds: _sleep(seconds, beat)
     link.settimeout(_LOOK_SECONDS)
+
+    def beat() -> None:
+        if os.getppid() != rank:
+            os._exit(1)
+        worker.beat[0] = time.monotonic()
+
     inbox = _Inbox()
     while content := _received(link, rank):
         for number, slot, keys in inbox.messages(content):
-            worker.beat[0] = time.monotonic()
+            beat()
             made = samples.batch(keys, worker.slots[slot])
             arrays, made = made.arrays, made._replace(arrays=None)
             shape = arrays.images_B3HW.shape if arrays else ()
-            worker.beat[0] = time.monotonic()
+            beat()
             _send(link, _packed(Result(number, shape, arrays[1:] if arrays else (), made)), rank)
 
 

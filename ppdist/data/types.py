@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 from paddle import Tensor
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, StorageError
 
 Split = Literal["train", "val"]
 Box = tuple[float, float, float, float]
@@ -342,7 +342,8 @@ class Made(NamedTuple):
 
     arrays: None if an error is given; problems: lines to warn of; bad_images: position in the set's
     records -> why, without the path, of those that could not be used; user_error: a user's mistake,
-    or None; our_error: our own as text with its traceback, or "".  All of it crosses processes.
+    or None; our_error: our own as text with its traceback, or "".  outage: why the arrays are those
+    of one blank image: storage has stayed away.  All of it crosses processes.
     """
 
     arrays: Arrays | None
@@ -350,6 +351,7 @@ class Made(NamedTuple):
     bad_images: dict[int, str]
     user_error: DataError | None = None
     our_error: str = ""
+    outage: StorageError | None = None
 
 
 @dataclass(frozen=True)
@@ -379,3 +381,15 @@ class Batch:
     real: bool = True
     real_somewhere: bool = True
     bad_images: Mapping[int, str] = field(default_factory=dict)
+
+
+class ImagesAway(StorageError):
+    """The storage of images has stayed away.
+
+    Attributes:
+        blank: stands for the batch that lacks them, so that a rank reaches every collective.
+    """
+
+    def __init__(self, why: StorageError, blank: Batch) -> None:
+        super().__init__(why.what, code=why.code, where=why.where, fix=why.fix)
+        self.blank = blank

@@ -33,7 +33,7 @@ from paddle import distributed as pd
 from paddle import nn
 from paddle.distributed import fleet
 
-from ppdist.common.errors import CodedError, Failure, UserError, failure_of
+from ppdist.common.errors import CodedError, Failure, StorageError, UserError, failure_of
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
@@ -58,6 +58,7 @@ from ppdist.distributed.store import rank as rank
 from ppdist.distributed.store import ranks_named as ranks_named
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
+from ppdist.distributed.store import storage_seconds as storage_seconds
 from ppdist.distributed.store import world_size as world_size
 
 _bucket_mb = 25
@@ -358,7 +359,8 @@ def evaluate_on_all_ranks(
 
     Args: say: what the other ranks shall know of what it returned; it must survive JSON.
     Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
-        UserError, on every rank: by users' mistakes alone.
+        UserError, on every rank: by users' mistakes alone.  StorageError, on every rank: what it
+        needs on some has stayed away, so whatever comes next would lack it, too.
     """
     value, failure, mine, told = None, None, None, None
     try:
@@ -373,6 +375,9 @@ def evaluate_on_all_ranks(
     failed = [failure for failure, _ in said_W if failure]
     if not failed:
         return OnAllRanks(cast(T, value), [told for _, told in said_W])
+    away = [heard for _, _, heard in failed if heard["kind"] == StorageError.kind]
+    if away:
+        raise failure if isinstance(failure, StorageError) else Failure(**away[0]).error()
     first = Failure(**failed[0][2])
     if all(is_users for is_users, _, _ in failed):
         raise failure or first.error()

@@ -110,6 +110,11 @@ def set_timeout(seconds: float) -> None:
     os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
 
 
+def storage_seconds() -> float:
+    """How long a rank waits for storage that is away: half as long as the others wait for it."""
+    return _timeout / 2
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """What every rank gave, in rank order, through the store.  Collective.
 

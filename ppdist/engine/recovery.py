@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import ConfigError, UserError, is_out_of_memory
+from ppdist.common.errors import ConfigError, StorageError, UserError, is_out_of_memory
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm, device
@@ -159,6 +159,19 @@ class Recovery:
         self._train_step.forget()
         progress.roll_back_to(restored)
         self._log.rollback(progress.step)
+
+    def require_images(self, result: StepResult) -> None:
+        """After a step that was given up.
+
+        Raises: StorageError, on every rank: the images of some stay away.
+        """
+        told_W = comm.all_gather_large_object(
+            [None if result.outage is None else f"{result.outage}", comm.host()]
+        )
+        away = [rank for rank, (text, _) in enumerate(told_W) if text is not None]
+        if away:
+            ranks = comm.ranks_named(away, [host for _, host in told_W])
+            raise StorageError(f"{ranks}: {told_W[away[0]][0]}", code="storage_unreachable")
 
     def shrink_micro_batches(self, result: StepResult, progress: TrainState) -> None:
         """Halves the micro-batches after a step for which some rank ran out of memory.

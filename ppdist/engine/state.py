@@ -29,7 +29,7 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.files import replace_file
+from ppdist.common.files import pauses, replace_file
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import Section, flattened, parse_config
@@ -59,7 +59,6 @@ _LOGGER = logging.getLogger("ppdist")
 AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
 _NOTE_FILE = "run.json"
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
 _Groups = dict[str, dict[str, np.ndarray]]
 
@@ -529,11 +528,9 @@ def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
     _LOGGER.warning("%s: waiting up to %.0f s for %s", folder, seconds, expected)
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
-    while time.monotonic() < deadline:
+    for pause in pauses(seconds):
         heartbeat.alive()
-        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        time.sleep(pause)
         found, skipped = _of_job(note.id, folder)
         if found is not None:
             return found, skipped

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.common.errors import is_out_of_memory
+from ppdist.common.errors import StorageError, is_out_of_memory
 from ppdist.config.train import AmpConfig
-from ppdist.data.types import Batch
+from ppdist.data.types import Batch, ImagesAway
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
@@ -59,8 +59,9 @@ class StepResult:
     bad_images: dict[int, str]  # position -> why: what this rank alone met, and was not known
     bad_somewhere: bool  # some rank met one
     searching: bool  # not applied, because the loss scale of float16 was still too high
-    too_large: bool  # some rank had no memory for its micro-batches: as if there had been no step
-    ran_out: bool  # this rank
+    given_up: bool  # some rank had no memory, or no images, for it: as if there had been no step
+    ran_out: bool  # this rank, of memory
+    outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
 
@@ -84,7 +85,7 @@ class _Tally(NamedTuple):
     images: float
     stops: float  # ranks that were asked to stop
     bad_images: float
-    short: float  # ranks of too little memory
+    short: float  # ranks of too little memory, or without images
     broken: float  # ranks whose loss is not finite
     sums: dict[str, float]  # see `add_up`
 
@@ -190,7 +191,7 @@ class TrainStep:
             self._flat_gradients.release()
         self.loss.prepare(self.model, step)
         heartbeat.at("waiting for its images")
-        micro_batches = [next(batches) for _ in range(count)]
+        micro_batches, outage = _taken(batches, count)
         heartbeat.at("")
         clock.lap("data")
         before = None if self._statistics is None else self._statistics.gather().clone()
@@ -202,7 +203,8 @@ class TrainStep:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
         images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
         finite = paddle.isfinite(sums[_LOSS]).astype("float32")
-        own = [float(each) for each in (images, stop, len(bad_images), not fitted)]
+        short = not fitted or outage is not None
+        own = [float(each) for each in (images, stop, len(bad_images), short)]
         counts = [device.put(own), 1.0 - finite, *sums.values()]
         summed = comm.all_reduce_sum(paddle.concat(counts))
         clock.lap("communication")
@@ -233,8 +235,9 @@ class TrainStep:
             bad_somewhere=tally.bad_images > 0,
             searching=not (applied or tally.short or tally.broken)
             and loss_scale(self.scaler) >= 1.0,
-            too_large=tally.short > 0,
+            given_up=tally.short > 0,
             ran_out=not fitted,
+            outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
         )
@@ -440,6 +443,17 @@ class TrainStep:
         masters = paddle_api.master_weights(self.optimizer)
         named = self.model.named_parameters()
         return {key: masters[p.name] for key, p in named if p.name in masters}
+
+
+def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageError | None]:
+    """The micro-batches of a step; and why the last of them are blank, if their images are away."""
+    taken: list[Batch] = []
+    try:
+        for _ in range(count):
+            taken.append(next(batches))
+    except ImagesAway as away:
+        return [*taken, *[away.blank] * (count - len(taken))], away
+    return taken, None
 
 
 def _blank_batch(batch: Batch) -> Batch:

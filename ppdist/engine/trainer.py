@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.errors import CheckpointError
+from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.logging import EVALUATION, SAVING, RunLog
 from ppdist.common.process import STOP_SIGNALS, STOPPED
 from ppdist.config.evaluate import EvaluateConfig
@@ -130,7 +130,15 @@ class Trainer:
         """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.  Collective.
 
         Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
+            StorageError: images stay away; what was learned is saved, and a restart goes on.
         """
+        try:
+            return self._fit()
+        except StorageError:  # on all ranks
+            self._save_before_end()
+            raise
+
+    def _fit(self) -> int:
         progress, total = self.progress, self.derived.total_steps
         self._begin()
         if self._missed_an_evaluation() and not self._evaluate():
@@ -259,6 +267,20 @@ class Trainer:
                 f"{self.best_metric} {progress.best:.4f}"
             )
 
+    def _save_before_end(self) -> None:
+        """Saves what was learned, if a run can go on from here.  Collective."""
+        step = self.progress.step
+        whole = step > 0 and self.train_step.grad_sync.synchronised(step - 1)
+        if not whole or self.progress.bad_steps:
+            return
+        try:
+            self._save()
+            self._finish_saving()
+        except CheckpointError as error:  # they may lie on the same storage
+            self.log.warning(f"{error}")
+        else:
+            self.log.info(f"the checkpoint of step {step} is on disk")
+
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             call(callback)
@@ -289,7 +311,8 @@ class Trainer:
         seconds = watch.stop(clock.seconds["data"])
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)
-        if result.too_large:
+        if result.given_up:
+            self.recovery.require_images(result)
             self.recovery.shrink_micro_batches(result, progress)
             self._seek()
             return None

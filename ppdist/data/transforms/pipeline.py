@@ -8,17 +8,20 @@ function of (seed, epoch, index), its partners too.  Runs in the loader's worker
 here is numpy.
 """
 
+import errno
 import math
+import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import cv2
 import numpy as np
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, StorageError
+from ppdist.common.files import can_be_read, is_outage, pauses
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
@@ -63,6 +66,7 @@ from ppdist.data.types import (
 
 _AUGMENT = 2  # stream of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100
+_NEAR, _PROBED = 64, 8  # records among which others of a folder are looked for; so many are opened
 _BOX_ROUNDING = 8  # boxes per image are padded to a multiple, so that shapes repeat
 
 
@@ -71,8 +75,13 @@ class Samples:
 
     reading: int64 [1], position of the record that is being read, or NOTHING; beat: float64 [1],
     when reading one last began (time.monotonic); blocklist_N: uint8, what twice came of reading a
-    record: 0, a signal, HUNG or EXITED.  A worker has all in memory that it shares with its rank,
-    which thus knows what a worker died of, or that it hangs.
+    record: 0, a signal, HUNG or EXITED; awaited: int64 [2], position of the record whose storage is
+    waited for, or NOTHING, and the errno.  A worker has all in memory that it shares with its rank,
+    which thus knows what a worker died of, that it hangs or waits.
+
+    Every image was there at the start (`check_files`).  So one that cannot be opened, with others
+    of its folder that can, was deleted or damaged; where none can, their storage is away: it is
+    waited for, and samples are what they would have been.  pause: waits so many seconds.
     """
 
     def __init__(
@@ -82,14 +91,19 @@ class Samples:
         *,
         reductions_N: np.ndarray | None = None,
         cache: ImageCache | None = None,
+        storage_seconds: float = 0.0,
     ) -> None:
         """
         Args:
             bad_images: what to do about an image that cannot be read: `skip` or `error`.
             reductions_N: uint8, how far each image is reduced when it is read; None: not at all.
             cache: of images reduced like this.
+            storage_seconds: how long storage that is away is waited for.
         """
         self.reading = np.full(1, NOTHING, np.int64)
+        self.awaited = np.full(2, NOTHING, np.int64)
+        self.pause: Callable[[float], None] = time.sleep
+        self.storage_seconds = storage_seconds
         self.beat = np.zeros(1)
         self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
         self._dataset = dataset
@@ -117,6 +131,8 @@ class Samples:
             for key in keys:
                 samples.append(self.make(key) if key.index >= 0 else _padding(key))
             return Made(collate(samples, out), self._problems, self._bad)
+        except StorageError as error:
+            return Made(collate([_padding(key)], out), self._problems, self._bad, outage=error)
         except DataError as error:
             return Made(None, [], {}, user_error=error)
         except (OSError, cv2.error, MemoryError) as error:
@@ -136,26 +152,78 @@ class Samples:
     def _read(self, index: int, consequence: str) -> np.ndarray | None:
         """The image, reduced, perhaps read-only; or None with a note of what that entails.
 
-        Raises: DataError: it cannot be read and data.bad_images is `error`.
+        Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
         path = self.path(index)
         code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
         if not why:
             code, why = _blocked(self.blocklist_N[index])
         if not why:
-            self.reading[0], self.beat[0] = index, time.monotonic()
             try:
-                return self._pixels(index)
+                return self._pixels_once_there(index)
             except DataError as error:
                 code, why = error.code, error.what
-            finally:
-                self.reading[0] = NOTHING
         if self._bad_images == "error":
             fix = "remove it, or set data.bad_images: skip"
             raise DataError(why, code=code, where=path, fix=fix)
         self._problems.append(f"{path}: {why}; {consequence}")
         self._bad[index] = why
         return None
+
+    def _pixels_once_there(self, index: int) -> np.ndarray:
+        """The image, reduced; where storage is away, once it is back.
+
+        Raises: DataError: the file cannot be read.  StorageError: storage stays away.
+        """
+        left = pauses(self.storage_seconds)
+        tried = False  # since others of its folder were seen to be there
+        while True:
+            try:
+                self.reading[0], self.beat[0] = index, time.monotonic()
+                image_HW3 = self._pixels(index)
+                self.awaited[0] = NOTHING
+                return image_HW3
+            except DataError as error:
+                cause = error.__cause__
+                if tried or not is_outage(cause):
+                    self.awaited[0] = NOTHING
+                    raise
+                why = error
+            finally:
+                self.reading[0] = NOTHING
+            tried = self._others_are_there(index)
+            if tried:  # it may be back just now, and this image with it
+                continue
+            pause = next(left, None)
+            if pause is None:
+                self.awaited[0] = NOTHING
+                raise StorageError(
+                    f"{why.what}; nor can others of its folder be read, which were there at the "
+                    f"start: their storage is away, and was waited for ({self.storage_seconds:g} "
+                    f"s, half of distributed.timeout_seconds)",
+                    code="storage_unreachable",
+                    where=self.path(index),
+                    fix="mount it again, and start with --resume; --max_restart does so by itself",
+                ) from why
+            assert isinstance(cause, OSError)
+            self.awaited[:] = index, cause.errno or errno.EIO
+            self.pause(pause)
+
+    def _others_are_there(self, index: int) -> bool:
+        """Whether any of the next images of the same folder can be opened.
+
+        Where the next ones are all in other folders, any of them; a set of one image has none.
+        """
+        folder, count = os.path.dirname(self.path(index)), len(self)
+        near = [(index + step) % count for step in range(1, min(count, _NEAR))]
+        near = [other for other in near if other not in self._dataset.unreadable]
+        paths = [self.path(other) for other in near]
+        beside = [path for path in paths if os.path.dirname(path) == folder] or paths
+        for path in beside[:_PROBED] or [folder]:
+            self.beat[0] = time.monotonic()  # each may take its time to fail
+            if can_be_read(path):
+                return True
+        return False
 
     def _pixels(self, index: int) -> np.ndarray:
         cached_HW3 = None if self._cache is None else self._cache.get(index)
@@ -205,6 +273,7 @@ class TrainSamples(Samples):
         epochs: int | None = None,
         reductions_N: np.ndarray | None = None,
         cache: ImageCache | None = None,
+        storage_seconds: float = 0.0,
     ) -> None:
         """
         Args:
@@ -212,7 +281,13 @@ class TrainSamples(Samples):
             reductions_N: what `reductions` gave.
         Raises: ValueError: epochs are needed and were not given.
         """
-        super().__init__(dataset, bad_images, reductions_N=reductions_N, cache=cache)
+        super().__init__(
+            dataset,
+            bad_images,
+            reductions_N=reductions_N,
+            cache=cache,
+            storage_seconds=storage_seconds,
+        )
         if augment.needs_length and epochs is None:
             raise ValueError(
                 "close_mosaic_epochs, plain_epochs: the length of the run is needed, and for "
@@ -419,9 +494,14 @@ class EvalSamples(Samples):
     """The whole image in the input, and all its boxes, crowds too."""
 
     def __init__(
-        self, dataset: DetectionSet, bad_images: str, *, resize: Resize = "stretch"
+        self,
+        dataset: DetectionSet,
+        bad_images: str,
+        *,
+        resize: Resize = "stretch",
+        storage_seconds: float = 0.0,
     ) -> None:
-        super().__init__(dataset, bad_images)
+        super().__init__(dataset, bad_images, storage_seconds=storage_seconds)
         self._resize: Resize = resize
 
     def make(self, key: SampleKey) -> Sample:

@@ -1,0 +1,151 @@
+"""The storage of images goes away and comes back: it is waited for, and the stream is the same."""
+
+import errno
+import logging
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common import files
+from ppdist.data.datasets.build import read_split
+from ppdist.data.loader import EvalLoader
+from ppdist.data.types import ImagesAway
+from ppdist.distributed import heartbeat, store
+from tests.unit.data.loaders import assert_equal, loader, warnings_in
+from tests.unit.data.sets import coco_config, write_coco
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    write_coco(root, COUNT)
+    return root
+
+
+@pytest.fixture
+def folder(original, tmp_path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "set"))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch) -> None:
+    """Shorter than in use, and longer than a rank takes to look after its workers."""
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.6)
+
+
+def outages_in(caplog) -> list[str]:
+    return [line for line in warnings_in(caplog) if "their storage is away" in line]
+
+
+def back_later(away: Path, place: Path, seconds: float = 0.5) -> threading.Timer:
+    timer = threading.Timer(seconds, lambda: away.rename(place))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_folder_away_for_a_while_changes_no_batch(folder, workers, caplog):
+    whole = list(loader(folder))
+    images, away, batches = folder / "images", folder / "away", []
+    with caplog.at_level(logging.INFO, "ppdist"):
+        for number, batch in enumerate(loader(folder, workers=workers, worker_timeout_seconds=2.0)):
+            batches.append(batch)
+            if number == 1:
+                images.rename(away)
+                timer = back_later(away, images)
+    timer.join()
+    assert_equal(batches, whole)
+    assert not any(batch.bad_images for batch in batches)
+    (warning,) = outages_in(caplog)
+    assert "No such file or directory" in warning and "for up to 900 s" in warning
+    assert len([line for line in warnings_in(caplog) if "can be read again" in line]) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_errors_of_a_network_disk_are_waited_out(folder, number, monkeypatch, caplog):
+    whole = list(loader(folder))
+    opened, sick = files._open_at_once, folder / "sick"
+
+    def refusing(path, flags):
+        if sick.exists():
+            raise OSError(number, "of a network disk", path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(files, "_open_at_once", refusing)
+    one = loader(folder, workers=1)
+    sick.touch()
+    timer = threading.Timer(0.5, sick.unlink)
+    timer.start()
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        batches = list(one)
+    timer.join()
+    assert_equal(batches, whole)
+    assert len(outages_in(caplog)) == 1
+
+
+def test_empty_mount_point_is_an_outage_too(folder, caplog):
+    whole = list(loader(folder))
+    one = loader(folder)
+    images, away = folder / "images", folder / "away"
+    images.rename(away)
+    images.mkdir()
+
+    def mount() -> None:
+        images.rmdir()
+        away.rename(images)
+
+    timer = threading.Timer(0.3, mount)
+    timer.start()
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        assert_equal(one, whole)
+    timer.join()
+    assert len(outages_in(caplog)) == 1
+
+
+def test_deleted_file_is_bad_and_not_waited_for(folder, monkeypatch, caplog):
+    one = loader(folder)
+    (folder / "images" / "005.jpg").unlink()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is waited for"))
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        bad = {index for batch in one for index in batch.bad_images}
+    assert bad == {5} and outages_in(caplog) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_stays_away_gives_a_blank_batch(folder, workers, monkeypatch, caplog):
+    monkeypatch.setattr(store, "_timeout", 1.6)
+    beats: list[None] = []
+    monkeypatch.setattr(heartbeat, "alive", lambda: beats.append(None))
+    one = loader(folder, workers=workers)
+    batches = iter(one)
+    next(batches)
+    (folder / "images").rename(folder / "away")
+    with caplog.at_level(logging.WARNING, "ppdist"), pytest.raises(ImagesAway) as caught:
+        list(batches)
+    assert caught.value.code == "storage_unreachable" and "waited for (0.8 s" in str(caught.value)
+    blank = caught.value.blank
+    assert not blank.real and blank.image_index_B.numpy().tolist() == [-1]
+    assert np.all(blank.images_B3HW.numpy() == 0) and blank.images_B3HW.shape[2:] != [0, 0]
+    assert len(outages_in(caplog)) == 1 and beats and one.worker_ids == []
+    (folder / "away").rename(folder / "images")
+    assert len(list(one)) == 12  # a new iteration finds them
+
+
+def test_evaluation_waits_for_its_images(folder, caplog):
+    config = coco_config(folder, workers=1)
+    dataset = replace(read_split(config, "val", 3), unreadable={})
+    one = EvalLoader(dataset, config, image_size=(32, 32), batch_size=5, rank=0, world=1)
+    whole = list(one)
+    (folder / "images").rename(folder / "away")
+    timer = back_later(folder / "away", folder / "images", 0.3)
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        assert_equal(one, whole)
+    timer.join()
+    assert len(outages_in(caplog)) == 1

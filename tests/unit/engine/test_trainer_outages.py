@@ -1,0 +1,66 @@
+"""Images whose storage stays away: what was learned is saved, as it was before the lost step."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppdist.common import files
+from ppdist.common.errors import StorageError
+from ppdist.distributed import comm, store
+from ppdist.engine.callbacks import Callback
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
+from tests.unit.engine.tiny import FASTEST
+
+
+class TakeAway(Callback):
+    """Takes a folder away before a step, as a storage that does not come back."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+
+    def on_step_begin(self, step: int) -> None:
+        if step == self._step:
+            self._folder.rename(self._folder.with_name("away"))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(store, "_timeout", 0.1)
+    monkeypatch.setattr(comm, "set_timeout", lambda seconds: None)
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.05)
+
+
+def test_work_is_saved_before_images_end_a_run(shapes, tmp_path):
+    data = Path(shutil.copytree(shapes, tmp_path / "data"))
+    own = ["train.batch_size_per_card=4", "checkpoint.every_steps=100"]
+    whole, output = tmp_path / "whole", tmp_path / "output"
+    run_to_end(data, whole, *own, "train.max_steps=2", model=FASTEST)
+    callbacks = [TakeAway(data / "images", 3)]
+    experiment = build_run(data, output, *own, model=FASTEST, callbacks=callbacks)
+    with experiment.log, pytest.raises(StorageError) as ended:
+        experiment.trainer.fit()
+    assert ended.value.code == "storage_unreachable" and "rank 0 (host " in str(ended.value)
+    assert (output / "checkpoints" / "last").resolve().name == "step-00000002"
+    assert_same_checkpoint(whole, output)
+
+
+def test_evaluation_without_images_ends_all_ranks_alike(monkeypatch):
+    """The others hear it as what it is: training on would lack the images, too."""
+
+    def lacks():
+        raise StorageError("away", code="storage_unreachable", where="a.jpg")
+
+    with pytest.raises(StorageError):
+        comm.evaluate_on_all_ranks(lacks)
+    own = comm.all_gather_object
+
+    def with_another_rank(value):
+        with pytest.raises(StorageError) as raised:
+            lacks()
+        return [*own(value), [[False, "rank 1", vars(comm.failure_of(raised.value))], None]]
+
+    monkeypatch.setattr(comm, "all_gather_object", with_another_rank)
+    with pytest.raises(StorageError) as heard:
+        comm.evaluate_on_all_ranks(lambda: 1)
+    assert heard.value.code == "storage_unreachable"
