@@ -38,8 +38,9 @@ from ppdist.distributed import comm, heartbeat
 from ppdist.engine.checkpoint import (
     Checkpoint,
     Snapshot,
+    folders_of,
     holds_any,
-    newest_valid,
+    newest_of_run,
     path_of,
     read_checkpoint,
     set_aside,
@@ -412,9 +413,10 @@ class Start:
     """Where a run starts; the same on every rank."""
 
     job: str | None  # id of the run that earlier attempts of this job have started
+    folders: list[Path]  # of the run's checkpoints; see `folders_of`
     snapshot: Snapshot | None = None  # None: it starts anew
     path: Path | None = None  # of the checkpoint, on rank 0's host
-    own: bool = False  # it lies in this run's output_dir
+    own: bool = False  # it lies in one of `folders`
     rescored: str = ""  # changed settings that make the best score so far incomparable
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
@@ -444,14 +446,14 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
     held: dict[str, bytes] = {}
     note = _note_of_job()
     job = None if note is None else note.id
-    folder = output_dir / "checkpoints"
+    folders = folders_of(output_dir, config.checkpoint.fallback_dir)
 
     def look() -> dict[str, Any] | None:
-        found, skipped = _of_job(job, folder)
+        found, skipped = _of_job(job, folders)
         if found is None and note is not None and note.saved:
-            found, skipped = _wait_for(note, folder, config.distributed.timeout_seconds / 2)
-        if found is None and asked is not None and (asked != AUTO or holds_any(folder)):
-            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked))
+            found, skipped = _wait_for(note, folders, config.distributed.timeout_seconds / 2)
+        if found is None and asked is not None and (asked != AUTO or holds_any(*folders)):
+            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked), folders)
         if found is None:
             return None
         by_scores = config.data.sampling.name == "difficulty"
@@ -462,7 +464,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
         return {
             "path": f"{found.path}",
             "state": found.state,
-            "own": found.path.resolve().parent == folder.resolve(),
+            "own": found.path.resolve().parent in [folder.resolve() for folder in folders],
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
             "notes": _notes(differing, found),
@@ -475,7 +477,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
 
     head = comm.run_on_main(look)
     if head is None:
-        return Start(job)
+        return Start(job, folders)
     state = head["state"]
     if state["world"] == comm.world_size():
         comm.resume_bucket(state.get("bucket_mb"))
@@ -486,6 +488,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
     }
     return Start(
         job=job,
+        folders=folders,
         snapshot=Snapshot(state["step"], groups, state),
         path=path,
         own=head["own"],
@@ -495,49 +498,57 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
     )
 
 
-def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that `--resume` means, and why newer ones were skipped."""
+def _asked_for(asked: Path, own: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that `--resume` means, and why newer ones were skipped.
+
+    Args: own: folders of this run's checkpoints, which `asked` may mean.
+    """
     if (asked / "manifest.json").exists():
         return read_checkpoint(asked.resolve()), []
-    checkpoint, reasons = newest_valid(asked / "checkpoints")
+    folder = asked / "checkpoints"
+    folders = own if folder.resolve() == own[0].resolve() else [folder]
+    checkpoint, reasons = newest_of_run(folders)
     if checkpoint is not None:
         return checkpoint, reasons
     skipped = f"; skipped: {'; '.join(reasons)}" if reasons else ""
     where = f" on rank 0's host {comm.host()}" if comm.world_size() > comm.local_size() else ""
     raise CheckpointError(
-        f"no valid checkpoint in {asked / 'checkpoints'}{where}{skipped}",
+        f"no valid checkpoint in {' or '.join(map(str, folders))}{where}{skipped}",
         code="checkpoint_missing",
         where="--resume",
         fix="give --resume a checkpoint folder or an output_dir, or leave it out to start anew",
     )
 
 
-def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def _of_job(run: str | None, folders: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint of a run, and why newer ones were skipped."""
     if run is None:
         return None, []
-    checkpoint, reasons = newest_valid(folder)
+    checkpoint, reasons = newest_of_run(folders)
     of = None if checkpoint is None else Run.of(checkpoint.state)
     return (checkpoint, reasons) if of is not None and of.id == run else (None, [])
 
 
-def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
+def _wait_for(
+    note: "JobNote", folders: Sequence[Path], seconds: float
+) -> tuple[Checkpoint, list[str]]:
     """The newest valid checkpoint of a job that has written some: a file system may come late.
 
     Raises: CheckpointError: none appears.
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
-    _LOGGER.warning("%s: waiting up to %.0f s for %s", folder, seconds, expected)
+    where = " or ".join(map(str, folders))
+    _LOGGER.warning("%s: waiting up to %.0f s for %s", where, seconds, expected)
     for pause in pauses(seconds):
         heartbeat.alive()
         time.sleep(pause)
-        found, skipped = _of_job(note.id, folder)
+        found, skipped = _of_job(note.id, folders)
         if found is not None:
             return found, skipped
     raise CheckpointError(
         f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
         code="checkpoint_unreachable",
-        where=f"{folder}",
+        where=where,
         fix="see that its file system is mounted, and start again with --resume",
     )
 
@@ -665,20 +676,19 @@ def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
     beside their folder; then the id of the run is noted with the job.
     Raises: CheckpointError: the disk refused.
     """
-    folder = output_dir / "checkpoints"
     snapshot = start.snapshot
     kept = snapshot.step if snapshot is not None and start.own else 0
 
     def clear() -> list[str]:
-        said, aside = [], None
+        said, folders = [], start.folders
         if start.job is None and not start.own:
             if (old := set_run_aside(output_dir)) is not None:
                 said.append(f"moved the earlier run in {output_dir} to {old}")
-        else:
-            aside = set_aside(folder, kept)
+            folders = start.folders[1:]
+        asides = [set_aside(folder, kept) for folder in folders]
         if snapshot is not None and not start.rescored:
-            said += _missing_best(folder, snapshot.state)
-        if aside is not None:
+            said += _missing_best(start.folders, snapshot.state)
+        for aside in filter(None, asides):
             what = "beyond the step resumed from, or damaged," if kept else "of another run"
             said.append(f"moved checkpoints {what} to {aside}")
         return said
@@ -693,13 +703,13 @@ def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
             _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
 
 
-def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
+def _missing_best(folders: Sequence[Path], state: dict[str, Any]) -> list[str]:
     step = state["best_step"]
-    if not step or path_of(folder, step).is_dir():
+    if not step or any(path_of(folder, step).is_dir() for folder in folders):
         return []
     return [
-        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folder}: best "
-        f"appears there once an evaluation scores more"
+        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folders[0]}: "
+        f"best appears there once an evaluation scores more"
     ]
 
 

@@ -26,7 +26,7 @@ from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
-from ppdist.engine.checkpoint import CheckpointWriter, point_at_step, room_warning, set_aside
+from ppdist.engine.checkpoint import CheckpointWriter, folders_of, room_warning, set_aside
 from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
@@ -97,8 +97,10 @@ class Trainer:
         self.evaluator = evaluator
         self.evaluated_model = evaluated_model
         self.log = log
-        self.folder = output_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep, note_saved)
+        self.folder, *others = folders_of(output_dir, checkpoint.fallback_dir)
+        self.writer = CheckpointWriter(
+            self.folder, config_yaml, checkpoint.keep, note_saved, fallback=next(iter(others), None)
+        )
         self.seed = seed
         self.progress = TrainState()
         self.early_stopping: EarlyStopping | None = None
@@ -352,12 +354,13 @@ class Trainer:
         def move_aside() -> str:
             self.writer.drop_beyond(self.progress.step)
             try:
-                aside = set_aside(self.folder, self.progress.step)
+                folders = (self.folder, *self.writer.others)
+                asides = [set_aside(folder, self.progress.step) for folder in folders]
                 self._mend_links()
             except (CheckpointError, OSError) as error:
                 return f"{error}; they hold steps that this run makes again"
-            step = self.progress.step
-            return f"checkpoints beyond step {step} are now in {aside}" if aside else ""
+            where = " and ".join(str(aside) for aside in asides if aside)
+            return f"checkpoints beyond step {self.progress.step} are now in {where}" * bool(where)
 
         told = comm.run_on_main(move_aside)
         if told:
@@ -450,7 +453,7 @@ class Trainer:
             if self._saved_step != progress.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                comm.run_on_main(lambda: point_at_step(self.folder / "best", progress.step))
+                comm.run_on_main(lambda: self.writer.mend_links(best_step=progress.step))
         self._each(lambda callback: callback.on_evaluate_end(progress.step, metrics, is_best))
 
     # Save
@@ -503,8 +506,7 @@ class Trainer:
             raise trouble
 
     def _mend_links(self) -> None:
-        point_at_step(self.folder / "last", self.progress.step)
-        point_at_step(self.folder / "best", self.progress.best_step)
+        self.writer.mend_links(last_step=self.progress.step, best_step=self.progress.best_step)
 
 
 def until_first_step() -> None:

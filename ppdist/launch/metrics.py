@@ -67,7 +67,7 @@ EVALUATED = (
     "mAP", "mAP50", "mAP75", "fitness", "precision", "recall", "f1", "top1", "top5", "val_loss",
 )  # fmt: skip
 _TAIL_BYTES = 4 << 20  # read of a metrics.jsonl that was there before
-_CHECKPOINT = re.compile(r"step-(\d+)")
+_CHECKPOINT, _MANIFEST = re.compile(r"step-(\d+)"), "manifest.json"
 _CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
 _LOOK_SECONDS = 1.0
 _CARDS_SECONDS = 3.0  # in which a driver answers; Prometheus waits 10 s for all numbers
@@ -200,7 +200,8 @@ class Measures:
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
     """Its step, and when its manifest was written, seconds since 1970; None without any."""
     found = []
-    for path in folder.glob("step-*/manifest.json"):
+    last = Path(os.path.realpath(folder / "last"), _MANIFEST)  # perhaps in checkpoint.fallback_dir
+    for path in [*folder.glob(f"step-*/{_MANIFEST}"), last]:
         step = _CHECKPOINT.fullmatch(path.parent.name)
         if step is not None:
             found.append((int(step[1]), path))
