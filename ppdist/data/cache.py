@@ -6,8 +6,9 @@
 
 Both are one file, and one code: a table of N checksums, then the pixels of each image at a place
 that follows from the sizes in the annotations.  Images are read through a mapping that cannot be
-written to, and written with `pwrite`, where a full disk is an error and not a signal.  The checksum
-goes in after the pixels, and each process compares it at its first look at an image: what a killed
+written to, and written with `pwrite`, where a full disk is an error and not a signal; where a
+signal ends a reader (SIGBUS: its disk is away), the loader gives the cache up.  The checksum goes
+in after the pixels, and each process compares it at its first look at an image: what a killed
 process or a power cut left half written counts as absent.  Two that write the same image at once
 write the same bytes, so nobody waits for a lock.
 """
@@ -25,7 +26,7 @@ from typing import Literal, NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.common.files import user_cache
+from ppdist.common.files import is_outage, user_cache
 from ppdist.common.machine import available_memory
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
@@ -80,13 +81,16 @@ class ImageCache:
         self._memory = mmap.mmap(descriptor, layout.bytes, prot=mmap.PROT_READ)
         self._table_N = np.frombuffer(self._memory, np.int64, len(layout.places_N))
         self._compared_N = np.zeros(len(layout.places_N), bool)  # each worker gets its own
-        self._failed = mmap.mmap(-1, 1)  # all workers see that writing failed for one of them
+        # All workers see that writing failed for one of them, or reading.
+        self._failed, self._lost = mmap.mmap(-1, 1), mmap.mmap(-1, 1)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
     def get(self, index: int) -> np.ndarray | None:
         """The image as it was put, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+        if self._lost[0]:
+            return None
         entry = int(self._table_N[index])
         if not entry:
             return None
@@ -98,6 +102,16 @@ class ImageCache:
                 return None
             self._compared_N[index] = True
         return pixels.reshape(height, width, 3)
+
+    def give_up(self) -> bool:
+        """Nobody reads or writes it any more; whether somebody did.  One line says so."""
+        lost, self._lost[0], self._failed[0] = self._lost[0], 1, 1
+        if not lost:
+            _warn(
+                "reading it failed (SIGBUS: its disk is away, or the file was cut); the run goes "
+                "on and decodes all images each time"
+            )
+        return not lost
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
         """Keeps an image, if there is room for it.
@@ -170,14 +184,13 @@ def open_cache(
         if layout.bytes == 8 * len(records):
             _warn("the annotations give no image sizes, so no image can be kept")
             return _NOTHING
-        try:
-            if kind == "ram":
-                return _in_memory(layout)
-            return _on_disk(layout, _file(records, reductions_N, folder))
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            _warn(f"goes on without, because it cannot be made: {where}{error.strerror or error}")
-            return _NOTHING
+        if kind == "ram":
+            return _made_or_nothing(lambda: _in_memory(layout), 0.0)
+        # An earlier attempt of the job had it.
+        seconds = comm.storage_seconds() if comm.was_restarted() else 0.0
+        return _made_or_nothing(
+            lambda: _on_disk(layout, _file(records, reductions_N, folder)), seconds
+        )
 
     opened = _of_first_on_host(begin)
     if not opened.kept:
@@ -187,6 +200,26 @@ def open_cache(
     except OSError as error:
         _warn(f"goes on without, because it cannot be mapped: {error.strerror or error}")
         return None
+
+
+def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
+    """Args: seconds: how long storage that is away is waited for."""
+    made, why = _NOTHING, ""
+
+    def away() -> str:
+        nonlocal made, why
+        try:
+            made, why = make(), ""
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            why = f"{where}{error.strerror or error}"
+            return f"data.cache: {why}" if is_outage(error) else ""
+        return ""
+
+    comm.wait_for_storage(away, seconds)
+    if why:
+        _warn(f"goes on without, because it cannot be made: {why}")
+    return made
 
 
 def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:

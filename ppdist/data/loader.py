@@ -612,7 +612,8 @@ class WorkerPool:
         where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
         place = self._workers.index(worker)
         lost = [task for task, _ in worker.tasks.values() if task.number in self._wanted]
-        if lost:
+        cache_failed = code == signal.SIGBUS and self._samples.give_up_cache()
+        if lost and not cache_failed:
             self._blame(lost[0], index, HUNG if hung else code, how)
         _LOGGER.warning(
             f"worker {place + 1} of {len(self._workers)}, which prepares images, {how}{where}; "

@@ -59,6 +59,8 @@ from ppdist.distributed.store import ranks_named as ranks_named
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
+from ppdist.distributed.store import wait_for_storage as wait_for_storage
+from ppdist.distributed.store import was_restarted as was_restarted
 from ppdist.distributed.store import world_size as world_size
 
 _bucket_mb = 25

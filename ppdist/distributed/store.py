@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import socket
@@ -29,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.errors import Failure, LaunchError, RankError, UserError, failure_of
-from ppdist.common.process import JOB_VARIABLE
+from ppdist.common.files import pauses
+from ppdist.common.process import JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.distributed import heartbeat, paddle_api
 
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
+_LOGGER = logging.getLogger("ppdist")
 _POLL_SECONDS = 0.02
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
@@ -113,6 +116,29 @@ def set_timeout(seconds: float) -> None:
 def storage_seconds() -> float:
     """How long a rank waits for storage that is away: half as long as the others wait for it."""
     return _timeout / 2
+
+
+def wait_for_storage(away: Callable[[], str], seconds: float) -> str:
+    """Waits for storage, and says once that it does.  Local.
+
+    Args: away: says what cannot be read now; "": nothing, or it is no matter of waiting.
+    Returns: what it said last, after so many seconds at most.
+    """
+    what = away()
+    if what and seconds > 0:
+        _LOGGER.warning("%s; waiting for up to %.0f s for its storage", what, seconds)
+        for pause in pauses(seconds):
+            heartbeat.alive()
+            time.sleep(pause)
+            if not (what := away()):
+                _LOGGER.info("it can be read again")
+                break
+    return what
+
+
+def was_restarted() -> bool:
+    """Whether fleetrun has started this job anew: what it reads was there before."""
+    return bool(os.environ.get(RESTART_VARIABLE))
 
 
 def all_gather_object(value: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
 from ppdist.engine.monitor import ImageWatch
-from ppdist.engine.preflight import keep_sources, preflight
+from ppdist.engine.preflight import keep_sources, preflight, wait_for_inputs
 from ppdist.engine.schedule_setup import (
     ScheduleSetup,
     advice,
@@ -106,6 +106,8 @@ def build_training(
     noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
     start = find_start(resume, output_dir, config, resume_changed)
     anew = start.snapshot is None
+    if start.job is not None:  # an earlier attempt of this job has read all of it
+        wait_for_inputs(config, evaluate=evaluate, anew=anew)
     train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
     bad_images = Blocklist(train_set, config.data.bad_images_limit)
     images = images_of_epoch(train_set, config.data.sampling)

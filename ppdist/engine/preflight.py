@@ -22,8 +22,8 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.common.files import digest_of_file, digest_of_text
+from ppdist.common.errors import ConfigError, LaunchError, StorageError
+from ppdist.common.files import can_be_read, digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
 from ppdist.config.base import flattened
@@ -85,6 +85,41 @@ def preflight(
     notices = [warning for host in comm.all_gather_object(mine) for warning in host]
     unknown = unknown_paddle(paddle.__version__)
     return [unknown, *notices] if unknown else notices
+
+
+def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
+    """Waits for the storage of what an earlier attempt of the job has read.  Collective.
+
+    Args:
+        config: ExperimentConfig.
+        evaluate: the validation set is read, too.
+        anew: there is no checkpoint, so pretrained weights are read.
+    Raises: StorageError, on every rank: it stays away on some host.
+    """
+    root = Path(config.data.root)
+    splits = [config.data.train, config.data.val][: 1 + evaluate]
+    paths = [root / name for each in splits for name in (each.images, each.annotations) if name]
+    if anew and config.model.pretrained:
+        paths.append(Path(config.model.pretrained))
+    if config.distill is not None:
+        paths.append(Path(config.distill.teacher))
+
+    def away() -> str:
+        path = next((path for path in paths if not can_be_read(path)), None)
+        if path is None:
+            return ""
+        return f"{path}: cannot be read, though an earlier attempt of this job has read it"
+
+    def wait() -> None:
+        seconds = comm.storage_seconds()
+        if what := comm.wait_for_storage(away, seconds):
+            raise StorageError(
+                f"{what}; waited for {seconds:g} s (half of distributed.timeout_seconds)",
+                code="storage_unreachable",
+                fix="mount it again, and start with --resume; --max_restart does so by itself",
+            )
+
+    comm.run_on_all_ranks(wait)
 
 
 def check_precision(config: Any) -> None:

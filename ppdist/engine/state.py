@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,12 +28,12 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.files import pauses, replace_file
+from ppdist.common.files import replace_file
 from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import Section, flattened, parse_config
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
     Checkpoint,
     Snapshot,
@@ -538,13 +537,17 @@ def _wait_for(
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
     where = " or ".join(map(str, folders))
-    _LOGGER.warning("%s: waiting up to %.0f s for %s", where, seconds, expected)
-    for pause in pauses(seconds):
-        heartbeat.alive()
-        time.sleep(pause)
+    found: Checkpoint | None = None
+    skipped: list[str] = []
+
+    def away() -> str:
+        nonlocal found, skipped
         found, skipped = _of_job(note.id, folders)
-        if found is not None:
-            return found, skipped
+        return "" if found else f"{where}: {expected} is not there"
+
+    comm.wait_for_storage(away, seconds)
+    if found is not None:
+        return found, skipped
     raise CheckpointError(
         f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
         code="checkpoint_unreachable",

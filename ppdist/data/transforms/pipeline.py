@@ -118,6 +118,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self._dataset.records)
 
+    def give_up_cache(self) -> bool:
+        """For a process that died while it read; whether that may have been the cache's fault."""
+        return self._cache is not None and self._cache.give_up()
+
     def path(self, index: int) -> str:
         """Of the image of a record."""
         return self._dataset.records[index].path

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppdist.common.errors import ConfigError, UserError
+from ppdist.common.errors import ConfigError, StorageError, UserError
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
@@ -328,3 +328,29 @@ def test_little_memory_and_a_full_disk_are_warnings(
     memory, disk = module.resource_warnings(tmp_path / "not" / "there")
     assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank;")
     assert disk.startswith("output_dir: ") and "3.0 GiB free" in disk
+
+
+def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog):
+    make_shapes(tmp_path, train=2, val=1, size=64, seed=0)
+    weights = tmp_path / "weights.pdparams"
+    config = tiny_config(tmp_path, [f"model.pretrained={weights}"])
+    annotations, away = tmp_path / "annotations", tmp_path / "away"
+    module.wait_for_inputs(config, evaluate=True, anew=False)  # a checkpoint has its own weights
+    annotations.rename(away)
+    monkeypatch.setattr(store, "_timeout", 0.02)
+    with pytest.raises(StorageError) as refused:
+        module.wait_for_inputs(config, evaluate=True, anew=False)
+    assert refused.value.code == "storage_unreachable" and "instances_train" in str(refused.value)
+    monkeypatch.setattr(store, "_timeout", 1800.0)
+
+    def mount(seconds: float) -> None:
+        if away.exists():
+            away.rename(annotations)
+        else:
+            weights.touch()
+
+    monkeypatch.setattr(time, "sleep", mount)
+    caplog.clear()
+    module.wait_for_inputs(config, evaluate=True, anew=True)
+    assert weights.exists() and annotations.exists()
+    assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
