@@ -62,6 +62,9 @@ KINDS = {
     "disk-full": Kind(
         "its next VALUE files of checkpoints do not fit on the disk (rank 0)", 1, "count"
     ),
+    "storage-error": Kind(
+        "images answer ESTALE for VALUE seconds, to its data workers too", 2, "positive"
+    ),
     "eval-error": Kind("raises RuntimeError in the next evaluation"),
 }
 

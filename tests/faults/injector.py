@@ -7,6 +7,7 @@ model, the loss or the system call that is to fail.
 import ctypes
 import errno
 import math
+import mmap
 import os
 import signal
 import sys
@@ -19,8 +20,10 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.process import RESTART_VARIABLE
+from ppdist.data.image import is_image_name
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun
 from tests.faults import fault as faults
@@ -67,6 +70,8 @@ class FaultInjector(Callback):
             same = [fault for fault in self._pending if str(fault) == struck["fault"]]
             if same:
                 self._pending.remove(same[0])
+        if any(fault.kind == "storage-error" for fault in self._pending):
+            self._prepare_storage_error()
 
     def on_step_begin(self, step: int) -> None:
         for entry in self._hooks:  # steps as they are made: after a rollback some are made again
@@ -84,6 +89,21 @@ class FaultInjector(Callback):
 
     def _slow(self, fault: Fault) -> None:
         self._pause_seconds += fault.value
+
+    def _prepare_storage_error(self) -> None:
+        """Before data workers are forked: they share until when images answer ESTALE."""
+        self._stale_until = np.frombuffer(mmap.mmap(-1, 8), np.float64)
+        opened: Callable[[str, int], int] = vars(files)["_open_at_once"]
+
+        def stale(path: str, flags: int) -> int:
+            if is_image_name(os.path.basename(path)) and time.monotonic() < self._stale_until[0]:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return opened(path, flags)
+
+        vars(files)["_open_at_once"] = stale
+
+    def _storage_error(self, fault: Fault) -> None:
+        self._stale_until[0] = time.monotonic() + fault.value
 
     def _nan(self, fault: Fault) -> None:
         def poisoned(loss: Any, arguments: Any, output: Any) -> Any:
@@ -225,5 +245,6 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "loader-kill": _to_a_worker(signal.SIGKILL),
     "loader-hang": _to_a_worker(signal.SIGSTOP),
     "disk-full": _fill_disk,
+    "storage-error": FaultInjector._storage_error,
     "eval-error": FaultInjector._eval_error,
 }

@@ -6,6 +6,7 @@ JOBS = "tests/faults/test_jobs.py::"
 STOPPING = "tests/faults/test_stopping.py::"
 AGREEMENT = "tests/faults/test_agreement.py::"
 CHECKPOINTS = "tests/faults/test_checkpoints.py::"
+STORAGE = "tests/faults/test_storage.py::"
 HOSTS = "tests/faults/test_hosts.py::"
 ENDS = JOBS + "test_job_survives_failed_or_hung_rank"
 STRUCK = JOBS + "test_three_faults_leave_a_stopped_run_equal"
@@ -20,6 +21,7 @@ SAVING = "tests/unit/engine/test_trainer_saving.py::"
 KILLS = "tests/unit/engine/test_checkpoint_kills.py::"
 WATCH = "tests/unit/launch/test_watchdog.py::"
 SUPERVISION = "tests/unit/launch/test_supervisor.py::"
+OUTAGES = "tests/unit/data/test_loader_outages.py::"
 OUTLETS = "tests/unit/common/test_writers_failures.py::"
 
 
@@ -115,10 +117,15 @@ ROWS = (
         "without a majority all go back to what they held at the last checkpoint",
         (AGREEMENT + "test_a_flipped_bit_is_found_and_the_rank_is_named",
          RECOVERY + "test_unequal_replicas_are_named_and_roll_back")),
-    Row(24, "the disk is full at a checkpoint", "older ones but the newest and the best make room; "
-        "without any, training goes on and older checkpoints are whole",
+    Row(24, "the disk is full at a checkpoint", "older ones but the newest and the best make room, "
+        "then checkpoint.fallback_dir; without any, training goes on and older checkpoints are "
+        "whole",
         ("tests/unit/engine/test_checkpoint_writer.py::"
          "test_a_disk_for_two_checkpoints_takes_any_number",
+         "tests/unit/engine/test_checkpoint_writer.py::"
+         "test_full_disk_sends_checkpoints_to_the_fallback",
+         "tests/unit/engine/test_state_resume.py::"
+         "test_resume_finds_a_checkpoint_in_the_fallback",
          "tests/unit/engine/test_checkpoint_writer.py::"
          "test_full_disk_keeps_checkpoints_until_room",
          SAVING + "test_a_full_disk_costs_a_checkpoint_and_nothing_else",
@@ -191,4 +198,17 @@ ROWS = (
          "test_pipes_and_devices_are_no_annotations",
          "tests/unit/config/test_yaml_bombs.py::"
          "test_pipes_devices_and_huge_files_are_no_config")),
+    Row(41, "the storage of the images is away for a while (unmounted, ESTALE, EIO, ETIMEDOUT)",
+        "its samples are waited for, with one warning, up to half of distributed.timeout_seconds; "
+        "then a checkpoint and a restart, which waits for annotations, weights and cache too",
+        (STORAGE + "test_images_away_for_8_seconds_cost_no_step",
+         STORAGE + "test_images_away_for_longer_cost_one_restart",
+         BEARS + "[storage-error=2@rank1:step3]",
+         OUTAGES + "test_folder_away_for_a_while_changes_no_batch",
+         OUTAGES + "test_errors_of_a_network_disk_are_waited_out",
+         OUTAGES + "test_empty_mount_point_is_an_outage_too",
+         OUTAGES + "test_cache_whose_disk_is_away_is_given_up",
+         "tests/unit/engine/test_trainer_outages.py::"
+         "test_work_is_saved_before_images_end_a_run",
+         "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before")),
 )  # fmt: skip

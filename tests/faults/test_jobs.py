@@ -104,6 +104,7 @@ HARMLESS = {
     "loader-kill@rank1:step3": ["data.workers=1"],
     "loader-hang@rank1:step3": ["data.workers=1", "data.worker_timeout_seconds=3"],
     "disk-full=2@rank0:step3": [],
+    "storage-error=2@rank1:step3": ["data.workers=1"],
     "clock=600@rank1:step3": [],
     "clock=-600@rank0:step3": [],
     "slow=0.2@rank1:step3": [],
