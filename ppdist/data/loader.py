@@ -258,7 +258,7 @@ class TrainLoader(_Loader):
             epochs=epochs,
             reductions_N=reductions_N,
             cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
-            storage_seconds=comm.storage_seconds(),
+            storage_seconds=comm.step_storage_seconds(),
         )
         pixels = max(height * width for height, width in sampler.sizes)
         super().__init__(

@@ -63,6 +63,8 @@ from ppdist.distributed.store import wait_for_storage as wait_for_storage
 from ppdist.distributed.store import was_restarted as was_restarted
 from ppdist.distributed.store import world_size as world_size
 
+_GLOO_SECONDS = 30.0  # after which it gives up, whatever is configured
+_hang_seconds = math.inf
 _bucket_mb = 25
 _bucket_measured = False
 _host: SharedMemoryAllReduce | None = None  # on CPU, where a host has several ranks
@@ -76,6 +78,8 @@ def init(wanted: str, config: DistributedConfig) -> None:
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
         LaunchError: hosts do not reach one another.
     """
+    global _hang_seconds
+    _hang_seconds = math.inf if config.hang_seconds is None else config.hang_seconds
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
     set_timeout(config.timeout_seconds)
     if world_size() > 1 or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -93,6 +97,18 @@ def init(wanted: str, config: DistributedConfig) -> None:
         if kind == device.CPU:
             _share_memory(config)
         _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
+
+
+def step_storage_seconds() -> float:
+    """How long a rank waits for storage amid steps: half as long as the others bear it.
+
+    Within a host they bear it as long as at a barrier.  Between hosts gloo gives up, and elsewhere
+    a fleetrun whose ranks all wait for those of other hosts does (launch/watchdog.py).
+    """
+    if world_size() == local_size():
+        return storage_seconds()
+    borne = 2 * _hang_seconds if device.on_accelerator() else _GLOO_SECONDS
+    return min(storage_seconds(), borne / 2)
 
 
 def _join() -> None:

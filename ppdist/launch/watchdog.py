@@ -435,8 +435,10 @@ class RankEnd:
 
     @property
     def step(self) -> int | None:
-        """The optimizer step that it was making, from 1; None outside of steps."""
-        return None if self.reading is None else self.reading.making
+        """The optimizer step that it failed in, from 1; None: in none, or for no fault of it."""
+        if self.reading is None or self.failure.kind == errors.StorageError.kind:
+            return None
+        return self.reading.making
 
     @property
     def reached(self) -> int:

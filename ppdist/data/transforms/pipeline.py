@@ -204,7 +204,7 @@ class Samples:
                 raise StorageError(
                     f"{why.what}; nor can others of its folder be read, which were there at the "
                     f"start: their storage is away, and was waited for ({self.storage_seconds:g} "
-                    f"s, half of distributed.timeout_seconds)",
+                    f"s; see distributed.timeout_seconds)",
                     code="storage_unreachable",
                     where=self.path(index),
                     fix="mount it again, and start with --resume; --max_restart does so by itself",

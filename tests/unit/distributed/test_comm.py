@@ -155,3 +155,15 @@ def test_one_link_after_the_other_is_opened_at_once():
     found = run_on_ranks(3, "tests.unit.distributed.test_comm:open_links")
     assert [value for value, _ in found] == [[0.0], [1.0], [1.0]]
     assert max(took for _, took in found) < 18  # a caller that comes too early waits 3 s each
+
+
+def test_storage_is_waited_for_as_long_as_others_bear(monkeypatch):
+    assert comm.storage_seconds() == comm.step_storage_seconds() == 900.0
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "4")
+    assert comm.step_storage_seconds() == 900.0
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")  # gloo gives up after 30 s
+    assert (comm.storage_seconds(), comm.step_storage_seconds()) == (900.0, 15.0)
+    monkeypatch.setattr(comm.device, "on_accelerator", lambda: True)
+    monkeypatch.setattr(comm, "_hang_seconds", 60.0)
+    assert comm.step_storage_seconds() == 60.0

@@ -6,7 +6,7 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
+from ppdist.common.errors import Failure, LaunchError, StorageError, UserError, failure_of
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Outcome, RankEnd, judge
 from tests.unit.launch.beats import write_beat
@@ -169,3 +169,14 @@ def test_signals_have_names_in_messages() -> None:
     nothing = Failure("", "", "")
     assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
     assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how
+
+
+def test_storage_that_is_away_blames_no_step(tmp_path: Path) -> None:
+    """A restart may help, and makes the step again: it is never one to be left out."""
+    away = failure_of(StorageError("away", code="storage_unreachable"))
+    for rank in (0, 1):
+        write_beat(tmp_path, rank, os.getpid(), "step", 6)
+    outcome = ended(tmp_path, (1, 1.0, 1, away), (1, 1.1, 1, away))
+    assert (outcome.code, outcome.is_final, outcome.step) == (1, False, None)
+    outcome = ended(tmp_path, (1, 1.0, 1, crash("boom")), (1, 1.1, 1, away))
+    assert outcome.step == 7
