@@ -144,6 +144,10 @@ class _Loader:
             self._pool.close()
             self._pool = None
 
+    def hurry(self) -> None:
+        """From now on storage that is away is not waited for; may be called amid an iteration."""
+        self._samples.hurry[0] = 1
+
     @property
     def worker_ids(self) -> list[int]:
         """Process ids of the workers that live."""
@@ -162,7 +166,7 @@ class _Loader:
 
             def pause(seconds: float) -> None:
                 outages.look([self._samples.awaited])
-                _sleep(seconds, heartbeat.alive)
+                _sleep(seconds, heartbeat.alive, self._samples.hurry)
 
             self._samples.pause = pause
             for keys in self.plan:
@@ -204,11 +208,11 @@ class _Outages:
             self._since = None
 
 
-def _sleep(seconds: float, alive: Callable[[], None]) -> None:
-    """Sleeps, and calls `alive` all the while."""
+def _sleep(seconds: float, alive: Callable[[], None], hurry: np.ndarray) -> None:
+    """Sleeps until somebody is in a hurry, and calls `alive` all the while."""
     deadline = time.monotonic() + seconds
     alive()
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and not hurry[0]:
         time.sleep(min(left, _SIGN_SECONDS))
         alive()
 
@@ -509,6 +513,8 @@ class WorkerPool:
         self._done: dict[int, tuple[Made, Worker, int]] = {}
         # Shared: all workers see at once what none of them may open any more.
         samples.blocklist_N = _shared(len(samples), np.uint8)
+        in_a_hurry, samples.hurry = samples.hurry, _shared(1, np.uint8)
+        samples.hurry[:] = in_a_hurry
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end_workers, self._workers, os.getpid())  # also at exit
         try:
@@ -705,7 +711,7 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
     cv2.setNumThreads(0)  # one thread a worker
     samples.reading, samples.awaited = worker.reading, worker.awaited
     samples.beat = worker.beat
-    samples.pause = lambda seconds: _sleep(seconds, beat)
+    samples.pause = lambda seconds: _sleep(seconds, beat, samples.hurry)
     link.settimeout(_LOOK_SECONDS)
 
     def beat() -> None:

@@ -137,6 +137,10 @@ class Feed:
         per_step = self._accumulate_steps * self.parts
         return self._pictures.watching(iter(self._loader), first_step, per_step)
 
+    def hurry(self) -> None:
+        """The run is to end soon: images that are away now are not waited for."""
+        self._loader.hurry()
+
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
         """Positions of this rank's images of a step, without opening them."""
         keys = itertools.chain(*self._plan(step, scores).micro_batches(step))

@@ -137,8 +137,11 @@ class Trainer:
         try:
             return self._fit()
         except StorageError:  # on all ranks
-            self._save_before_end()
-            raise
+            saved = self._saves_before_end()
+            stopping = any(comm.all_gather_object(self.progress.stop))
+            if not (saved and stopping):
+                raise
+        return self._stopped()
 
     def _fit(self) -> int:
         progress, total = self.progress, self.derived.total_steps
@@ -241,6 +244,7 @@ class Trainer:
 
     def _ask_to_stop(self) -> None:
         self.progress.stop = True  # every rank hears of it in the next step's tally
+        self.feed.hurry()
 
     def _reason_to_end(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
@@ -269,19 +273,20 @@ class Trainer:
                 f"{self.best_metric} {progress.best:.4f}"
             )
 
-    def _save_before_end(self) -> None:
-        """Saves what was learned, if a run can go on from here.  Collective."""
+    def _saves_before_end(self) -> bool:
+        """Saves what was learned, if a run can go on from here; whether it did.  Collective."""
         step = self.progress.step
         whole = step > 0 and self.train_step.grad_sync.synchronised(step - 1)
         if not whole or self.progress.bad_steps:
-            return
+            return False
         try:
             self._save()
             self._finish_saving()
         except CheckpointError as error:  # they may lie on the same storage
             self.log.warning(f"{error}")
-        else:
-            self.log.info(f"the checkpoint of step {step} is on disk")
+            return False
+        self.log.info(f"the checkpoint of step {step} is on disk")
+        return True
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

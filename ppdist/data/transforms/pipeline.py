@@ -81,7 +81,8 @@ class Samples:
 
     Every image was there at the start (`check_files`).  So one that cannot be opened, with others
     of its folder that can, was deleted or damaged; where none can, their storage is away: it is
-    waited for, and samples are what they would have been.  pause: waits so many seconds.
+    waited for, and samples are what they would have been.  pause: waits so many seconds.  hurry:
+    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Samples:
         self.reading = np.full(1, NOTHING, np.int64)
         self.awaited = np.full(2, NOTHING, np.int64)
         self.pause: Callable[[float], None] = time.sleep
+        self.hurry = np.zeros(1, np.uint8)
         self.storage_seconds = storage_seconds
         self.beat = np.zeros(1)
         self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
@@ -199,7 +201,7 @@ class Samples:
             if tried:  # it may be back just now, and this image with it
                 continue
             pause = next(left, None)
-            if pause is None:
+            if pause is None or self.hurry[0]:
                 self.awaited[0] = NOTHING
                 raise StorageError(
                     f"{why.what}; nor can others of its folder be read, which were there at the "

@@ -1,12 +1,14 @@
 """Images whose storage stays away: what was learned is saved, as it was before the lost step."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from ppdist.common import files
 from ppdist.common.errors import StorageError
+from ppdist.common.process import STOPPED
 from ppdist.distributed import comm, store
 from ppdist.engine.callbacks import Callback
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
@@ -43,6 +45,19 @@ def test_work_is_saved_before_images_end_a_run(shapes, tmp_path):
     assert ended.value.code == "storage_unreachable" and "rank 0 (host " in str(ended.value)
     assert (output / "checkpoints" / "last").resolve().name == "step-00000002"
     assert_same_checkpoint(whole, output)
+
+
+def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
+    """A scheduler that asks to stop gives seconds; what is away would take minutes."""
+    monkeypatch.setattr(store, "_timeout", 1800.0)
+    data, output = Path(shutil.copytree(shapes, tmp_path / "data")), tmp_path / "output"
+    own = ["train.batch_size_per_card=4"]
+    callbacks = [TakeAway(data / "images", 2)]
+    experiment = build_run(data, output, *own, model=FASTEST, callbacks=callbacks)
+    with experiment.log:
+        monkeypatch.setattr(time, "sleep", lambda seconds: experiment.trainer._ask_to_stop())
+        assert experiment.trainer.fit() == STOPPED
+    assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 
 
 def test_evaluation_without_images_ends_all_ranks_alike(monkeypatch):
