@@ -31,7 +31,7 @@ import cv2
 from PIL import Image, TiffImagePlugin
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import make_folder, open_file, user_cache, writing
+from ppdist.common.files import can_be_read, make_folder, open_file, user_cache, writing
 from ppdist.common.process import ends_with_this
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
@@ -380,12 +380,46 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
             split: _checked(dataset.records, decode=decode, workers=workers)
             for split, dataset in sets.items()
         }
+        if comm.was_restarted():
+            checked = {
+                split: _once_there(sets[split].records, images, decode=decode, workers=workers)
+                for split, images in checked.items()
+            }
         known = _outcome(sets, checked)
         if not any(found.passing for images in checked.values() for _, found in images):
             _keep(kept, known | {"fingerprint": fingerprint})
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
     _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
     return known
+
+
+def _once_there(
+    records: Sequence[ImageRecord], images: CheckedImages, *, decode: bool, workers: int
+) -> CheckedImages:
+    """Checks anew what could not be opened; where storage is away, once it is back.
+
+    For a job that was started anew: its images were there before.
+    Raises: StorageError: it stays away.
+    """
+    failed = [number for number, (_, found) in enumerate(images) if found.passing]
+    if not failed:
+        return images
+    folder_of = [os.path.dirname(path) for path, _ in images]
+
+    def away() -> str:
+        """A file is away with its storage where none of the first of its folder can be read."""
+        for folder in dict.fromkeys(folder_of[number] for number in failed):
+            inside = [path for (path, _), place in zip(images, folder_of) if place == folder]
+            if not inside[1:]:  # it is alone there: any others of the set, or the folder
+                inside = [path for path, _ in images] if images[1:] else [folder]
+            if not any(map(can_be_read, inside[:_PROBED])):
+                return f"{inside[0]}: cannot be read, though an earlier attempt of this job has"
+        return ""
+
+    comm.require_storage(away)
+    again = _checked([records[number] for number in failed], decode=decode, workers=workers)
+    anew = dict(zip(failed, again))
+    return [anew.get(number, image) for number, image in enumerate(images)]
 
 
 def _outcome(
@@ -417,6 +451,7 @@ def _outcome(
     return {"bad": bad, "lines": lines}
 
 
+_PROBED = 8  # images of a folder that are opened to see whether its storage is there
 _VERSION = 3  # of the kept result: raise it when a check of an image finds more
 
 

@@ -56,6 +56,7 @@ from ppdist.distributed.store import local_rank as local_rank
 from ppdist.distributed.store import local_size as local_size
 from ppdist.distributed.store import rank as rank
 from ppdist.distributed.store import ranks_named as ranks_named
+from ppdist.distributed.store import require_storage as require_storage
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds

@@ -29,7 +29,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.errors import Failure, LaunchError, RankError, UserError, failure_of
+from ppdist.common.errors import (
+    Failure,
+    LaunchError,
+    RankError,
+    StorageError,
+    UserError,
+    failure_of,
+)
 from ppdist.common.files import pauses
 from ppdist.common.process import JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.distributed import heartbeat, paddle_api
@@ -134,6 +141,19 @@ def wait_for_storage(away: Callable[[], str], seconds: float) -> str:
                 _LOGGER.info("it can be read again")
                 break
     return what
+
+
+def require_storage(away: Callable[[], str]) -> None:
+    """Waits for storage as `wait_for_storage` does.  Local.
+
+    Raises: StorageError: it stays away.
+    """
+    if what := wait_for_storage(away, storage_seconds()):
+        raise StorageError(
+            f"{what}; waited for {storage_seconds():g} s (half of distributed.timeout_seconds)",
+            code="storage_unreachable",
+            fix="mount it again, and start with --resume; --max_restart does so by itself",
+        )
 
 
 def was_restarted() -> bool:

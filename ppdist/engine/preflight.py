@@ -22,7 +22,7 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist.common.errors import ConfigError, LaunchError, StorageError
+from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import can_be_read, digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
@@ -110,16 +110,7 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
             return ""
         return f"{path}: cannot be read, though an earlier attempt of this job has read it"
 
-    def wait() -> None:
-        seconds = comm.storage_seconds()
-        if what := comm.wait_for_storage(away, seconds):
-            raise StorageError(
-                f"{what}; waited for {seconds:g} s (half of distributed.timeout_seconds)",
-                code="storage_unreachable",
-                fix="mount it again, and start with --resume; --max_restart does so by itself",
-            )
-
-    comm.run_on_all_ranks(wait)
+    comm.run_on_all_ranks(lambda: comm.require_storage(away))
 
 
 def check_precision(config: Any) -> None:

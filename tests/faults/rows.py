@@ -210,5 +210,8 @@ ROWS = (
          OUTAGES + "test_cache_whose_disk_is_away_is_given_up",
          "tests/unit/engine/test_trainer_outages.py::"
          "test_work_is_saved_before_images_end_a_run",
-         "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before")),
+         "tests/unit/engine/test_trainer_outages.py::test_a_stop_does_not_wait_for_storage",
+         "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
+         "tests/unit/data/test_validate_before_training.py::"
+         "test_check_of_a_restart_waits_for_its_images")),
 )  # fmt: skip

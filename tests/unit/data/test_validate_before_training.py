@@ -3,16 +3,19 @@
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, StorageError
+from ppdist.common.process import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
 from ppdist.data.decoder import Damage
 from ppdist.data.validate import ImageCheck, check_before_training
+from ppdist.distributed import store
 from tests.unit.data.corpus import config, write_clean_coco
 
 pytestmark = pytest.mark.usefixtures("checked_here")
@@ -157,3 +160,29 @@ def test_permission_change_triggers_new_check(home, broken, caplog):
 def test_one_list_for_both_splits_is_no_leakage(home, tmp_path):
     write_clean_coco(tmp_path)
     assert _check(config(tmp_path, "coco", "train.json", "train.json")).lines == ()
+
+
+def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeypatch):
+    """Read while they are away, all would be bad, and the job would end as a user's mistake."""
+    train, val = read_split(broken, "train"), read_split(broken, "val")
+    images, away = Path(broken.root) / "images", tmp_path / "away"
+    images.rename(away)
+    with pytest.raises(DataError):  # at a first start
+        check_before_training(broken, train, val, workers=1)
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    monkeypatch.setattr(store, "_timeout", 0.02)
+    with pytest.raises(StorageError) as refused:
+        check_before_training(broken, train, val, workers=1)
+    assert refused.value.code == "storage_unreachable"
+    monkeypatch.setattr(store, "_timeout", 1800.0)
+    sleep = time.sleep
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: away.rename(images) if away.exists() else sleep(seconds)
+    )
+    checked = check_before_training(broken, train, val, workers=1)
+    assert list(checked.train.unreadable) == [1] and checked.val.unreadable == {}
+    (images / "2.jpg").unlink()  # one file alone is not waited for
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is away"))
+    with pytest.raises(DataError) as found:  # the only one of its split
+        check_before_training(broken, train, val, workers=1)
+    assert found.value.code == "no_good_image"
