@@ -392,6 +392,7 @@ def build_evaluator(
         world=comm.world_size(),
         ranks_on_host=comm.local_size(),
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
+        shape_pad=config.evaluate.rectangular_pad,
     )
     measured = None if loss is None else ValidationLoss(loss, loader)
     if model.task == "classify":
