@@ -26,7 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.report": ["templates/*"]},
+    package_data={"ppdist.report": ["templates/*"], "ppdist.models": ["zoo.yml"]},
     install_requires=[
         "numpy>=1.26",
         "pillow>=10.3",

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
     add_config(parser, required=True)
-    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument(
+        "-w",
+        "--weights",
+        required=True,
+        help="weight file, checkpoint, or name of published weights",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
@@ -52,6 +57,7 @@ def main() -> int:
     from ppdist.distributed import comm
     from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
     from ppdist.models.weights import load_all_weights
+    from ppdist.models.zoo import fetch_on_all_ranks
 
     config = load_config(arguments.config, arguments.override)
     comm.init(config.device, config.distributed)
@@ -68,6 +74,7 @@ def main() -> int:
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
+    fetch_on_all_ranks(arguments.weights)
     dataset = comm.run_on_all_ranks(load)
     if dataset.limited and comm.is_main():
         process.say(f"ppdist: {dataset.limited}")

@@ -1,4 +1,4 @@
-"""A file from an HTTP server: resumed after a cut, checked, whole or not at all.
+"""Resumable, checked download of a file; whole or not at all.
 
     FILE.part, FILE.part.json   what has arrived, and of which address and version it is
     FILE.lock                   one process of a host downloads, the others wait for it

@@ -69,7 +69,8 @@ class PPYOLOEConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pdparams, .pt, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: tuple[int, int] = Field(
         default=(640, 640),
@@ -115,7 +116,8 @@ class YOLOv5Config(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: tuple[int, int] = Field(
         default=(640, 640),
@@ -159,7 +161,8 @@ class YOLOv5ClsConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: tuple[int, int] = Field(
         default=(224, 224), description="input [height, width] in pixels, multiples of 32"

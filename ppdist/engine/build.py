@@ -51,6 +51,7 @@ from ppdist.models.layers import synchronize_batch_norm
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.weights import LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
+from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
@@ -162,6 +163,7 @@ def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport 
     if not config.model.pretrained:
         return None
     weights = Path(config.model.pretrained)
+    fetch_on_all_ranks(weights)
     report = comm.run_on_all_ranks(lambda: load_weights(model, weights))
     if model.needs_anchors:
         assert isinstance(model, YOLOv5)  # the only one

@@ -29,6 +29,8 @@ from safetensors.numpy import save_file
 
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import digest_of_file, make_parent, open_file, read_file
+from ppdist.common.process import say
+from ppdist.distributed.store import is_main
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import (
     MAX_BYTES,
@@ -41,6 +43,7 @@ from ppdist.models.unpickle import (
     write_pdparams,
     write_torch,
 )
+from ppdist.models.zoo import licence_line, local_weights, similar_names
 
 _MANIFEST = "manifest.json"
 _MOST_MANIFEST = 1 << 24  # bytes; ours have some hundreds
@@ -55,7 +58,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """
     if not path.exists():
         raise WeightsError(
-            "no such weight file or checkpoint directory", code="weights_not_found", where=str(path)
+            "no such weight file or checkpoint directory",
+            code="weights_not_found",
+            where=str(path),
+            fix=similar_names(path),
         )
     if path.is_dir():
         return _read_checkpoint(checkpoint_of(path))
@@ -374,6 +380,7 @@ class LoadReport:
     reason: why something is fresh; empty when nothing is.
     prefix: what was taken away from the start of the file's keys.
     copied: parts that the file lacks and that start as copies of others (`ImageModel.twins`).
+    licence: and source, where the file or its name is one of the zoo.
     """
 
     source: Path
@@ -383,6 +390,7 @@ class LoadReport:
     reason: str
     prefix: str = ""
     copied: tuple[str, ...] = ()
+    licence: str = ""
 
     def __str__(self) -> str:
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
@@ -394,12 +402,13 @@ class LoadReport:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
             line += f"; {len(self.ignored)} of the file unused ({_some(self.ignored)})"
-        return line
+        return f"{line}; {self.licence}" if self.licence else line
 
 
 def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
+    A name of the zoo is downloaded where need be; see `zoo.local_weights`.
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
     wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
     model is untouched when an error is raised.  Where only the number of classes differs, the class
@@ -409,7 +418,7 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
 
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
-    path = checkpoint_of(Path(path))
+    licence, path = licence_line(path), checkpoint_of(local_weights(path))
     arrays = read_arrays(path)
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -441,16 +450,20 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
-    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, licence)
 
 
 def load_all_weights(model: ImageModel, path: Path) -> None:
     """As `load_weights`, for a model that is used as it is and not trained any further.
 
+    A licence that binds who uses them is said.
+
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
         copy of another.
     """
     report = load_weights(model, path)
+    if "GPL" in report.licence and is_main():
+        say(f"ppdist: weights {path}: {report.licence}")
     if report.copied:
         raise WeightsError(
             f"{report.copied[0]}: that starts a training, it has not learned to predict without "
