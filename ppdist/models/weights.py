@@ -1,6 +1,7 @@
 """Weights into a model and out of it; runs no code.
 
     read_arrays, write_arrays       a file or checkpoint <-> arrays by key
+    read_notes                      the texts beside them (models/model_card.py)
     load_weights                    a file into a model, and what became of its entries
     arrays_of, official_arrays_of   a model to arrays: our keys, the original's keys
 
@@ -293,16 +294,21 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
 }
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
+) -> None:
     """Writes a weight file of the kind its ending names; it appears whole or not at all.
 
+    Args: notes: texts for `read_notes`, by names that no array has; .pdparams, .pt and .pth have no
+        place for any.
     Raises: WeightsError: an unknown ending, or the disk refused.
     """
     check_writable(path)
     writer = _WRITERS[path.suffix.lower()]
     draft = path.with_name(f".{os.getpid()}.{path.name}")
+    in_order = {key: np.asarray(value, order="C") for key, value in arrays.items()}
     try:
-        writer(draft, {key: np.asarray(value, order="C") for key, value in arrays.items()})
+        writer(draft, in_order, notes or {})
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
@@ -340,22 +346,69 @@ def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+_Notes = Mapping[str, str]
+
+
+def _write_npz(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    texts = {key: np.array(text) for key, text in notes.items()}
     with path.open("wb") as file:  # np.savez would add an ending to the draft's name
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **arrays, **texts)  # type: ignore[arg-type]
 
 
-def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    save_file(dict(arrays), path)
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    save_file(dict(arrays), path, dict(notes) or None)
 
 
-_WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray]], None]] = {
-    ".pdparams": write_pdparams,
-    ".pt": write_torch,
-    ".pth": write_torch,
+_WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray], _Notes], None]] = {
+    ".pdparams": lambda path, arrays, _: write_pdparams(path, arrays),
+    ".pt": lambda path, arrays, _: write_torch(path, arrays),
+    ".pth": lambda path, arrays, _: write_torch(path, arrays),
     ".safetensors": _write_safetensors,
     ".npz": _write_npz,
 }
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """The texts that `write_arrays` has put into a file beside its arrays, by name.
+
+    Other kinds of files have none.
+    Raises: WeightsError: damaged, or refused.
+    """
+    reader = {".safetensors": _safetensors_notes, ".npz": _npz_notes}.get(path.suffix.lower())
+    try:
+        return {} if reader is None else reader(path)
+    except Exception as error:  # as in read_arrays
+        raise WeightsError(
+            f"damaged or not a {path.suffix} file: {_detail(error)}",
+            code="weights_damaged",
+            where=str(path),
+        ) from error
+
+
+def _safetensors_notes(path: Path) -> dict[str, str]:
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER:
+            raise ValueError(f"a header of {length} bytes, expected at most {_MOST_HEADER}")
+        notes = json.loads(file.read(length)).get("__metadata__", {})
+    return {key: text for key, text in notes.items() if isinstance(text, str)}
+
+
+def _npz_notes(path: Path) -> dict[str, str]:
+    notes = {}
+    with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(".npy") and info.file_size <= _MOST_HEADER:
+                with archive.open(info) as file:
+                    if np.lib.format.read_magic(file) != (1, 0):
+                        continue
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                    if dtype.kind == "U" and shape == ():
+                        data = file.read(dtype.itemsize)
+                        text = str(np.frombuffer(data, dtype)[0])
+                        notes[info.filename.removesuffix(".npy")] = text
+    return notes
+
 
 _SHOWN = 5  # mismatches listed in a message
 # What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
