@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
@@ -52,11 +53,13 @@ def parse_config(
 ) -> SectionT:
     """Reads a file as any Section, as `experiment.load_config` does the tree of all.
 
-    Args: defaults: top-level values that depend on the path.
+    Args:
+        path: of a file, or the name of one that is shipped.
+        defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    tree = reader.read_file(str(path))
-    return _parsed(tree, reader, str(path), overrides, schema, defaults)
+    file = find_config(str(path))
+    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
 
 
 def parse_tree(
