@@ -20,7 +20,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -427,6 +427,7 @@ class LoadReport:
     reason: why something is fresh; empty when nothing is.
     prefix: what was taken away from the start of the file's keys.
     copied: parts that the file lacks and that start as copies of others (`ImageModel.twins`).
+    by_name: what became of the rows of classes, where names decided it.
     """
 
     source: Path
@@ -436,6 +437,7 @@ class LoadReport:
     reason: str
     prefix: str = ""
     copied: tuple[str, ...] = ()
+    by_name: str = ""
 
     def __str__(self) -> str:
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
@@ -443,6 +445,8 @@ class LoadReport:
             line += f", keys without their {self.prefix!r}"
         if self.copied:
             line += f"; {'; '.join(self.copied)}"
+        if self.by_name:
+            line += f"; {self.by_name}"
         if self.fresh:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
@@ -450,7 +454,17 @@ class LoadReport:
         return line
 
 
-def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
+@dataclass(frozen=True)
+class ClassNames:
+    """Names of class 0, 1, ... in a weight file and in the model that takes it; (): not known."""
+
+    of_file: tuple[str, ...]
+    of_model: tuple[str, ...]
+
+
+def load_weights(
+    model: ImageModel, path: Path | str, names: ClassNames | None = None
+) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
@@ -460,6 +474,8 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
     may be missing or misshapen.
 
+    Args: names: each class takes the rows of the class of its name, wherever that stands in the
+        file; the rows of the others keep their initial values.  None: row c is class c.
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
     path = checkpoint_of(Path(path))
@@ -485,6 +501,10 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _copy_twins(model, matched, shapes)
+    by_name = None if names is None else _by_name(model, names, matched, shapes)
+    if by_name is not None:
+        for key in by_name.keys:
+            matched[key] = by_name.reordered(as_numbers(matched[key]), state[key].numpy())
     fresh, reason = _fresh(model, matched, shapes)
     _refuse_misfits(path, matched, shapes, fresh)
     loaded = {
@@ -494,7 +514,8 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
-    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
+    told = "" if by_name is None else by_name.told
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, told)
 
 
 def load_all_weights(model: ImageModel, path: Path) -> None:
@@ -620,6 +641,80 @@ def _copy_twins(
     return tuple(said)
 
 
+@dataclass(frozen=True)
+class _ByName:
+    """Which class of the file becomes which of the model.
+
+    keys: of the class layers.
+    before: see ImageModel.rows_before_classes.
+    pairs: class in the file, class in the model.
+    """
+
+    keys: tuple[str, ...]
+    before: int
+    names: ClassNames
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def told(self) -> str:
+        wanted = len(self.names.of_model)
+        line = f"{len(self.pairs)} of {wanted} classes kept by name"
+        kept = {ours for _, ours in self.pairs}
+        fresh = [name for c, name in enumerate(self.names.of_model) if c not in kept]
+        if fresh:
+            return f"{line}, fresh: {_some(fresh)}"
+        return f"{line}, in another order" if len(self.names.of_file) == wanted else line
+
+    def reordered(self, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+        """The entry of a class layer: rows of the file where names agree, else those of `ours`."""
+        theirs, mixed = _swap_layout(theirs), _swap_layout(ours).copy()
+        counts = len(self.names.of_file), len(self.names.of_model)
+        theirs_G, mixed_G = (
+            rows.reshape(-1, self.before + count, *rows.shape[1:])
+            for rows, count in zip((theirs, mixed), counts)
+        )
+        mixed_G[:, : self.before] = theirs_G[:, : self.before]
+        for source, target in self.pairs:
+            mixed_G[:, self.before + target] = theirs_G[:, self.before + source]
+        return _swap_layout(mixed)
+
+
+def _by_name(
+    model: ImageModel,
+    names: ClassNames,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> _ByName | None:
+    """None where names do not help: not known, not those of the class layers, the same in the same
+    order; or none agrees and the file has another number, which leaves these layers fresh."""
+    theirs, ours = _plain_names(names.of_file), _plain_names(names.of_model)
+    if not theirs or len(ours) != model.num_classes or theirs == ours:
+        return None
+    pairs = tuple((theirs.index(name), c) for c, name in enumerate(ours) if name in theirs)
+    keys = tuple(key for key in matched if key.startswith(model.class_layers))
+    if not keys or (not pairs and len(theirs) != len(ours)):
+        return None
+    found = _ByName(keys, model.rows_before_classes, names, pairs)
+    for key in keys:
+        there, here = _rows_first(matched[key].shape), _rows_first(shapes[key])
+        groups, odd = divmod(here[0], found.before + len(ours))
+        if odd or there != (groups * (found.before + len(theirs)), *here[1:]):
+            return None
+    return found
+
+
+def _plain_names(names: Sequence[str]) -> list[str]:
+    """For comparison; [] where they tell classes not apart or only number them."""
+    plain = [name.strip().casefold() for name in names]
+    numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
+    return [] if numbers or len(set(plain)) < len(plain) else plain
+
+
+def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a linear layer, [in, out], as of a convolution: what belongs to classes first."""
+    return shape[::-1] if len(shape) == 2 else shape
+
+
 def _fresh(
     model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[str, ...], str]:
@@ -661,8 +756,7 @@ def _class_count_differs(
     wanted = shapes[key]
     if not key.startswith(model.class_layers) or len(found) != len(wanted):
         return False
-    if len(wanted) == 2:
-        found, wanted = found[::-1], wanted[::-1]
+    found, wanted = _rows_first(found), _rows_first(wanted)
     return found[0] != wanted[0] and found[1:] == wanted[1:]
 
 
