@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -22,9 +22,9 @@ import ppdist
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, parse_tree
+from ppdist.config.base import Section, Task, parse_tree
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import ModelConfig, YOLOv5Config
+from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
@@ -35,9 +35,8 @@ CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
 AGPL = "AGPL-3.0"
 _MOST_BYTES = 1 << 22  # of a card; a thousand class names take 20 KB
-_MOST_CLASSES = 100_000
+_MOST_CLASSES = 100_000  # of a .pt
 _MOST_LETTERS = 1000  # of `source`, which grows with each fine-tuning
-_Name = Annotated[str, Field(max_length=_MOST_LETTERS)]
 T = TypeVar("T")
 
 
@@ -45,16 +44,18 @@ class ModelCard(Section):
     """What weights say of themselves; empty or null: not known."""
 
     version: Literal[1] = Field(default=1, description="Version of this description.")
-    model: Annotated[ModelConfig, Field(discriminator="name")] | None = Field(
-        default=None, description="The `model` section of the configuration."
+    task: Task = Field(
+        default="detect",
+        description="detect: boxes with a class each; classify: one class for the whole image.",
     )
-    class_names: tuple[_Name, ...] = Field(
-        default=(), max_length=_MOST_CLASSES, description="Name of class 0, 1, ..."
+    model: dict[str, Any] | None = Field(
+        default=None,
+        description="The `model` section of the configuration, also that of a plugin; "
+        "config_of_weights checks it.",
     )
+    class_names: tuple[str, ...] = Field(default=(), description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(
-        default=(),
-        max_length=_MOST_CLASSES,
-        description="What a COCO result calls class 0, 1, ...",
+        default=(), description="What a COCO result calls class 0, 1, ..."
     )
     image_size: tuple[int, int] | None = Field(
         default=None, description="Height and width of the input, pixels."
@@ -103,19 +104,26 @@ def card_of(
 
     Args: licence, source: of its weights; see `fine_tuned`.
     """
-    detects = config.model.task == "detect"
+    task = config.model.task
     return ModelCard(
-        model=config.model.model_copy(update={"pretrained": None}),
-        class_names=tuple(class_names),
+        task=task,
+        model=section_of(config),
+        # No file holds half a character (a lone surrogate), and no run may end because of one.
+        class_names=tuple(name.encode(errors="replace").decode() for name in class_names),
         category_ids=tuple(category_ids),
         image_size=config.model.image_size,
-        resize=resize_section(config.data.resize, config.model.task),
+        resize=resize_section(config.data.resize, task),
         normalised=normalisation_of(model),
-        nms=config.suppression if detects else None,
+        nms=config.suppression if task == "detect" else None,
         licence=licence,
         source=source[:_MOST_LETTERS],
         made_with=f"ppdist {ppdist.__version__}",
     )
+
+
+def section_of(config: ExperimentConfig) -> dict[str, Any]:
+    """The `model` section as plain data, without what only its training needed."""
+    return config.model.model_copy(update={"pretrained": None}).model_dump(mode="json")
 
 
 def normalisation_of(model: ImageModel) -> NormalisationSection:
@@ -141,6 +149,19 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
     name = start.name if start.is_file() else str(start)
     source = f"fine-tuned on {data} from {name} ({licence or 'licence not known'})"
     return licence, f"{source}, {before}" if before else source
+
+
+def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
+    """A line for whoever loads weights whose licence reaches what is made of them; "" for others.
+
+    Args: card: of the weights.
+    """
+    if card is None or "GPL" not in card.licence.upper():
+        return ""
+    return (
+        f"{weights}: these weights come under {shown(card.licence)}, and so may what is trained, "
+        "exported or averaged from them: docs/finetuning.md"
+    )
 
 
 def read_card(path: Path | str) -> ModelCard | None:
@@ -237,7 +258,8 @@ def _of_config(file: Path) -> ModelCard | None:
     except UserError:
         return None
     return ModelCard(
-        model=config.model.model_copy(update={"pretrained": None}),
+        task=config.model.task,
+        model=section_of(config),
         class_names=config.data.class_names,
         image_size=config.model.image_size,
         resize=resize_section(config.data.resize, config.model.task),
@@ -280,7 +302,7 @@ def _of_ultralytics(model: Made, saved: Mapping[str, object]) -> ModelCard:
     if model.maker.module == "models.yolo":
         section = _yolov5(mapping(state.get("yaml")) or {}, len(names), saved.get("opt"))
     return ModelCard(
-        model=section,
+        model=section.model_dump(mode="json") if section else None,
         class_names=names,
         image_size=section.image_size if section else None,
         resize=resize_section("letterbox") if section else None,
@@ -357,9 +379,9 @@ def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> Exp
     data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}
     data["class_names"] = list(card.class_names)
     data["resize"] = "letterbox" if letterbox else "stretch"
-    if card.model.task == "classify":
+    if card.task == "classify":
         data["format"] = "folder"
-    tree: dict[str, Any] = {"data": data, "model": card.model.model_dump(mode="json")}
+    tree: dict[str, Any] = {"data": data, "model": {**card.model, "pretrained": None}}
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
     defaults = {"output_dir": f"output/{path.stem}"}

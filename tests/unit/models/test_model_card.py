@@ -24,7 +24,7 @@ from ppdist.models.weights import check_arrays, write_arrays
 from tests.unit.models.torch_lookalikes import FakeTorch
 
 ARRAYS = {"a": np.ones([2, 3], "float32")}
-NAMES = ("cat", "dög \u2028")
+NAMES = ("cat", "dög \u2028?")
 
 
 def experiment(**model: object) -> ExperimentConfig:
@@ -36,7 +36,8 @@ def experiment(**model: object) -> ExperimentConfig:
 def card() -> ModelCard:
     config = experiment()
     given = {"licence": "Apache-2.0", "source": "trained from scratch on pets"}
-    return card_of(config, build_model(config.model), NAMES, (3, 9), **given)
+    names = [name.replace("?", "\ud800") for name in NAMES]  # half a character
+    return card_of(config, build_model(config.model), names, (3, 9), **given)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz"])
@@ -79,7 +80,7 @@ def test_an_older_checkpoint_takes_it_from_its_config(tmp_path) -> None:
     folder = checkpoint(tmp_path / "old", dump_yaml(experiment(num_classes=4)))
     for path in (folder, folder / "model.safetensors"):
         found = read_card(path)
-        assert found.model.num_classes == 4 and found.class_names == ()
+        assert found.model["num_classes"] == 4 and found.class_names == ()
     assert config_of_weights(folder) == config_of_weights(folder / "model.safetensors")
     assert read_card(checkpoint(tmp_path / "odd", "no: config\n")) is None
 
@@ -100,10 +101,10 @@ def test_a_pickled_yolov5_says_names_size_and_licence(tmp_path, monkeypatch) -> 
     torch.save(tmp_path / "best.pt", content)
     found = read_card(tmp_path / "best.pt")
     assert found.class_names == ("a", "b", "c") and found.licence == AGPL
-    assert (found.model.size, found.model.width_multiple) == ("n", None)
-    assert found.model.num_classes == 3 and found.image_size == (416, 416)
+    assert (found.model["size"], found.model["width_multiple"]) == ("n", None)
+    assert found.model["num_classes"] == 3 and found.image_size == (416, 416)
     assert found.resize.mode == "letterbox" and found.nms.iou_threshold == 0.6
-    assert config_of_weights(tmp_path / "best.pt").model == found.model
+    assert config_of_weights(tmp_path / "best.pt").model.num_classes == 3
 
 
 @pytest.mark.parametrize(
@@ -122,13 +123,21 @@ def test_odd_pickled_models_say_less(tmp_path, monkeypatch, state) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", "[" * 100_000, '{"class_names": [1]}', '{"version": 2}', '{"licence": null}',
-     '{"model": {"name": "other"}}', json.dumps({"source": "x" * 2000}), " " * (1 << 22) + "{}"],
+     '{"model": 5}', json.dumps({"source": "x" * 2000}), " " * (1 << 22) + "{}"],
 )  # fmt: skip
 def test_cards_of_strangers_are_refused(tmp_path, text) -> None:
     write_arrays(tmp_path / "w.safetensors", ARRAYS, {CARD_NOTE: text})
     with pytest.raises(WeightsError) as error:
         read_card(tmp_path / "w.safetensors")
     assert error.value.code == "model_card_invalid"
+
+
+def test_the_config_of_a_stranger_is_checked(tmp_path) -> None:
+    text = json.dumps({"model": {"name": "yolov5", "pretrained": "x", "size": {"_BASE_": "/etc"}}})
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: text})
+    with pytest.raises(UserError) as error:
+        config_of_weights(tmp_path / "w.npz")
+    assert "w.npz: model card" in str(error.value) and "model.size" in str(error.value)
 
 
 def test_keys_of_later_versions_are_left_out(tmp_path) -> None:
