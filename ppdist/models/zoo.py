@@ -28,7 +28,6 @@ from ppdist.distributed import heartbeat, store
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _POLL_SECONDS = 0.5  # how often ranks tell each other whether the download goes on
 _MOST_NOTE = 1 << 16
-_COPYLEFT = ("GPL-3.0", "AGPL-3.0")
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class PublishedWeights:
 
     sha256: None: its publisher names none.  config, overrides: what it fits, below configs/ and
     without its ending.  parameters: millions; mebibytes: of the file; None: not published.
+    class_names, category_ids: of class 0, 1, ... and what a COCO result calls it; (): not known.
     published: 0..100, of the metric, measured by the protocol; all None where there is none.
     """
 
@@ -72,6 +72,8 @@ class PublishedWeights:
     overrides: tuple[str, ...] = ()
     parameters: float | None = None
     mebibytes: float | None = None
+    class_names: tuple[str, ...] = ()
+    category_ids: tuple[int, ...] = ()
     published: float | None = None
     metric: str | None = None
     protocol: Protocol | None = None
@@ -96,6 +98,8 @@ def zoo() -> dict[str, PublishedWeights]:
     for name, of in read["weights"].items():
         of["source"] = sources[of["source"]]
         of["overrides"] = tuple(of.get("overrides", ()))
+        classes = read["classes"].get(of.pop("classes", None), {})
+        of |= {key: tuple(each) for key, each in classes.items()}
         if "protocol" in of:
             of["protocol"] = protocols[of["protocol"]]
         found[name] = PublishedWeights(name=name, **of)
@@ -219,18 +223,6 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
             where=f"{weights}",
             fix="delete the wrong one from its host's cache",
         )
-
-
-def licence_line(weights: Path | str) -> str:
-    """Licence and source of published weights, by a name of the zoo or of a file; "" of others."""
-    entry = published(weights)
-    if entry is None:
-        return ""
-    of = entry.source
-    line = f"licence {of.licence} ({of.remark}), source {of.home}"
-    if of.licence in _COPYLEFT:
-        line += "; as they see it, what is trained from these weights falls under it, too"
-    return line
 
 
 # --- the cache ------------------------------------------------------------------------------------

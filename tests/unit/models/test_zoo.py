@@ -18,8 +18,9 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.distributed import comm
 from ppdist.models import build_model
 from ppdist.models import zoo as module
-from ppdist.models.weights import load_all_weights, load_weights, official_arrays_of, write_arrays
-from ppdist.models.zoo import fetch_on_all_ranks, licence_line, local_weights, zoo
+from ppdist.models.model_card import licence_warning, read_card
+from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
+from ppdist.models.zoo import fetch_on_all_ranks, local_weights, zoo
 from tests.distributed import run_on_ranks
 from tests.file_server import serving
 from tests.source_tree import REPOSITORY
@@ -177,18 +178,25 @@ def stand_in(folder, model):
     return (folder / FILE).read_bytes()
 
 
-def test_weights_load_by_name_and_name_their_licence(server, tmp_path, capsys):
+def test_weights_load_by_name_and_name_their_licence(server, tmp_path):
     trained = tiny_model()
     server.files[f"/{FILE}"] = stand_in(tmp_path, trained)
     model = tiny_model(seed=1)
-    report = load_weights(model, NAME)
+    load_weights(model, NAME)
     for key, value in trained.state_dict().items():
         np.testing.assert_array_equal(model.state_dict()[key], value)
-    assert "licence AGPL-3.0" in f"{report}" and "github.com/ultralytics" in f"{report}"
-    load_all_weights(model, tmp_path / FILE)  # known by the name of the file
-    assert f"ppdist: weights {tmp_path / FILE}: licence AGPL-3.0" in capsys.readouterr().err
-    assert licence_line("ppyoloe_plus_s_coco").startswith("licence Apache-2.0")
-    assert licence_line("output/mine") == ""
+    for weights in (NAME, tmp_path / FILE):  # by its name, and by that of the published file
+        card = read_card(weights)
+        assert card.licence == "AGPL-3.0" and "github.com/ultralytics" in card.source
+        assert card.class_names[:2] == ("person", "bicycle") and len(card.class_names) == 80
+        assert "come under AGPL-3.0" in licence_warning(weights, card)
+
+
+def test_permissive_weights_warn_of_nothing(server):
+    server.files["/CSPResNetb_s_pretrained.pdparams"] = CONTENT
+    card = read_card("cspresnet_s_imagenet")
+    assert card.licence == "Apache-2.0" and not licence_warning("x", card)
+    assert read_card(local_weights("cspresnet_s_imagenet")) == card
 
 
 # --- many ranks ----------------------------------------------------------------------------------
