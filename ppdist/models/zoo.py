@@ -26,6 +26,7 @@ from ppdist.common.process import say
 from ppdist.distributed import heartbeat, store
 
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
+_WEB = ("http://", "https://")
 _POLL_SECONDS = 0.5  # how often ranks tell each other whether the download goes on
 _MOST_NOTE = 1 << 16
 
@@ -58,8 +59,8 @@ class Source:
 class PublishedWeights:
     """One file of weights.
 
-    sha256: None: its publisher names none.  config, overrides: what it fits, below configs/ and
-    without its ending.  parameters: millions; mebibytes: of the file; None: not published.
+    sha256: None: its publisher names none.  config, overrides: what it fits, a shipped config.
+    parameters: millions; mebibytes: of the file; None: not published.
     class_names, category_ids: of class 0, 1, ... and what a COCO result calls it; (): not known.
     published: 0..100, of the metric, measured by the protocol; all None where there is none.
     """
@@ -137,16 +138,14 @@ def local_weights(weights: Path | str) -> Path:
     """
     if not is_name(weights):
         return Path(weights)
-    entry, mirror = zoo()[f"{weights}"], os.environ.get(MIRROR, "")
-    from_web = mirror.startswith(("http://", "https://"))
-    if mirror and not from_web and (file := Path(mirror) / entry.file).is_file():
-        _require_sum(file, entry.sha256)
+    entry = zoo()[f"{weights}"]
+    file, noted = _here(entry)
+    if file is not None:
+        _require_sum(file, entry.sha256 or noted)
         return file
-    cache = _cache()
+    cache, mirror = _cache(), os.environ.get(MIRROR, "")
+    from_web = mirror.startswith(_WEB)
     file = cache / entry.file
-    if file.is_file():
-        _require_sum(file, entry.sha256 or _noted(file))
-        return file
     by_hand = (
         f"fetch {entry.url} elsewhere and put it into {cache}, or into a folder that {MIRROR} names"
     )
@@ -225,7 +224,23 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
         )
 
 
-# --- the cache ------------------------------------------------------------------------------------
+# --- files of this host ---------------------------------------------------------------------------
+
+
+def is_here(entry: PublishedWeights) -> bool:
+    """Whether its file is on this host, so that nothing need be downloaded."""
+    return _here(entry)[0] is not None
+
+
+def _here(entry: PublishedWeights) -> tuple[Path | None, str | None]:
+    """The file of the mirror's folder or of the cache, and the SHA-256 it came with."""
+    mirror = os.environ.get(MIRROR, "")
+    if mirror and not mirror.startswith(_WEB) and (file := Path(mirror) / entry.file).is_file():
+        return file, None
+    cache = user_cache()
+    if cache is not None and (file := cache / "weights" / entry.file).is_file():
+        return file, _noted(file)
+    return None, None
 
 
 def _cache() -> Path:

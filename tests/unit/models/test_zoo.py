@@ -15,6 +15,7 @@ from ppdist.common import download
 from ppdist.common.errors import CodedError, UserError
 from ppdist.config import load_config
 from ppdist.config.model import YOLOv5Config
+from ppdist.config.shipped import find_config
 from ppdist.distributed import comm
 from ppdist.models import build_model
 from ppdist.models import zoo as module
@@ -23,7 +24,6 @@ from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import fetch_on_all_ranks, local_weights, zoo
 from tests.distributed import run_on_ranks
 from tests.file_server import serving
-from tests.source_tree import REPOSITORY
 from tests.unit.engine.tiny import init_cpu
 
 CONTENT = bytes(range(256)) * 64
@@ -73,7 +73,7 @@ def test_every_entry_says_where_from_and_for_what():
 def test_every_entry_fits_a_config_and_its_protocol():
     for entry in zoo().values():
         overrides = [*entry.overrides, *(entry.protocol.overrides if entry.protocol else ())]
-        config = load_config(f"{REPOSITORY / 'configs' / entry.config}.yml", overrides)
+        config = load_config(find_config(entry.config), overrides)
         size = re.search(r"_([tsmlx])_|yolov5([nsmlx]6?)", entry.name)
         assert config.model.size == (size[1] or size[2])
         if config.model.name == "ppyoloe":
