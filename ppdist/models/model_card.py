@@ -4,6 +4,7 @@
     ModelCard.text          -> model_card.json of a checkpoint; the entry `model_card` of
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
+    read_card_or_warn       the same, for whoever can do without
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
 Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
@@ -62,7 +63,9 @@ class ModelCard(Section):
     )
     resize: ResizeSection | None = Field(default=None, description="Image to input.")
     normalised: NormalisationSection | None = Field(
-        default=None, description="What the first convolution takes instead of pixels."
+        default=None,
+        description="What the layers take instead of pixels. Of an export: what its graph takes; "
+        "null: pixels.",
     )
     nms: NMSConfig | None = Field(
         default=None, description="Which predictions stay, as in infer.yml. classify: none."
@@ -189,6 +192,25 @@ def read_card(path: Path | str) -> ModelCard | None:
         return _parse(text.encode(), path)
     beside = path.parent / "manifest.json"  # model.safetensors of a checkpoint
     return _of_checkpoint(path.parent) if beside.is_file() else None
+
+
+def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
+    """As `read_card`, for whoever can do without: a card that is none, and a licence that reaches
+    what is made of the weights, are warnings.
+
+    Raises: WeightsError: no such file, or damaged.
+    """
+    try:
+        card = read_card(path)
+    except WeightsError as error:
+        if error.code != "model_card_invalid":
+            raise
+        warn(f"{error}")
+        return None
+    line = licence_warning(path, card)
+    if line:
+        warn(line)
+    return card
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:
@@ -354,14 +376,19 @@ def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | 
 _NO_DATA = "data"  # `data.root` of a config that is made of a card
 
 
-def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def config_of_weights(
+    weights: Path | str, overrides: Sequence[str] = (), *, needs_data: bool = False
+) -> ExperimentConfig:
     """The configuration that weights bring along.
 
     Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
-    not there (`data.root: data`).
+    not there.
 
-    Args: overrides: items of -o.
-    Raises: WeightsError: they do not say which model they are of; ConfigError: see `load_config`.
+    Args:
+        overrides: items of -o.
+        needs_data: those data are needed, so -o must name them.
+    Raises: WeightsError: they do not say which model they are of, or not which data; ConfigError:
+        see `load_config`.
     """
     path = checkpoint_of(Path(weights))
     folder = path if path.is_dir() else path.parent
@@ -374,6 +401,14 @@ def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> Exp
             code="weights_without_card",
             where=str(path),
             fix="give -c CONFIG, that of their training",
+        )
+    if needs_data and not any(item.startswith("data.root=") for item in overrides):
+        raise WeightsError(
+            "these weights do not say which data to take",
+            code="weights_without_data",
+            where=str(path),
+            fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "
+            "data.val.annotations=FILE and what else data: needs",
         )
     letterbox = card.resize is not None and card.resize.mode == "letterbox"
     data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}
