@@ -118,7 +118,7 @@ def card_of(
         resize=resize_section(config.data.resize, task),
         normalised=normalisation_of(model),
         nms=config.suppression if task == "detect" else None,
-        licence=licence,
+        licence=licence[:_MOST_LETTERS],
         source=source[:_MOST_LETTERS],
         made_with=f"ppdist {ppdist.__version__}",
     )
@@ -152,6 +152,14 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
     name = start.name if start.is_file() else str(start)
     source = f"fine-tuned on {data} from {name} ({licence or 'licence not known'})"
     return licence, f"{source}, {before}" if before else source
+
+
+def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[str, str]:
+    """Licence and source of weights that average others; each licence of a member stays."""
+    cards = [card for path in members if (card := read_card_or_warn(path, warn)) is not None]
+    licences = list(dict.fromkeys(card.licence for card in cards if card.licence))
+    sources = list(dict.fromkeys(card.source for card in cards if card.source))
+    return " AND ".join(licences), "; ".join([f"average of {len(members)} weights", *sources])
 
 
 def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
