@@ -192,7 +192,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     if path.is_dir():
         if (path / "infer.yml").is_file():
             return _of_export(path / "infer.yml")
-        return _of_checkpoint(path)
+        return _of_checkpoint(path) if (path / "manifest.json").is_file() else None
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
         return _guarded(path, lambda: _of_torch(read_torch_content(path)))
     text = read_notes(path).get(CARD_NOTE)
@@ -262,12 +262,11 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
 
 def _of_checkpoint(folder: Path) -> ModelCard | None:
     file = folder / CARD_FILE
-    if not file.is_file():
-        return _of_config(folder / "config.yml")
     try:
-        text = read_file(file, _MOST_BYTES)
         files = json.loads(read_file(folder / "manifest.json", _MOST_BYTES))["files"]
-        expected = files[CARD_FILE]["sha256"]
+        if CARD_FILE not in files:
+            return _of_config(folder / "config.yml")
+        text, expected = read_file(file, _MOST_BYTES), files[CARD_FILE]["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
             f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)

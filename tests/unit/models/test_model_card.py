@@ -11,6 +11,7 @@ from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml, parse_tree
 from ppdist.config.model import YOLOv5Config
+from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
 from ppdist.models.model_card import (
     AGPL,
@@ -92,7 +93,22 @@ def test_an_older_checkpoint_takes_it_from_its_config(tmp_path) -> None:
         found = read_card(path)
         assert found.model["num_classes"] == 4 and found.class_names == ()
     assert config_of_weights(folder) == config_of_weights(folder / "model.safetensors")
+    (folder / "model_card.json").write_text("not in the manifest")
+    assert read_card(folder).model["num_classes"] == 4
     assert read_card(checkpoint(tmp_path / "odd", "no: config\n")) is None
+
+
+def test_an_altered_card_of_a_checkpoint_is_damage(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"model": ARRAYS}, {"step": 1}, "", card().text())
+    assert read_card(path) == card()
+    (path / "model_card.json").write_text(ModelCard().text())
+    with pytest.raises(WeightsError) as error:
+        read_card(path)
+    assert error.value.code == "checkpoint_damaged"
+    (path / "model_card.json").unlink()
+    with pytest.raises(WeightsError) as error:
+        read_card(path)
+    assert error.value.code == "checkpoint_damaged"
 
 
 def pickled(torch: FakeTorch, **state: object) -> object:
