@@ -194,7 +194,7 @@ def _refused(error: urllib.error.HTTPError, url: str, part: Path, at: int, fix: 
     if error.code in _PASSING:
         raise _Cut(f"HTTP {error.code} {error.reason}", _asked(error.headers)) from error
     raise UserError(
-        f"HTTP {error.code} {error.reason}", code="download_refused", where=url, fix=fix
+        f"HTTP {error.code} {error.reason}", code="server_refused", where=url, fix=fix
     ) from error
 
 
@@ -204,7 +204,7 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
         raise UserError(
             "the server sent a web page instead of the file: a login page of the network, or the "
             "address has changed",
-            code="download_refused",
+            code="server_refused",
             where=url,
             fix=fix,
         )
@@ -212,7 +212,7 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
     if length is None:
         raise UserError(
             "the server does not say how long the file is, so a cut could not be noticed",
-            code="download_refused",
+            code="server_refused",
             where=url,
             fix=fix,
         )
@@ -242,7 +242,7 @@ def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], Non
 
 def _opened(url: str, headers: Mapping[str, str], timeout: float) -> Any:
     if not url.startswith(("http://", "https://")):
-        raise UserError("expected http:// or https://", code="download_refused", where=url)
+        raise UserError("expected http:// or https://", code="server_refused", where=url)
     proxies = urllib.request.getproxies()
     for scheme in ("http", "https"):
         kept = os.environ.get(f"{scheme}_proxy{_KEEP_PROXIES}")

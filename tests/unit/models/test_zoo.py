@@ -19,7 +19,7 @@ from ppdist.config.shipped import find_config
 from ppdist.distributed import comm
 from ppdist.models import build_model
 from ppdist.models import zoo as module
-from ppdist.models.model_card import licence_warning, read_card
+from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import fetch_on_all_ranks, local_weights, zoo
 from tests.distributed import run_on_ranks
@@ -192,6 +192,16 @@ def test_weights_load_by_name_and_name_their_licence(server, tmp_path):
         assert "come under AGPL-3.0" in licence_warning(weights, card)
 
 
+@pytest.mark.parametrize("name", ["ppyoloe_plus_s_coco", "yolov5m_cls_imagenet"])
+def test_a_name_alone_brings_its_config(server, name):
+    found = config_of_weights(name, ["output_dir=x"])
+    wanted = load_config(find_config(zoo()[name].config), zoo()[name].overrides)
+    assert found.model == wanted.model and found.data.resize == wanted.data.resize
+    assert found.suppression == wanted.suppression and found.model.task == wanted.model.task
+    assert len(found.data.class_names) in (0, found.model.num_classes)
+    assert not server.asked, "ranks that have not joined yet download nothing"
+
+
 def test_permissive_weights_warn_of_nothing(server):
     server.files["/CSPResNetb_s_pretrained.pdparams"] = CONTENT
     card = read_card("cspresnet_s_imagenet")
@@ -225,7 +235,7 @@ def test_one_rank_of_a_host_downloads_and_all_decide(server, tmp_path):
     environment = {"XDG_CACHE_HOME": f"{tmp_path / 'cache'}", "PPDIST_WEIGHTS": server.url}
     first, second = run_on_ranks(2, "tests.unit.models.test_zoo:on_ranks", environment, hosts=1)
     assert first["found"] and second["found"]
-    assert first["code"] == second["code"] == "download_refused"
+    assert first["code"] == second["code"] == "server_refused"
     assert "rank 0" in second["text"] and "404" in second["text"]
     assert [path for path, _ in server.asked] == [f"/{FILE}", "/yolov5s.pt"]
 
