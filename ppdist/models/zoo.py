@@ -182,6 +182,9 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
     """
     if weights is None or f"{weights}" not in zoo():
         return
+    if store.world_size() == 1:
+        local_weights(weights)
+        return
     result: dict[str, str] = {}
     failure: list[BaseException] = []
 
@@ -192,11 +195,6 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
         except BaseException as error:
             failure.append(error)
 
-    if store.world_size() == 1:
-        fetch()
-        if failure:
-            raise failure[0]
-        return
     thread = threading.Thread(target=fetch, daemon=True)
     if store.local_rank() == 0:
         thread.start()

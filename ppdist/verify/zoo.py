@@ -112,8 +112,9 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
         return round(100 * metrics[metric], 2)
 
     measured, images = comm.run_on_main(measure), len(dataset.records)
-    keys = {item.partition("=")[0] for item in protocol.overrides}
-    changed = sorted(keys & {item.partition("=")[0] for item in overrides})
+    of_protocol = {item.partition("=")[0] for item in protocol.overrides}
+    given = sorted({item.partition("=")[0] for item in overrides})
+    changed = [key for key in given if key in of_protocol or key.startswith("model.")]
     why = ""
     if images != protocol.images:
         why = f"{images} images, {protocol.dataset} has {protocol.images or 'another number'}"
