@@ -10,6 +10,7 @@ from tests.unit.data.datasets.small import yolo_set
 from tests.unit.data.sets import (
     NAMES,
     bccd,
+    write_images,
 )
 
 
