@@ -188,11 +188,12 @@ def _fitted(arguments: argparse.Namespace) -> "Recipe":
 
 def _show(recipe: "Recipe") -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("decided", "value", "why")
     for row in recipe.rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console(stderr=True).print(table)
 
 

@@ -107,7 +107,7 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     name = _dotted(path)
     node = _nearest(tree, path)
     if kind == "extra_forbidden" and (answer := answer_key(path, node)):
-        return f"{name}: {answer}"
+        return answer
     if kind == "extra_forbidden":
         return f"{name}: unknown key; {_suggest_key(path, tree, schema)}"
     if kind in ("value_error", "assertion_error"):

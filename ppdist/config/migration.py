@@ -118,7 +118,7 @@ KEYS: dict[str, Equivalent] = {
     "max_det": Equivalent(ULTRA, "nms.keep"),
 }
 # Words `name=value` of ultralytics' command line whose keys we have under another roof.
-_WORDS: dict[str, Equivalent] = {
+WORDS: dict[str, Equivalent] = {
     **{name: each for name, each in KEYS.items() if each.owner == ULTRA},
     "data": Equivalent(ULTRA, "", f"data is the first word: `{_FIRST}`"),
     "model": Equivalent(ULTRA, "", "", "DATA --model {}"),
@@ -146,25 +146,25 @@ _WORDS: dict[str, Equivalent] = {
     "mode": Equivalent(ULTRA, "", "leave it out: the command says it"),
 }
 # Options with dashes that `ppdist train` has not.
-_DASHED: dict[str, Equivalent] = {
+OPTIONS: dict[str, Equivalent] = {
     "--data": Equivalent(ULTRA, "", f"data is the first word: `{_FIRST}`"),
     "--cfg": Equivalent(ULTRA, "", "the model is a name: `--model yolov5s` (ppdist config list)"),
     "--hyp": Equivalent(ULTRA, "", "see optimizer, schedule, loss and data.augment"),
-    "--img": _WORDS["img"],
-    "--imgsz": _WORDS["imgsz"],
-    "--img-size": _WORDS["img_size"],
-    "--batch-size": _WORDS["batch_size"],
-    "--device": _WORDS["device"],
-    "--workers": _WORDS["workers"],
-    "--project": _WORDS["project"],
-    "--name": _WORDS["name"],
-    "--patience": _WORDS["patience"],
-    "--freeze": _WORDS["freeze"],
-    "--save-period": _WORDS["save_period"],
-    "--cache": _WORDS["cache"],
-    "--optimizer": _WORDS["optimizer"],
-    "--cos-lr": _WORDS["cos_lr"],
-    "--seed": _WORDS["seed"],
+    "--img": WORDS["img"],
+    "--imgsz": WORDS["imgsz"],
+    "--img-size": WORDS["img_size"],
+    "--batch-size": WORDS["batch_size"],
+    "--device": WORDS["device"],
+    "--workers": WORDS["workers"],
+    "--project": WORDS["project"],
+    "--name": WORDS["name"],
+    "--patience": WORDS["patience"],
+    "--freeze": WORDS["freeze"],
+    "--save-period": WORDS["save_period"],
+    "--cache": WORDS["cache"],
+    "--optimizer": WORDS["optimizer"],
+    "--cos-lr": WORDS["cos_lr"],
+    "--seed": WORDS["seed"],
     "--sync-bn": Equivalent(ULTRA, "", "write `-o train.sync_bn=true`"),
     "--multi-scale": Equivalent(ULTRA, "", "write `-o train.multi_scale=[[320,320],[640,640]]`"),
     "--label-smoothing": Equivalent(ULTRA, "loss.label_smoothing"),
@@ -201,7 +201,7 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     equivalent = KEYS[key]
     plain = "" if isinstance(value.value, dict | list) else value.text
     told = equivalent.in_config(plain, ": " if node.place.line else "=")
-    return f"{equivalent.owner}'s {key}; {told}"
+    return f"{key} is a key of {equivalent.owner}; {told}"
 
 
 def refuse_options(words: Sequence[str]) -> None:
@@ -218,16 +218,16 @@ def refuse_options(words: Sequence[str]) -> None:
             behind_o = word in ("-o", "--override")
             if not equals and not following.startswith("-"):
                 value = following
-            equivalent = _DASHED.get(name)
+            equivalent = OPTIONS.get(name)
             if name == "--resume" and value.endswith(_NOT_RESUMED):
                 note = f"weights cannot be resumed: write `--weights {value}` to start from them"
                 lines.append(f"{name} {value}: {note}")
         else:
-            equivalent = _WORDS.get(name) if equals and not behind_o else None
+            equivalent = WORDS.get(name) if equals and not behind_o else None
         if equivalent is not None:
             shown = word if equals else f"{word} {value}".strip()
             told = equivalent.on_command_line(value).replace("{}", value or "0-7")
-            lines.append(f"{shown}: {equivalent.owner}'s; {told}")
+            lines.append(f"{shown}: an option of {equivalent.owner}; {told}")
     if lines:
         raise ConfigError("\n  ".join(lines), code="foreign_option")
 

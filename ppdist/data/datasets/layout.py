@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Node, Reader, found, problems_error
@@ -29,6 +29,7 @@ from ppdist.data.datasets.coco import read_index
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.image import is_image_name
 
+_PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
 _DEEPEST = 4  # folders in one another, each alone
 VAL_FRACTION = 0.2  # of a set without a validation split
 _KINDS = (
@@ -71,7 +72,7 @@ def find_layout(source: str) -> Layout:
         raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
     for folder in _nested(path):
         for file in sorted(folder.glob("*.y*ml")):
-            if is_data_yaml(Reader().read_alone(str(file))):
+            if _holds_data(file):
                 return _of_yaml(file)
         for reader in (_of_coco, _of_voc, _of_yolo):
             layout = reader(folder)
@@ -83,13 +84,25 @@ def find_layout(source: str) -> Layout:
 
 
 def _nested(path: Path) -> Iterator[Path]:
-    """A folder, then the only one in it, as archives make them, and so on."""
+    """A folder without those that an archive put around it, then the only one in it, and so on."""
     for _ in range(_DEEPEST):
-        yield path
-        below = [each for each in path.iterdir() if each.is_dir() and not is_no_data(each.name)]
-        if len(below) != 1:
+        entries = [each for each in path.iterdir() if not is_no_data(each.name)]
+        below = [each for each in entries if each.is_dir()]
+        inner = below[0] if len(below) == 1 else None
+        if inner is not None and (inner.name.lower() in _PARTS or _split_of(inner.name)):
+            inner = None
+        if inner is None or len(entries) > 1:
+            yield path
+        if inner is None:
             return
-        path = below[0]
+        path = inner
+
+
+def _holds_data(file: Path) -> bool:
+    try:
+        return is_data_yaml(Reader().read_alone(str(file)))
+    except ConfigError:  # some other file that happens to lie here
+        return False
 
 
 def _named(folder: Path) -> str:
@@ -312,7 +325,7 @@ _OTHER_TASKS = ("captions", "person_keypoints", "panoptic", "stuff", "image_info
 
 
 def _of_coco(root: Path) -> Layout | None:
-    files = [*root.glob("*.json"), *root.glob("*/*.json"), *root.glob("*/annotations/*.json")]
+    files = [*root.glob("*.json"), *root.glob("*/*.json")]
     boxes = [file for file in sorted(files) if not file.name.startswith((*_OTHER_TASKS, "."))]
     index_of: dict[Path, tuple[list[str], tuple[str, ...]]] = {}
     by_split: dict[str, list[Path]] = {}
@@ -365,8 +378,7 @@ def _images_of(root: Path, file: Path, names: Sequence[str]) -> Path:
     split = _split_of(stem) or _split_of(file.parent.name)
     candidates = [
         *(file.parent, root / stem, root / "images" / stem, root / split),
-        *(root / "images" / split, root / "images", root / "JPEGImages", root, file.parent.parent),
-        *(file.parent.parent / "images" / stem, file.parent.parent / "images"),
+        *(root / "images" / split, root / "images", root / "JPEGImages", root),
     ]
     some = names[:: max(1, len(names) // 5)][:5]
     if not some:
@@ -391,6 +403,9 @@ def _of_voc(root: Path) -> Layout | None:
     first = next(xml_files(root), None)
     if first is None:
         return None
+    inner = [each.parent for depth in ("*", "*/*") for each in root.glob(f"{depth}/ImageSets")]
+    if inner and not (root / "ImageSets").is_dir():
+        return _of_voc(_one(sorted(inner), "train", root))
     listed = _voc_lists(root)
     if listed:
         images = _first_with_images(root, [root / "JPEGImages", root / "images", root])
