@@ -18,7 +18,6 @@ from ppdist.cli import add_config, command_line
 from ppdist.common import process
 from ppdist.common.arguments import at_least, described
 from ppdist.common.errors import ConfigError
-from ppdist.config.migration import refuse_options
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -30,7 +29,10 @@ _DRAWING_SECONDS = 600.0  # some ten are usual
 
 
 def parse() -> argparse.Namespace:
-    refuse_options(sys.argv[1:])
+    if not {"-h", "--help"} & {*sys.argv}:  # which answers without reading a configuration
+        from ppdist.config.migration import refuse_options
+
+        refuse_options(sys.argv[1:])
     parser = described(__doc__)
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
