@@ -61,6 +61,7 @@ setup(
         "onnx": ONNX,
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "docs": ["mkdocs-material>=9.5"],  # make site
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
             "fastapi>=0.121",
@@ -86,7 +87,7 @@ setup(
             "h11>=0.16",
             "python-multipart>=0.0.27",
             "httpx>=0.27",
-            "optuna>=4.4",
+            "optuna>=4.4", "mkdocs-material>=9.5",
         ],
     },
     entry_points={

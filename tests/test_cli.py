@@ -67,6 +67,12 @@ def test_recorded_command_can_be_typed_again(monkeypatch):
     assert cli.command_line() == ["tools/train.py", "-c", "a.yml"]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse writes options otherwise")
+def test_page_of_commands_is_up_to_date():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert page == config.commands_text(), "run `ppdist config commands`"
+
+
 def test_every_config_that_ships_says_what_it_is():
     lines = config.listing().splitlines()
     assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)
