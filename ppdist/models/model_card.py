@@ -23,7 +23,7 @@ import ppdist
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, Task, parse_tree
+from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
@@ -457,4 +457,4 @@ def config_of_weights(
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
     defaults = {"output_dir": f"output/{path.stem}"}
-    return parse_tree(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)
+    return parse_plain(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)

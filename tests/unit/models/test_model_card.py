@@ -9,7 +9,7 @@ import pytest
 
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml, parse_tree
+from ppdist.config.base import dump_yaml, parse_plain
 from ppdist.config.model import YOLOv5Config
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
@@ -41,7 +41,7 @@ NAMES = ("cat", "dög \u2028?")
 def experiment(**model: object) -> ExperimentConfig:
     data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
     section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
-    return parse_tree({"data": data, "model": section}, "test", (), ExperimentConfig)
+    return parse_plain({"data": data, "model": section}, "test", (), ExperimentConfig)
 
 
 def card() -> ModelCard:
