@@ -12,6 +12,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from ppdist.distributed import heartbeat, store
 
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")
+_ADDRESS = re.compile(r"^https?:/+")
 _POLL_SECONDS = 0.5  # how often ranks tell each other whether the download goes on
 _MOST_NOTE = 1 << 16
 
@@ -108,20 +110,33 @@ def zoo() -> dict[str, PublishedWeights]:
 
 
 def published(weights: Path | str) -> PublishedWeights | None:
-    """The entry that a name means, or the published name of a file; None: neither."""
-    name = Path(weights).name
-    if f"{weights}" in zoo():
-        return zoo()[f"{weights}"]
-    return next((each for each in zoo().values() if each.file == name), None)
+    """The entry that a name, an address or the published name of a file means; None: none."""
+    entry, name = _entry(weights), Path(weights).name
+    return entry or next((each for each in zoo().values() if each.file == name), None)
+
+
+def _entry(weights: Path | str) -> PublishedWeights | None:
+    """The entry of a name or an address, the same on every host; None: it is neither."""
+    text = f"{weights}"
+    if _ADDRESS.match(text):
+        return next((each for each in zoo().values() if _plain(each.url) == _plain(text)), None)
+    return zoo().get(text)
+
+
+def _plain(url: str) -> str:
+    """An address without scheme, of which a Path loses a slash; one server has two names."""
+    return _ADDRESS.sub("", url).replace("bj.bcebos.com/v1/paddledet/", "paddledet.bj.bcebos.com/")
 
 
 def is_name(weights: Path | str) -> bool:
-    """Whether that is a name of the zoo; a file or folder of that name wins."""
-    return f"{weights}" in zoo() and not Path(weights).exists()
+    """Whether that is a name or an address of the zoo; a file or folder of that name wins."""
+    return _entry(weights) is not None and not Path(weights).exists()
 
 
 def similar_names(weights: Path | str) -> str:
     """What may have been meant by something that is neither a file nor a name; "" if nothing."""
+    if _ADDRESS.match(f"{weights}"):
+        return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if Path(weights).suffix or len(Path(weights).parts) > 1:
         return ""
     close = difflib.get_close_matches(f"{weights}", zoo(), 3, 0.5)
@@ -136,9 +151,9 @@ def local_weights(weights: Path | str) -> Path:
     Raises: WeightsError: it is not here and may not or cannot be downloaded, or is damaged.
         UserError: the cache cannot be written to.
     """
-    if not is_name(weights):
+    entry = _entry(weights)
+    if entry is None or Path(weights).exists():
         return Path(weights)
-    entry = zoo()[f"{weights}"]
     file, noted = _here(entry)
     if file is not None:
         _require_sum(file, entry.sha256 or noted)
@@ -180,7 +195,7 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
     Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
         hosts have files of different content.
     """
-    if weights is None or f"{weights}" not in zoo():
+    if weights is None or _entry(weights) is None:
         return
     if store.world_size() == 1:
         local_weights(weights)

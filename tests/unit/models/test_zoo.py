@@ -110,6 +110,21 @@ def test_other_paths_stay_what_they_are(server, tmp_path, monkeypatch):
     assert not server.asked
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_published_address_is_its_name(server, cache, kind):
+    """As users of PaddleDetection write it, whose server has two names."""
+    server.files["/ppyoloe_plus_crn_s_80e_coco.pdparams"] = CONTENT
+    place = "bcebos.com/models/ppyoloe_plus_crn_s_80e_coco.pdparams"
+    for url in (f"https://paddledet.bj.{place}", f"https://bj.{place}".replace(
+            "com/", "com/v1/paddledet/")):  # fmt: skip
+        assert local_weights(kind(url)) == cache / "ppyoloe_plus_crn_s_80e_coco.pdparams"
+    other = kind("https://example.org/yolov5n.pt")
+    assert local_weights(other) == Path(other)
+    with pytest.raises(UserError, match="download it, and give the file"):
+        load_weights(tiny_model(), other)
+    assert len(server.asked) == 1
+
+
 def test_a_published_checksum_is_held(server, cache, monkeypatch):
     entry = replace(zoo()[NAME], sha256=hashlib.sha256(b"other").hexdigest())
     monkeypatch.setattr(module, "zoo", lambda: {NAME: entry})
