@@ -14,7 +14,7 @@ class FileServer(ThreadingHTTPServer):
     files: path -> content.  faults: what happens to the next requests, in order; then none.
         "cut N": ends after N bytes of the answer; "stall N": sends N, then nothing for `stalls`
         seconds; an int: that status; "page": a web page; "no ranges": the whole file, whatever is
-        asked for; "no length": the whole without its length.
+        asked for; "no length", "odd": the whole without its length, or with a word in its place.
     asked: (path, Range) of every request.  version: of all files, as ETag.  delay: seconds before
         each answer.
     """
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         if fault != "no length":
-            self.send_header("Content-Length", f"{len(content)}")
+            self.send_header("Content-Length", "many" if fault == "odd" else f"{len(content)}")
         self.send_header("Connection", "close")
         self.end_headers()
         what, _, count = fault.partition(" ")

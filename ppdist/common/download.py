@@ -209,7 +209,7 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
             fix=fix,
         )
     length = answer.headers.get("Content-Length")
-    if length is None:
+    if length is None or not length.isdigit():
         raise UserError(
             "the server does not say how long the file is, so a cut could not be noticed",
             code="server_refused",

@@ -115,11 +115,10 @@ def test_what_is_final_is_asked_once(server, tmp_path):
     assert code_of(server, tmp_path / "b.pt", "/b.pt") == "server_refused"
     server.faults = [403]
     assert code_of(server, tmp_path / "a.pt") == "server_refused"
-    server.faults = ["page"]
-    assert code_of(server, tmp_path / "a.pt") == "server_refused"
-    server.faults = ["no length"]
-    assert code_of(server, tmp_path / "a.pt") == "server_refused"
-    assert len(server.asked) == 4 and left(tmp_path) == []
+    for fault in ("page", "no length", "odd"):
+        server.faults = [fault]
+        assert code_of(server, tmp_path / "a.pt") == "server_refused"
+    assert len(server.asked) == 5 and left(tmp_path) == []
     with pytest.raises(UserError, match=r"HTTP 404 Not Found; ask somebody"):
         download(f"{server.url}/b.pt", tmp_path / "b.pt", fix="ask somebody")
     with pytest.raises(UserError, match="expected http:// or https://"):
