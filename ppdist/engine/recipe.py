@@ -1,7 +1,7 @@
 """Zero configuration: a recipe fitted to data, as an ordinary config.
 
-    layout of the data -> shipped recipe -> what the number of images asks for -> -o items
-    -> an ExperimentConfig, and the text of the file that it is
+layout of the data -> shipped recipe -> what the number of images asks for -> -o items
+-> an ExperimentConfig, and the text of the file that it is
 """
 
 import math
