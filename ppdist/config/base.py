@@ -59,9 +59,9 @@ def parse_config(
         defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    path = find_config(str(path))
-    refuse_file(Reader().read_alone(path), path)  # before the files that it names are opened
-    return _parsed(reader.read_file(path), reader, path, overrides, schema, defaults)
+    file = find_config(str(path))
+    refuse_file(Reader().read_alone(file), file)  # before the files that it names are opened
+    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
 
 
 def parse_plain(
