@@ -4,9 +4,8 @@
     FILE.lock                   one process of a host downloads, the others wait for it
     FILE                        appears by a rename, when all bytes are there and the checksum holds
 
-Only the standard library: of the packages that download, those that resume (huggingface_hub) know
-one site, and those that know checksums (pooch 1.9, torch.hub) begin anew after a cut, delete what
-arrived, ask again after a 404, and lock nothing.  Proxies are those of the environment.
+Only the standard library: docs/dev/libraries.md says what packages for this lack.  Proxies are
+those of the environment.
 """
 
 import hashlib
