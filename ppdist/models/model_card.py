@@ -418,7 +418,7 @@ def config_of_weights(
     """The configuration that weights bring along.
 
     Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
-    not there.
+    not there; of a name of the zoo the shipped config.
 
     Args:
         overrides: items of -o.
@@ -431,7 +431,10 @@ def config_of_weights(
     if (folder / "manifest.json").is_file() and (folder / "config.yml").is_file():
         return load_config(folder / "config.yml", overrides)
     # Of a name without a download: ranks have not joined yet, and would fail one after the other.
-    card = _of_zoo(published(weights), None) if is_name(weights) else read_card(path)
+    entry = published(weights) if is_name(weights) else None
+    if entry is not None and needs_data:  # the layout of the public data set is known, too
+        return load_config(find_config(entry.config), [*entry.overrides, *overrides])
+    card = _of_zoo(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
         raise WeightsError(
             "these weights do not say which model they are of",

@@ -174,7 +174,7 @@ do not edit.
 
 ```sh
 ppdist train -c my.yml --eval -o model.pretrained=ppyoloe_plus_s_coco
-ppdist eval -c yolov5s -w yolov5s_coco -o data.root=datasets/coco
+ppdist eval -w yolov5s_coco -o data.root=datasets/coco
 ppdist verify zoo                              # this list, and what is on this host
 ppdist verify zoo FOLDER -o data.root=datasets/coco    # AP of its files beside the published one
 ppdist verify zoo yolov5s_coco ppyoloe_plus_s_coco --json zoo.json

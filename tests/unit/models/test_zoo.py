@@ -214,6 +214,8 @@ def test_a_name_alone_brings_its_config(server, name):
     assert found.model == wanted.model and found.data.resize == wanted.data.resize
     assert found.suppression == wanted.suppression and found.model.task == wanted.model.task
     assert len(found.data.class_names) in (0, found.model.num_classes)
+    evaluated = config_of_weights(name, ["data.root=x"], needs_data=True)
+    assert evaluated.data.val == wanted.data.val and evaluated.data.root == "x"
     assert not server.asked, "ranks that have not joined yet download nothing"
 
 
