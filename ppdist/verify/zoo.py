@@ -48,6 +48,7 @@ class Row:
     published: float | None = None
     protocol: str = ""
     images: int | None = None
+    licence: str = ""
 
 
 def verify_zoo(given: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
@@ -131,6 +132,7 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
         published=entry.published,
         protocol=f"{protocol.dataset}: {protocol.about}",
         images=images,
+        licence=entry.source.licence,
     )
 
 
@@ -139,7 +141,7 @@ def line(row: Row) -> str:
     if row.measured is None:
         return f"{row.verdict:12}  {row.name or row.weights}: {row.why}"
     text = f"{row.verdict:12}  {row.name:28}  {row.metric} {row.measured:5.1f}"
-    text += f"  published {row.published:5.1f}  ({row.protocol})"
+    text += f"  published {row.published:5.1f}  {row.licence}  ({row.protocol})"
     return f"{text}; {row.why}" if row.why else text
 
 

@@ -112,7 +112,7 @@ def test_command_lists_and_evaluates_as_json(folder, overrides, tmp_path, monkey
     assert len(json.loads((tmp_path / "list.json").read_text())) == len(zoo())
     words = ["yolov5n_coco", "-o", *overrides, "--json", f"{tmp_path / 'a.json'}"]
     assert run(monkeypatch, *words) == 0
-    assert "published  28.0" in capsys.readouterr().out
+    assert "published  28.0  AGPL-3.0" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "a.json").read_text())
     assert row["verdict"] == NOT_COMPARED and np.isfinite(row["measured"])
     assert run(monkeypatch, f"{folder / 'notes.txt'}") == 1
