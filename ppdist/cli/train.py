@@ -203,7 +203,7 @@ def _show(recipe: "Recipe") -> None:
     table = Table("decided", "value", "why")
     for row in recipe.rows:
         table.add_row(*map(escape, row))
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
 
 
 def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:

@@ -107,7 +107,7 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
     overridden = {key for key, _, _ in given}
     rows = [
         ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
-        ("recipe", name, os.path.basename(file)),
+        ("recipe", name, f"--model {wishes.model}"),
         *(_row(each, chosen) for each in choices if each.why and each.key not in overridden),
         *given,
         *((what, "", reason) for what, reason in layout.notes),
