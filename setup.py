@@ -40,7 +40,7 @@ setup(
     python_requires=">=3.10",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.report": ["templates/*"]},
+    package_data={"ppdist.report": ["templates/*"], "ppdist.models": ["zoo.yml"]},
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",

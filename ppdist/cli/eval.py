@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
-    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument("-w", "--weights", required=True,
+                        help="weight file, checkpoint, or name of published weights")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
@@ -55,6 +56,7 @@ def main() -> int:
     from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
     from ppdist.models.model_card import config_of_weights, read_card_or_warn
     from ppdist.models.weights import load_all_weights
+    from ppdist.models.zoo import fetch_on_all_ranks
 
     if arguments.config:
         config = load_config(arguments.config, arguments.override)
@@ -75,6 +77,7 @@ def main() -> int:
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
+    fetch_on_all_ranks(arguments.weights)
     dataset = comm.run_on_all_ranks(load)
     if dataset.limited and comm.is_main():
         process.say(f"ppdist: {dataset.limited}")

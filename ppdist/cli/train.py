@@ -1,6 +1,6 @@
 """Trains a detector.
 
-ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights FILE] [--eval]
+ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE] [--eval]
 ppdist train -c cfg.yml [--eval] [-o k=v]
 fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
 
@@ -45,7 +45,9 @@ def parse() -> argparse.Namespace:
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
-    fitted.add_argument("--weights", metavar="FILE", help="start from these, as model.pretrained")
+    fitted.add_argument(
+        "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained"
+    )
     fitted.add_argument("--image-size", type=at_least(32), nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
