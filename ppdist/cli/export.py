@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 SAMPLES = 20  # validation images that take part in the check, when they are there
 CALIBRATION = 64  # training images
-ACCURACY = 100  # validation images
 
 
 def parse() -> argparse.Namespace:
@@ -49,8 +48,8 @@ def parse() -> argparse.Namespace:
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
-                        help="validation images that tell mAP before and after, for infer.yml, "
-                        f"or fewer where it takes long ({ACCURACY}; 0: none)")  # fmt: skip
+                        help="validation images that tell mAP before and after, for infer.yml "
+                        "(100, where that takes seconds; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -111,10 +110,10 @@ def main() -> int:
     if spec.task == "classify":
         report = export_classifier(model, arguments.out, spec, formats, samples, calibration)
     else:
-        sampled = ACCURACY if arguments.accuracy is None else arguments.accuracy
+        sampled = arguments.accuracy
         report = export_detector(
             model, arguments.out, spec, formats, not arguments.without_nms, samples, calibration,
-            dataset if sampled else None, sampled,
+            None if sampled == 0 else dataset, sampled,
         )  # fmt: skip
     tell(report)
     return 0

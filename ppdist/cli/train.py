@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import add_config, command_line
 from ppdist.common import process
@@ -37,8 +37,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
-    fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: ppyoloe_plus_s, "
-                        "yolov5n, ... (ppdist config list)")  # fmt: skip
+    model = fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: "
+                                "ppyoloe_plus_s, yolov5n, ... (ppdist config list)")  # fmt: skip
+    model.completer = _models  # type: ignore[attr-defined]  # argcomplete's
     fitted.add_argument("--epochs", type=at_least(1), metavar="N",
                         help="passes over the training images (by their number)")  # fmt: skip
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
@@ -67,6 +68,12 @@ def parse() -> argparse.Namespace:
         parser.error("--resume-changed goes with --resume")
     _check_source(arguments)
     return arguments
+
+
+def _models(**_: Any) -> list[str]:
+    from ppdist.config.shipped import short_names
+
+    return [*short_names()]
 
 
 def _batch(text: str) -> int | str:
@@ -198,7 +205,7 @@ def _show(recipe: "Recipe") -> None:
     table = Table("decided", "value", "why")
     for row in recipe.rows:
         table.add_row(*map(escape, row))
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
 
 
 def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
