@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.migration import refuse_file
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
@@ -58,42 +59,25 @@ def parse_config(
         defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    file = find_config(str(path))
-    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
-
-
-def parse_tree(
-    tree: Mapping[str, Any],
-    source: str,
-    overrides: Sequence[str],
-    schema: type[SectionT],
-    defaults: Mapping[str, str] | None = None,
-) -> SectionT:
-    """As `parse_config`, of plain data that did not come from a YAML file.
-
-    Args: source: where it came from, for messages.
-    """
-    reader = Reader()
-    node = reader.read_text(dump(dict(tree)), source)
-    return _parsed(node, reader, source, overrides, schema, defaults)
-
-
-def _parsed(
-    tree: Node,
-    reader: Reader,
-    source: str,
-    overrides: Sequence[str],
-    schema: type[SectionT],
-    defaults: Mapping[str, str] | None,
-) -> SectionT:
+    path = find_config(str(path))
+    refuse_file(Reader().read_alone(path), path)  # before the files that it names are opened
+    tree = reader.read_file(path)
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
-    place = Place(source, 1, 1)
+    place = Place(path, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    tree = schema.completed(merge(Node(given, place, place), tree))
-    return _check(tree, schema, reader.problems)
+    return parse_tree(merge(Node(given, place, place), tree), schema, reader.problems)
+
+
+def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
+    """The Section that a tree of files and -o items stands for.
+
+    Args: problems: found in reading them.
+    Raises: ConfigError: as `parse_config`.
+    """
+    return _check(schema.completed(tree), schema, [*problems])
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

@@ -11,6 +11,7 @@ from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml, parse_tree
 from ppdist.config.model import YOLOv5Config
+from ppdist.config.yaml import Reader, dump
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
 from ppdist.models.model_card import (
@@ -41,7 +42,8 @@ NAMES = ("cat", "dög \u2028?")
 def experiment(**model: object) -> ExperimentConfig:
     data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
     section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
-    return parse_tree({"data": data, "model": section}, "test", (), ExperimentConfig)
+    node = Reader().read_text(dump({"data": data, "model": section}), "test")
+    return parse_tree(node, ExperimentConfig, ())
 
 
 def card() -> ModelCard:
