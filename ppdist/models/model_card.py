@@ -27,7 +27,7 @@ from ppdist.config.base import Section, Task, parse_tree
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
-from ppdist.config.yaml import Reader, dump, merge
+from ppdist.config.yaml import Place, Reader, merge, tree_of
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
 from ppdist.models.weights import checkpoint_of, read_notes
@@ -429,7 +429,7 @@ def config_of_weights(
         tree["nms"] = card.nms.model_dump(mode="json")
     tree["output_dir"] = f"output/{path.stem}"
     reader = Reader()
-    config = reader.read_text(dump(tree), f"{path}: model card")
+    config = tree_of(tree, Place(f"{path}: model card"))
     for item in overrides:
         node = reader.read_override(item)
         config = config if node is None else merge(config, node)
