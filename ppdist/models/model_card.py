@@ -23,11 +23,10 @@ import ppdist
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, Task, parse_tree
+from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
-from ppdist.config.yaml import Place, Reader, merge, tree_of
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
 from ppdist.models.weights import checkpoint_of, read_notes
@@ -427,10 +426,5 @@ def config_of_weights(
     tree: dict[str, Any] = {"data": data, "model": {**card.model, "pretrained": None}}
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
-    tree["output_dir"] = f"output/{path.stem}"
-    reader = Reader()
-    config = tree_of(tree, Place(f"{path}: model card"))
-    for item in overrides:
-        node = reader.read_override(item)
-        config = config if node is None else merge(config, node)
-    return parse_tree(config, ExperimentConfig, reader.problems)
+    defaults = {"output_dir": f"output/{path.stem}"}
+    return parse_plain(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)

@@ -9,9 +9,8 @@ import pytest
 
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml, parse_tree
+from ppdist.config.base import dump_yaml, parse_plain
 from ppdist.config.model import YOLOv5Config
-from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
 from ppdist.models.model_card import (
@@ -42,9 +41,7 @@ NAMES = ("cat", "dög \u2028?")
 def experiment(**model: object) -> ExperimentConfig:
     data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
     section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
-    return parse_tree(
-        tree_of({"data": data, "model": section}, Place("test")), ExperimentConfig, ()
-    )
+    return parse_plain({"data": data, "model": section}, "test", (), ExperimentConfig)
 
 
 def card() -> ModelCard:
@@ -172,8 +169,7 @@ def test_odd_pickled_models_say_less(tmp_path, monkeypatch, state) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", "[" * 100_000, '{"class_names": [1]}', '{"version": 2}', '{"licence": null}',
-     '{"model": 5}', '{"model": ' + '{"a":' * 900 + "1" + "}" * 901,
-     json.dumps({"source": "x" * 2000}), " " * (1 << 22) + "{}"],
+     '{"model": 5}', json.dumps({"source": "x" * 2000}), " " * (1 << 22) + "{}"],
 )  # fmt: skip
 def test_cards_of_strangers_are_refused(tmp_path, text) -> None:
     write_arrays(tmp_path / "w.safetensors", ARRAYS, {CARD_NOTE: text})
