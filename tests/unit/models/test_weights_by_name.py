@@ -118,12 +118,17 @@ def test_without_use_of_names_rows_stay(tmp_path, names) -> None:
     assert not report.by_name and not report.fresh
 
 
-@FAMILIES
+@pytest.mark.parametrize("build", [ppyoloe, classifier])
 def test_no_common_name_leaves_the_layers_fresh(tmp_path, build) -> None:
     _, before, after, report = tune(build, tmp_path, ("a", "b"))
     assert report.fresh and not report.by_name
     for key in report.fresh:
         np.testing.assert_array_equal(after[key], before[key])
+
+
+def test_box_and_objectness_stay_without_a_common_name(tmp_path) -> None:
+    report = assert_rows(yolov5, tune(yolov5, tmp_path, ("a", "b")), ("a", "b"))
+    assert report.by_name == "0 of 2 classes kept by name, fresh: a, b"
 
 
 def test_half_precision_rows_are_converted(tmp_path) -> None:
