@@ -213,7 +213,7 @@ class _Job:
                 return plan, None
             self.say_plan(plan)
             agreed = self.restarts.attempt, self.restarts.skip
-            mine = own_handshake(self.options, plan, *agreed, identity).signed(self.token)
+            mine = own_handshake(self.options, plan, *agreed, identity)
             look = lookout.look
             try:
                 return plan, rendezvous(mine, port, seconds, say, self.received, self.token, look)
