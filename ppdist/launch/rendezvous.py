@@ -593,7 +593,7 @@ _OTHER_PROGRAM = (
     "--start_port P on every host"
 )
 _OTHER_VERSION = (
-    "it has another version of ppdist, whose hosts greet otherwise: install the same on every host"
+    "has another version of ppdist, whose hosts greet otherwise: install the same on every host"
 )
 _ANSWER_SECONDS = 0.5  # a resolver in order takes less
 _DISPUTE_SECONDS = 60.0  # in which hosts learn better: DNS servers keep an answer for 5 to 30
@@ -795,7 +795,7 @@ class _Rendezvous:
             if not caller.keys.meet(message):
                 if message["type"] == "hello":
                     caller.send(_other_version())
-                    self._say_refused(f"refused who calls from {caller.peer}: {_OTHER_VERSION}")
+                    self._say_refused(f"refused who calls from {caller.peer}: it {_OTHER_VERSION}")
                 return True
             caller.send(caller.keys.hello())
             return False
@@ -1004,7 +1004,7 @@ _OLD_ANSWERS = ("hello", "refused", "later", "busy")  # of a host with protocol 
 
 def _other_version() -> Message:
     """What hosts with another protocol understand."""
-    return {"type": "refused", "text": f"protocol {_PROTOCOL}: {_OTHER_VERSION}", "proof": ""}
+    return {"type": "refused", "text": f"this one {_OTHER_VERSION}", "proof": ""}
 
 
 def _listen(mine: Handshake, port: int) -> socket.socket | None:
