@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described
+from ppdist.common.arguments import at_least, described
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

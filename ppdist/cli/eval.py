@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, described
+from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import command_line
+from ppdist.cli import add_config, command_line
 from ppdist.common import process
-from ppdist.common.arguments import add_config, described
+from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

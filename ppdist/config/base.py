@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
@@ -52,15 +53,18 @@ def parse_config(
 ) -> SectionT:
     """Reads a file as any Section, as `experiment.load_config` does the tree of all.
 
-    Args: defaults: top-level values that depend on the path.
+    Args:
+        path: of a file, or the name of one that is shipped.
+        defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    tree = reader.read_file(str(path))
+    path = find_config(str(path))
+    tree = reader.read_file(path)
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
-    place = Place(str(path), 1, 1)
+    place = Place(path, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
     tree = schema.completed(merge(Node(given, place, place), tree))
     return _check(tree, schema, reader.problems)

@@ -15,6 +15,7 @@ from ppdist.config.loss import LOSS_NAMES, LossConfig, PPYOLOELossConfig
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
+from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import misfits
 from ppdist.config.yaml import Node, merge
@@ -86,7 +87,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or the name of a shipped config.
         overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
             They apply in order, so the last one wins.
 
@@ -94,5 +95,5 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         ConfigError: everything that is wrong, one line for each problem:
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
-    defaults = {"output_dir": f"output/{Path(path).stem}"}
+    defaults = {"output_dir": f"output/{Path(find_config(str(path))).stem}"}
     return parse_config(path, overrides, ExperimentConfig, defaults)
