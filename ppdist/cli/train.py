@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ppdist.cli import add_config, command_line
 from ppdist.common import process
 from ppdist.common.arguments import described
+from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -48,7 +49,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         arguments: of `parse`.
         callbacks: called in this order at the moments of the training.
     """
-    process.hold_signals()
+    hold_signals()  # as the doors have done already
     from ppdist.common.logging import commands
     from ppdist.config import load_config
     from ppdist.distributed import comm, heartbeat
