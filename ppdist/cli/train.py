@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ppdist.cli import add_config, command_line
 from ppdist.common import process
 from ppdist.common.arguments import described
+from ppdist.common.limits import require_limits
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         callbacks: called in this order at the moments of the training.
     """
     hold_signals()  # as the doors have done already
+    require_limits()
     from ppdist.common.logging import commands
     from ppdist.config import load_config
     from ppdist.distributed import comm, heartbeat

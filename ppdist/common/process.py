@@ -26,6 +26,7 @@ from typing import NoReturn, TextIO
 
 from ppdist.common.errors import Failure, UserError, failure_of
 from ppdist.common.files import replace_file
+from ppdist.common.limits import as_limit
 from ppdist.common.signals import STOP_SIGNALS
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
@@ -71,7 +72,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        found = error
+        found = as_limit(error)
         if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
             found = UserError(
                 "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "

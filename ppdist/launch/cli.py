@@ -33,7 +33,14 @@ def main() -> int:
     """Entry of the console script and of tools/launch.py; returns the exit code."""
     hold_signals()
     _open_streams()
+    from ppdist.common import limits
     from ppdist.common.errors import UserError
+
+    try:
+        limits.require_limits(limits.LEAST_FILES)
+    except UserError as error:  # what follows may not even be imported
+        print(f"ppdist: error: {error}", file=sys.stderr)
+        return 2
     from ppdist.common.process import USER_ERROR
     from ppdist.launch import options, supervisor, topology
     from ppdist.launch.job import fleetrun

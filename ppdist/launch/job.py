@@ -32,6 +32,7 @@ from ppdist.launch.supervisor import private_files, private_folder
 from ppdist.launch.topology import (
     LaunchPlan,
     Machine,
+    claimed,
     make_plan,
     metrics_endpoint,
     once_known,
@@ -137,7 +138,8 @@ class _Job:
         try:
             with private_files(folder):
                 folder.mkdir()
-            outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
+            with claimed(plan.ports, len(plan.hosts)):
+                outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
         except UserError as error:
             if channel is None:
                 raise
