@@ -1,4 +1,4 @@
-"""Limits of a shell or container that are too low to train under.
+"""Limits of a shell or container, too low to train under.
 
 Without these messages they end in a traceback of whatever library met them first.
 """
@@ -40,7 +40,7 @@ def _too_low(code: str) -> UserError:
         return UserError(
             f"this process may have {_limit(resource.RLIMIT_NOFILE)} files and connections open at "
             "once, and needs more",
-            code=FILES_LIMIT,
+            code="open_files_limit",
             fix="raise the limit before the command: ulimit -n 4096 (systemd: LimitNOFILE=, "
             "docker: --ulimit nofile=4096)",
         )
@@ -48,7 +48,7 @@ def _too_low(code: str) -> UserError:
     return UserError(
         f"this process may use {mib} MiB of addresses, and needs more: Paddle takes about 2 GiB "
         "on a CPU, and tens of GiB with cards, before it uses any of them",
-        code=MEMORY_LIMIT,
+        code="memory_limit",
         fix="lift the limit before the command: ulimit -v unlimited (some schedulers set it as the "
         "memory of a job: h_vmem of SGE)",
     )

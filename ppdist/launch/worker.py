@@ -118,12 +118,16 @@ def forget_environment(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def started_by(folder: Path, rank: int | None = None) -> list[int]:
+def started_by(
+    folder: Path, rank: int | None = None, variable: str = EXIT_DIR_VARIABLE
+) -> list[int]:
     """Ids of the processes of an attempt (of one rank of it) but this one, by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
+
+    Args: variable: that holds the folder; JOB_DIR_VARIABLE for that of all attempts.
     """
-    marks = {f"{EXIT_DIR_VARIABLE}={folder}".encode()}
+    marks = {f"{variable}={folder}".encode()}
     if rank is not None:
         marks.add(f"PADDLE_TRAINER_ID={rank}".encode())
     found = []
