@@ -84,8 +84,9 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
         return None
     text = (
         "started by Paddle's own launcher, not by ppdist's fleetrun: card ranges, exit codes and "
-        "--max_restart work differently; use python tools/launch.py in place of fleetrun, or "
-        "reinstall ppdist to get its fleetrun back"
+        "--max_restart work differently; type `ppdist launch` in place of fleetrun (in a clone: "
+        "python tools/launch.py), or bring ours back: "
+        "pip install --force-reinstall --no-deps ppdist"
     )
     endpoints = variables.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
     if len({endpoint.rpartition(":")[0] for endpoint in endpoints}) > 1:
