@@ -258,9 +258,11 @@ class KeyExchange:
     can try one guess with each connection, learns nothing with which more could be tried later,
     and has no use for what was said to others.  A token that nobody gave is known to all.
 
-        caller -> host   hello: two numbers
-        host -> caller   hello: two numbers, and its proofs
+        caller -> host   hello: two numbers, and one that is used once
+        host -> caller   hello: the same, and its proofs
         caller -> host   its proofs, then its handshake; from here on with a signature
+
+    The powers are drawn once in a process: a first host calls many that are not there yet.
 
     Sources: SPEKE (Jablon 1996, ACM CCR 26(5)), in group 14 of RFC 3526.  What Hao and Shahandashti
     (2014, "The SPEKE Protocol Revisited") ask for: roles and all numbers are part of each key.
@@ -278,21 +280,20 @@ class KeyExchange:
             calls: this end has called the other.
         """
         self._calls = calls
-        self._secrets = [secrets.randbits(_SECRET_BITS) for _ in range(2)]
-        generators = _generator("token", token), _generator("command", token, command)
-        self._numbers = [pow(base, power, _PRIME) for base, power in zip(generators, self._secrets)]
+        self._powers, self._numbers = _drawn(token, command)
+        self._once = secrets.token_hex(16)
         self._keys: list[bytes] = []
         self.met = self.checked = self.same_token = self.same_command = False
 
     def hello(self) -> Message:
         """The first line of this end; what has been called adds its proofs."""
-        numbers = [f"{number:x}" for number in self._numbers]
+        hello = {"type": "hello", "protocol": _PROTOCOL, "numbers": self._numbers}
         proofs = self.proofs() if self.met else {}
-        return {**proofs, "type": "hello", "protocol": _PROTOCOL, "numbers": numbers}
+        return {**proofs, **hello, "once": self._once}
 
     def meet(self, hello: Message) -> bool:
         """Reads the other's first line; False: it is not one of this protocol."""
-        words = hello.get("numbers")
+        words, once = hello.get("numbers"), text_of(hello, "once", _NUMBER_LETTERS)
         if hello["type"] != "hello" or hello.get("protocol") != _PROTOCOL:
             return False
         if not isinstance(words, list) or len(words) != len(self._numbers):
@@ -306,9 +307,9 @@ class KeyExchange:
                 return False
         if not all(1 < number < _PRIME - 1 for number in numbers):
             return False
-        ends = [self._numbers, numbers] if self._calls else [numbers, self._numbers]
-        said = json.dumps([[f"{number:x}" for number in end] for end in ends])
-        for kind, number, power in zip(("token", "command"), numbers, self._secrets):
+        own, other = [*self._numbers, self._once], [*(f"{each:x}" for each in numbers), once]
+        said = json.dumps([own, other] if self._calls else [other, own])
+        for kind, number, power in zip(("token", "command"), numbers, self._powers):
             shared = pow(number, power, _PRIME)
             self._keys.append(hashlib.sha256(f"{kind} {said} {shared:x}".encode()).digest())
         self.met = True
@@ -344,7 +345,14 @@ class KeyExchange:
         return hmac.new(self._keys[key], f"{who} {text}".encode(), hashlib.sha256).hexdigest()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
+def _drawn(token: str, command: str) -> tuple[list[int], list[str]]:
+    """Secret powers of this process, and what it sends: one draw does for many hosts."""
+    powers = [secrets.randbits(_SECRET_BITS) for _ in range(2)]
+    generators = _generator("token", token), _generator("command", token, command)
+    return powers, [f"{pow(base, power, _PRIME):x}" for base, power in zip(generators, powers)]
+
+
 def _generator(*secret_words: str) -> int:
     """A number that only who knows the words can make, of the subgroup of squares."""
     text = json.dumps(["ppdist", *secret_words]).encode()
@@ -806,7 +814,8 @@ class _Rendezvous:
                 self._say_refused(f"refused who calls from {caller.peer}: it {_OTHER_TOKEN}")
             return not keys.same_token
         theirs = read_handshake(message) if keys.is_signed(message) else None
-        if theirs is not None:
+        # Its own comes back where somebody passes on what it says.
+        if theirs is not None and theirs.identity != self.mine.identity:
             self._receive(caller, keys, theirs)
         return True
 

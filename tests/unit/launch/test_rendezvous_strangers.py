@@ -175,7 +175,7 @@ def test_a_stranger_ends_no_job_and_learns_nothing(token: str) -> None:
             stranger.sendall(json.dumps(stranger_keys.hello()).encode() + b"\n")
             heard.append(stranger.makefile().readline().encode())
             answer = json.loads(heard[-1])
-            assert set(answer) == {"type", "protocol", "numbers", "proofs"}
+            assert set(answer) == {"type", "protocol", "numbers", "once", "proofs"}
             assert stranger_keys.meet(answer)
             stranger_keys.check(answer)
             assert stranger_keys.same_token == (token == knows) and not stranger_keys.same_command
@@ -186,6 +186,31 @@ def test_a_stranger_ends_no_job_and_learns_nothing(token: str) -> None:
     second.start()
     finished(first, second)
     assert (first.error, second.error) == ("", "")
+
+
+def pass_on(one: socket.socket, other: socket.socket) -> None:
+    with suppress(OSError):
+        while piece := one.recv(65536):
+            other.sendall(piece)
+        other.shutdown(socket.SHUT_WR)
+
+
+def test_what_a_host_says_ends_nothing_if_passed_back() -> None:
+    """A stranger at the address of another host connects the first one with itself."""
+    port = free_port()
+    with socket.create_server((B, port)) as server:
+        first = Member(host(A), port, TOKEN, seconds=1.5)
+        first.start()
+        caller, _ = server.accept()
+        with caller, socket.create_connection((A, port)) as back:
+            threads = [
+                threading.Thread(target=pass_on, args=ends, daemon=True)
+                for ends in ((caller, back), (back, caller))
+            ]
+            for each in threads:
+                each.start()
+            first.end()
+    assert "gave up after 1.5 s" in first.error and "it closed the connection" in first.error
 
 
 def test_without_a_token_hosts_show_their_own_command_alone() -> None:
