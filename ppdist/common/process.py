@@ -18,14 +18,16 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 from ppdist.common.errors import Failure, StorageError, UserError, failure_of
 from ppdist.common.files import replace_file
+from ppdist.common.limits import as_limit
+from ppdist.common.signals import STOP_SIGNALS
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
 
@@ -36,7 +38,6 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # of a training
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
@@ -52,11 +53,6 @@ _CONTROLS = re.compile(
 )
 
 
-def hold_signals() -> None:
-    """Signals that ask to stop wait from here on, until engine/trainer.py is ready for them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs a tool's main and turns how it ended into the documented exit code.
 
@@ -68,13 +64,16 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             stream.reconfigure(errors="backslashreplace")
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
+    if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
+        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
     code, failure = 0, Failure("", "", "")
     try:
-        code = main() or 0
+        with _plain_log():
+            code = main() or 0
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        found = error
+        found = as_limit(error)
         if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
             found = UserError(
                 "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
@@ -98,6 +97,34 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+@contextmanager
+def _plain_log() -> Iterator[None]:
+    """What is logged goes to stderr as a run's log shows it, and not through Paddle's handler."""
+    logger, handler = logging.getLogger("ppdist"), _PlainHandler()
+    before = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate, level = before
+        logger.setLevel(level)
+
+
+class _PlainHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(log_line(record))
+
+
+def log_line(record: logging.LogRecord) -> str:
+    """`18:57:59 warning: text`, as users see every message."""
+    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+    mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+    return f"{clock} {mark}{printable(record.getMessage())}"
 
 
 def _crash() -> str:

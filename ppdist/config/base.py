@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.migration import refuse_file
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
@@ -52,18 +54,56 @@ def parse_config(
 ) -> SectionT:
     """Reads a file as any Section, as `experiment.load_config` does the tree of all.
 
-    Args: defaults: top-level values that depend on the path.
+    Args:
+        path: of a file, or the name of one that is shipped.
+        defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    tree = reader.read_file(str(path))
+    file = find_config(str(path))
+    refuse_file(Reader().read_alone(file), file)  # before the files that it names are opened
+    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
+
+
+def parse_plain(
+    tree: Mapping[str, Any],
+    source: str,
+    overrides: Sequence[str],
+    schema: type[SectionT],
+    defaults: Mapping[str, str] | None = None,
+) -> SectionT:
+    """As `parse_config`, of plain data that did not come from a YAML file.
+
+    Args: source: where it came from, for messages.
+    """
+    reader = Reader()
+    node = reader.read_text(dump(dict(tree)), source)
+    return _parsed(node, reader, source, overrides, schema, defaults)
+
+
+def _parsed(
+    tree: Node,
+    reader: Reader,
+    source: str,
+    overrides: Sequence[str],
+    schema: type[SectionT],
+    defaults: Mapping[str, str] | None,
+) -> SectionT:
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
-    place = Place(str(path), 1, 1)
+    place = Place(source, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    tree = schema.completed(merge(Node(given, place, place), tree))
-    return _check(tree, schema, reader.problems)
+    return parse_tree(merge(Node(given, place, place), tree), schema, reader.problems)
+
+
+def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
+    """The Section that a tree of files and -o items stands for.
+
+    Args: problems: found in reading them.
+    Raises: ConfigError: as `parse_config`.
+    """
+    return _check(schema.completed(tree), schema, [*problems])
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

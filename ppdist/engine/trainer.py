@@ -19,7 +19,8 @@ import paddle
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.logging import EVALUATION, SAVING, RunLog
-from ppdist.common.process import STOP_SIGNALS, STOPPED
+from ppdist.common.process import STOPPED
+from ppdist.common.signals import STOP_SIGNALS, release_signals
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
@@ -72,6 +73,7 @@ class Trainer:
         log: RunLog,
         output_dir: Path,
         config_yaml: str,
+        model_card: str,
         checkpoint: CheckpointConfig,
         evaluate: EvaluateConfig,
         early_stopping: EarlyStoppingConfig | None,
@@ -98,8 +100,9 @@ class Trainer:
         self.evaluated_model = evaluated_model
         self.log = log
         self.folder, *others = folders_of(output_dir, checkpoint.fallback_dir)
+        fallback = next(iter(others), None)
         self.writer = CheckpointWriter(
-            self.folder, config_yaml, checkpoint.keep, note_saved, fallback=next(iter(others), None)
+            self.folder, config_yaml, checkpoint.keep, note_saved, model_card, fallback
         )
         self.seed = seed
         self.progress = TrainState()
@@ -517,7 +520,7 @@ class Trainer:
 def until_first_step() -> None:
     """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
 
-    Called once Paddle was imported, with the signals held back by `process.hold_signals` before:
+    Called once Paddle was imported, with the signals held back by `signals.hold_signals` before:
     Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
     `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
     """
@@ -534,7 +537,7 @@ def until_first_step() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    release_signals()
 
 
 def listen(ask: Callable[[], None]) -> None:

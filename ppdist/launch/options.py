@@ -9,16 +9,21 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ppdist.common.errors import LaunchError
 
 USAGE = """\
 usage: fleetrun [options] script.py [arguments of the script]
+       fleetrun [options] ppdist COMMAND [arguments of the command]
 
 Starts one process of the script per card (or per --nproc_per_node on a CPU) on this host; with
 --ips, type the same command on every host.  Exit codes: 0 done; 2 the input is wrong (one message);
 75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
 """
+
+# What `ppdist` stands for where a script is asked for; PATH may have none, or another Python's.
+_OWN_COMMANDS = str(Path(__file__).resolve().parents[1] / "__main__.py")
 
 # Paddle's launcher gives these to its workers.  Left over in the environment from another launch
 # they override the command line: two hosts become rank 0, or the ranks wait for a dead master.
@@ -40,6 +45,7 @@ STALE_VARIABLES = (
 )
 KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug-in brings
 TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"  # what its user gives to all hosts of a job, see rendezvous.py
+_LEAST_TOKEN = 16  # characters
 START_SECONDS = 600
 MOST_RESTARTS = 1_000_000
 
@@ -178,6 +184,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     """
     values, rest = _split(arguments)
     refuse_stale_environment(environment)
+    _refuse_short_token(environment)
     if not rest:
         raise LaunchError(
             f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
@@ -190,7 +197,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
     kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
     return Options(
-        script=rest[0],
+        script=_OWN_COMMANDS if rest[0] == "ppdist" else rest[0],
         script_arguments=tuple(rest[1:]),
         typed=tuple(arguments[: len(arguments) - len(rest)]),
         kind=kind,
@@ -235,6 +242,19 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
             "launch, and Paddle's launcher would follow that instead of the command line",
             code="environment_of_other_launch",
             fix=f"start with: env {remove} fleetrun ...",
+        )
+
+
+def _refuse_short_token(environment: Mapping[str, str]) -> None:
+    """Raises: LaunchError: a stranger could find the token by trying."""
+    letters = len(environment.get(TOKEN_VARIABLE, ""))
+    if 0 < letters < _LEAST_TOKEN:
+        raise LaunchError(
+            f"a token of {letters} characters is found by trying: it must have {_LEAST_TOKEN} or "
+            "more",
+            code="job_token_short",
+            where=TOKEN_VARIABLE,
+            fix=f"give all hosts one that `openssl rand -hex {_LEAST_TOKEN}` has drawn, or none",
         )
 
 
