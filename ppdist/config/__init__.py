@@ -5,6 +5,7 @@
     yaml.py         files and -o items as trees that remember their lines
     errors.py       what pydantic found, in words
     validate.py     what parts of a tree ask of each other
+    plugins.py      detectors, formats, backbones and trackers of other packages
     schema.py       docs/config.md and configs/schema.json
 
 The other files hold the Sections, by the key of a file that they stand under.  Nothing here needs

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -34,6 +34,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def opened(cls, tree: Node, problems: list[Problem]) -> type["Section"]:
+        """This Section with what installed plugins add to it, as far as the tree names it.
+
+        Args: problems: gets those of plugins that the tree needs.
+        """
+        return cls
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
@@ -62,8 +70,9 @@ def parse_config(
             tree = merge(tree, node)
     place = Place(str(path), 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    tree = schema.completed(merge(Node(given, place, place), tree))
-    return _check(tree, schema, reader.problems)
+    tree = merge(Node(given, place, place), tree)
+    opened = cast(type[SectionT], schema.opened(tree, reader.problems))
+    return _check(schema.completed(tree), opened, reader.problems)
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

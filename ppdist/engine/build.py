@@ -13,7 +13,7 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.logging import RunLog
-from ppdist.config import ExperimentConfig
+from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.validate import surprises
@@ -55,12 +55,21 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
-# The loss of each model, by `model.name`; the models are in ppdist/models/__init__.py.
-LOSSES: dict[str, type[Loss]] = {
+# The loss of each model of ours, by `model.name`; the models are in ppdist/models/__init__.py.
+_LOSSES: dict[str, type[Loss]] = {
     "ppyoloe": PPYOLOELoss,
     "yolov5": YOLOv5Loss,
     "yolov5_cls": ClassificationLoss,
 }
+
+
+def loss_of(name: str) -> type[Loss]:
+    """The loss of a model, ours or a plugin's, by `model.name`.
+
+    Raises: ConfigError: it is a plugin's and cannot be imported.
+    """
+    found = plugins.registered("detector", name)
+    return _LOSSES[name] if found is None else plugins.load(found.loss_target)
 
 
 @dataclass
@@ -332,7 +341,7 @@ def build_train_step(
     low_precision = train.amp.enabled and train.amp.level == "O2"
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
-    loss = LOSSES[config.model.name].build(
+    loss = loss_of(config.model.name).build(
         config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
     optimizer = build_optimizer(

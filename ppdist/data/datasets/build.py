@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotations import (
     Strictly,
@@ -126,6 +127,11 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Dete
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
     root, images = _places(config, split)
+    registered = plugins.registered("dataset", config.format)
+    if registered is not None:
+        raw = plugins.load(registered.target)(config, split, complain)
+        find_alike(raw.class_names, raw.source, complain)
+        return raw
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
