@@ -13,6 +13,7 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.logging import RunLog
+from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
 from ppdist.config.loss import YOLOv5LossConfig
@@ -275,8 +276,15 @@ def _open_log(
         every_steps=config.log.every_steps,
         visualdl=config.log.visualdl,
         tensorboard=config.log.tensorboard,
+        trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
         histograms=config.log.histograms,
     )
+
+
+def _writer_of(tracker: str) -> str:
+    """`package.module:Class` of the writer of a tracker, ours or a plugin's."""
+    found = plugins.registered("tracker", tracker)
+    return TRACKERS[tracker] if found is None else found.target
 
 
 def _log_setup(

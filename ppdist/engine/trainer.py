@@ -240,6 +240,7 @@ class Trainer:
 
     def _stopped(self) -> int:
         self._end("signal")
+        self.log.hurry()
         self.log.warning(
             f"stopped by a signal after step {self.progress.step}; --resume continues from there"
         )

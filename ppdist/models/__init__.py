@@ -11,8 +11,8 @@ from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 
 __all__ = ["Detector", "ImageModel", "build_model"]
 
-# Every model of ours, by `model.name`; its Section in config/model.py says the rest.  Other packages
-# add theirs by `register_detector` (config/plugins.py).
+# Every model of ours, by `model.name`; its Section in config/model.py says the rest.  Models of
+# other packages are registered (config/plugins.py).
 MODELS: dict[str, Callable[[Any], ImageModel]] = {
     "ppyoloe": PPYOLOE,
     "yolov5": YOLOv5,

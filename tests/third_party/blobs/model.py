@@ -1,5 +1,6 @@
 """The detector: images to raw outputs, raw outputs to boxes."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import paddle
@@ -13,7 +14,10 @@ from ppdist.models.layers import ConvBNLayer
 
 
 class BlobsOutputs(NamedTuple):
-    """class_logits [B, C, H, W] and sides [B, 4, H, W] (left, top, right, bottom) of each level."""
+    """class_logits [B, C, H, W] and sides [B, 4, H, W] (left, top, right, bottom) of each level.
+
+    Sides are in strides, 0 to 8.
+    """
 
     class_logits: tuple[Tensor, ...]
     sides: tuple[Tensor, ...]
@@ -29,8 +33,7 @@ class BlobsBackbone(Backbone):
         self.strides = tuple(2**level for level in range(first, last + 1))
         channels = [max(4, round(8 * 2**level * width)) for level in range(1, last + 1)]
         self.stem = ConvBNLayer(3, channels[0], 3, stride=2)
-        pairs = zip(channels, channels[1:])
-        self.blocks = nn.LayerList([ConvBNLayer(*pair, 3, stride=2) for pair in pairs])
+        self.blocks = nn.LayerList([ConvBNLayer(*pair, 3, stride=2) for pair in pairwise(channels)])
         self.first, self.channels = first, tuple(channels[first - 1 :])
         self.stage_keys = (("stem",), *((f"blocks.{i}",) for i in range(len(self.blocks))))
 
@@ -64,7 +67,7 @@ class Blobs(Detector):
         features = self.backbone(images_B3HW)
         return BlobsOutputs(
             tuple(layer(x) for layer, x in zip(self.classes, features)),
-            tuple(F.softplus(layer(x)) for layer, x in zip(self.sides, features)),
+            tuple(8 * F.sigmoid(layer(x)) for layer, x in zip(self.sides, features)),
         )
 
     def decode(self, outputs: BlobsOutputs) -> tuple[Tensor, Tensor]:
@@ -80,5 +83,5 @@ def by_cell(levels: tuple[Tensor, ...]) -> Tensor:
 
 def boxes_of(sides_BN4: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
     """xyxy in input pixels of sides in strides."""
-    low, high = paddle.split(sides_BN4 * stride_N1, 2, axis=-1)
+    low, high = (sides_BN4 * stride_N1).split([2, 2], axis=-1)
     return paddle.concat([points_N2 - low, points_N2 + high], axis=-1)
