@@ -232,6 +232,10 @@ class RunLog:
         left = self._eta.left(step) if self._main and step < self._total_steps else None
         return "" if left is None else f"  ETA {duration(left)}"
 
+    def closing_seconds(self) -> float:
+        """What a step, an evaluation and a save may take now, on rank 0."""
+        return self._eta.closing()
+
     def run_summary(self) -> None:
         """The table at the end: how it went, where everything is, where the time went."""
         if self._main:
@@ -567,6 +571,16 @@ class ETA:
             unseen = self._unseen_evaluation(each) if part == EVALUATION else 0.0
             seconds += self._times(part, step) * (fmean(taken) if taken else unseen)
         return seconds
+
+    def closing(self) -> float:
+        """Seconds that a step, an evaluation and a save may take now: the longest of late."""
+        each = self._step_seconds() if self._steps else 0.0
+        seconds = 2 * each + max(self._parts[SAVING], default=0.0)
+        if not self._every[EVALUATION]:
+            return seconds
+        # A first evaluation takes up to five times of what is guessed, see _EVALUATION_COST.
+        unseen = self._remembered or 5 * self._unseen_evaluation(each)
+        return seconds + max(self._parts[EVALUATION], default=unseen)
 
     def seconds(self) -> dict[str, float]:
         """Wall seconds since the start by part; `training` is what no other part took."""

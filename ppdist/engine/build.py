@@ -40,6 +40,7 @@ from ppdist.engine.schedule_setup import (
     settings,
 )
 from ppdist.engine.state import AUTO, claim_folder, find_start, log_start, settle_run
+from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.visualize import BatchPictures
@@ -104,6 +105,7 @@ def build_training(
         callbacks: of this rank, called in this order.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
+    budget = None if config.train.hours is None else TimeBudget(config.train.hours)
     comm.run_on_all_ranks(lambda: set_device_options(config.train))
     noticed = preflight(
         config,
@@ -137,8 +139,9 @@ def build_training(
             log.info(line)
         if anew:
             _fit_anchors(config, model, train_set, log)
+        both = train_set, val_set
         trainer = _build_trainer(
-            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks
+            config, derived, model, both, bad_images, log, output_dir, budget, callbacks
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -210,14 +213,15 @@ def _build_trainer(
     config: ExperimentConfig,
     derived: ScheduleSetup,
     model: ImageModel,
-    train_set: DetectionSet,
-    val_set: DetectionSet | None,
+    both: tuple[DetectionSet, DetectionSet | None],
     bad_images: Blocklist,
     log: RunLog,
     output_dir: Path,
+    budget: TimeBudget | None,
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
+    train_set, val_set = both
     log_estimate(lambda: _estimate(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
@@ -247,6 +251,7 @@ def _build_trainer(
         seed=config.seed,
         bad_steps_limit=config.train.bad_steps_limit,
         check_weights_every=config.distributed.check_weights_every,
+        budget=budget,
         callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
     )
 
