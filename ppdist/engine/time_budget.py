@@ -1,4 +1,4 @@
-"""Time budget: how long a run may take, and when it has to come to its end."""
+"""Time budget: when a run has to come to its end."""
 
 import os
 import time

@@ -1,12 +1,15 @@
 """Another package adds a detector, a format and a tracker by an entry point, and trains."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
-from tests.forked import run_on_two_ranks, run_tool, succeeded
+from tests.distributed import run_on_ranks
+from tests.forked import ROOT, run_on_two_ranks, run_tool, succeeded
 
 PACKAGES = Path(__file__).resolve().parents[1] / "third_party"
 CONFIG = """
@@ -24,7 +27,7 @@ model: {{name: blobs, channels: 8, num_classes: 3, image_size: [64, 64]}}
 train: {{epochs: 3, batch_size_per_card: 2}}
 optimizer: {{name: adamw, lr: 0.02}}
 schedule: {{warmup_epochs: 0}}
-log: {{every_steps: 1, visualdl: false, trackers: [{{name: lines, digits: 17}}]}}
+log: {{every_steps: 1, visualdl: false, images: 0, trackers: [{{name: lines, digits: 17}}]}}
 """
 
 
@@ -43,13 +46,22 @@ def write_lines(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cfg.yml, and out/ of a training on two ranks through fleetrun."""
+    """cfg.yml, and out/ of a training on two ranks."""
     folder = tmp_path_factory.mktemp("plugins")
     write_lines(folder / "data")
     (folder / "cfg.yml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
-    options = ("-c", folder / "cfg.yml", "--eval")
-    succeeded(run_on_two_ranks(folder, "train", *options, packages=PACKAGES))
+    assert run_on_ranks(2, f"{__name__}:train", str(folder), hosts=1) == [0, 0]
     return folder
+
+
+def train(folder: str) -> int:
+    """tools/train.py on this rank, where the package is installed: its exit code."""
+    sys.path.append(str(PACKAGES))
+    script = str(ROOT / "tools" / "train.py")
+    sys.argv = [script, "-c", f"{folder}/cfg.yml", "--eval"]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    return ended.value.code or 0
 
 
 def records(project: Path) -> list[dict]:
@@ -89,7 +101,7 @@ def test_without_the_package_the_names_are_unknown(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_packages_resume_and_export(project: Path) -> None:
+def test_fleetrun_resumes_and_export_follows(project: Path) -> None:
     config, run = project / "cfg.yml", {"packages": PACKAGES}
     more = ("--resume", "--resume-changed", "-o", "train.epochs=4")
     succeeded(run_on_two_ranks(project, "train", "-c", config, "--eval", *more, **run))
