@@ -45,6 +45,10 @@ setup(
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
+        "wandb": ["wandb>=0.20"],  # log.trackers, as the next three
+        "mlflow": ["mlflow-skinny>=3"],
+        "clearml": ["clearml>=2"],
+        "swanlab": ["swanlab>=0.10"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving

@@ -124,6 +124,11 @@ def names_of(kind: str) -> list[str]:
     return [*_OUR_NAMES[kind](), *(each.name for each in _registered.values() if each.kind == kind)]
 
 
+def packages() -> list[str]:
+    """Top-level names of the packages whose parts are registered."""
+    return sorted({each.target.replace(":", ".").split(".")[0] for each in _registered.values()})
+
+
 def load(target: str) -> Any:
     """What `package.module:Name` names.
 
