@@ -201,7 +201,8 @@ def main() -> None:
     target, run = pickle.load(messages)
     try:
         module, _, name = target.partition(":")
-        writer = reduce(getattr, name.split("."), importlib.import_module(module))(run)
+        kind: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+        writer = kind(run)
         method = ""
         while method != "close":
             try:
@@ -237,7 +238,7 @@ class WandbWriter(MetricWriter):
         import wandb
 
         self._wandb = wandb
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=run.config.project,
             name=run.name,
             id=run.remembered_id(),
@@ -340,7 +341,7 @@ class ClearMLWriter(MetricWriter):
         if run.config.offline:
             Task.set_offline(True)
         identity = None if Task.is_offline() else run.remembered_id()
-        self._task = Task.init(
+        self._task: Any = Task.init(
             project_name=run.config.project,
             task_name=run.name,
             reuse_last_task_id=False,
@@ -354,7 +355,7 @@ class ClearMLWriter(MetricWriter):
         )
         self._task.set_initial_iteration(0)  # ours go on from where they were
         run.remember_id(self._task.id)
-        self._logger = self._task.get_logger()
+        self._logger: Any = self._task.get_logger()
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():

@@ -287,34 +287,22 @@ def _unknown(tree: Node) -> Iterator[tuple[str, str, Node]]:
 
 
 def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    places = {
-        "detector": "model.name",
-        "backbone": "model.body",
-        "dataset": "data.format",
-    }
-    for kind, key in places.items():
-        section, _, part = key.partition(".")
-        parent = tree.child(section)
-        node = parent.child(part) if parent is not None else None
-        if node is None or (kind == "backbone" and not _has_body(parent)):
-            continue
-        yield kind, key, node
-    log = tree.child("log")
-    trackers = log.child("trackers") if log is not None else None
-    for number, item in enumerate(trackers.value if trackers and _is_list(trackers) else ()):
-        assert isinstance(item, Node)
+    nothing = Node({}, tree.place, tree.place)
+    model, data, log = (tree.child(key) or nothing for key in ("model", "data", "log"))
+    name, body, data_format = model.child("name"), model.child("body"), data.child("format")
+    if name is not None:
+        yield "detector", "model.name", name
+    if name is not None and name.value == PPYOLOEConfig.model_fields["name"].default and body:
+        yield "backbone", "model.body", body
+    if data_format is not None:
+        yield "dataset", "data.format", data_format
+    trackers = log.child("trackers")
+    if trackers is None or not isinstance(trackers.value, list):
+        return
+    for number, item in enumerate(trackers.value):
         node = item if isinstance(item.value, str) else item.child("name")
         if node is not None:
             yield "tracker", f"log.trackers[{number}].name", node
-
-
-def _is_list(node: Node) -> bool:
-    return isinstance(node.value, list)
-
-
-def _has_body(model: Node | None) -> bool:
-    name = model.child("name") if model is not None else None
-    return name is not None and name.value == PPYOLOEConfig.model_fields["name"].default
 
 
 # --- Sections that know the registered names ------------------------------------------------------
@@ -380,7 +368,7 @@ def _with_backbones() -> dict[type[Section], type[Section]]:
     if all(each.kind != "backbone" for each in _registered.values()):
         return {}
     body = PPYOLOEConfig.model_fields["body"]
-    annotation = Literal[tuple(names_of("backbone"))]  # type: ignore[misc]
+    annotation = _literal(names_of("backbone"))
     return {PPYOLOEConfig: _derived(PPYOLOEConfig, {"body": (annotation, _without_type(body))})}
 
 
@@ -391,7 +379,7 @@ def _data(data_format: str) -> type[Section]:
     if all(each.kind != "dataset" for each in _registered.values()):
         return DataConfig
     known = DataConfig.model_fields["format"]
-    annotation = Literal[tuple(names_of("dataset"))]  # type: ignore[misc]
+    annotation = _literal(names_of("dataset"))
     return _derived(DataConfig, {"format": (annotation, _without_type(known))})
 
 
@@ -401,6 +389,11 @@ def _log() -> type[Section]:
     one = _union(ShippedTracker, "tracker")
     field = LogConfig.model_fields["trackers"]
     return _derived(LogConfig, {"trackers": (tuple[one, ...], _without_type(field))})  # type: ignore[valid-type]
+
+
+def _literal(names: Sequence[str]) -> Any:
+    """The type of one of these texts."""
+    return Literal.__getitem__(tuple(names))
 
 
 def _tags(union: Any) -> list[str]:
