@@ -2,6 +2,7 @@
 # make test      what CI runs (minutes); make test-all also runs what takes long
 # make faults    every fault of docs/faults.md, and writes that page (hours); make soak alone: 30 min
 # make check     ruff and mypy;  make bench  measured speed;  make docs  regenerate generated files
+# make site      the documentation for a browser: output/site
 VENV ?= .venv
 PY := $(VENV)/bin/python
 FLEETRUN := $(VENV)/bin/fleetrun
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.ppdist-installed
 DEMO := output/demo
 DEMO_CONFIG := configs/examples/demo.yml
 
-.PHONY: demo test test-all faults soak check bench docs install clean
+.PHONY: demo test test-all faults soak check bench docs site install clean
 
 install: $(STAMP)
 
@@ -65,8 +66,8 @@ soak: install
 	$(PY) tools/faults.py soak --minutes 30 --json output/faults/soak.json
 
 check: install
-	$(PY) -m ruff check ppdist tools tests deploy benchmarks
-	$(PY) -m ruff format --check ppdist tools tests deploy benchmarks
+	$(PY) -m ruff check ppdist tools tests deploy benchmarks examples
+	$(PY) -m ruff format --check ppdist tools tests deploy benchmarks examples
 	$(PY) -m mypy
 
 bench: install
@@ -78,6 +79,12 @@ docs: install
 	$(PY) tools/config.py docs
 	$(PY) tools/config.py schema
 	$(PY) tools/config.py errors
+	$(PY) tools/config.py commands
+
+site: install
+	$(PY) -m mkdocs --version >/dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "open output/site/index.html"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,10 @@
 """Package metadata.  Tool settings (ruff, mypy, pytest) live in pyproject.toml."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
@@ -13,6 +15,17 @@ ONNX = [
     "onnxruntime>=1.17",
     "ml_dtypes>=0.5",  # onnxruntime.quantization imports it
 ]
+
+
+class BuildWithConfigs(build_py):
+    """Puts configs/ into the package: `ppdist train -c NAME` finds them from any folder."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "ppdist" / "configs"
+            shutil.copytree(HERE / "configs", target, dirs_exist_ok=True)
+
 
 # Paddle is not in install_requires: a user's paddlepaddle-gpu has another distribution name, and
 # naming the CPU wheel here would install it over theirs.  `pip install ppdist[cpu]` brings the CPU
@@ -25,9 +38,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
     package_data={"ppdist.report": ["templates/*"]},
     install_requires=[
+        "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
         "pillow>=10.3",
         "opencv-python-headless>=4.11",
@@ -44,26 +59,47 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
-        "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
+        "tensorboard": ["tensorboardX>=2.6.4", "tensorboard>=2.16"],  # log.tensorboard, its viewer
         "wandb": ["wandb>=0.20"],  # log.trackers, as the next three
         "mlflow": ["mlflow-skinny>=3"],
         "clearml": ["clearml>=2"],
         "swanlab": ["swanlab>=0.10"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "docs": ["mkdocs-material>=9.5"],  # make site
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
-            "fastapi>=0.121", "starlette>=0.49.1", "uvicorn>=0.30", "h11>=0.16",
-            "python-multipart>=0.0.27", "prometheus-client>=0.20",
+            "fastapi>=0.121",
+            "starlette>=0.49.1",
+            "uvicorn>=0.30",
+            "h11>=0.16",
+            "python-multipart>=0.0.27",
+            "prometheus-client>=0.20",
         ],
         "dev": [
-            "pycocotools>=2.0.8", "pytest>=8", "pytest-xdist>=3.5", "prometheus-client>=0.20",
-            "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "tensorboardX>=2.6.4", *ONNX,
-            "fastapi>=0.121", "starlette>=0.49.1", "uvicorn>=0.30", "h11>=0.16",
-            "python-multipart>=0.0.27", "httpx>=0.27",
-            "optuna>=4.4",
+            "pycocotools>=2.0.8",
+            "pytest>=8",
+            "pytest-xdist>=3.5",
+            "prometheus-client>=0.20",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "types-PyYAML",
+            "tensorboardX>=2.6.4",
+            *ONNX,
+            "fastapi>=0.121",
+            "starlette>=0.49.1",
+            "uvicorn>=0.30",
+            "h11>=0.16",
+            "python-multipart>=0.0.27",
+            "httpx>=0.27",
+            "optuna>=4.4", "mkdocs-material>=9.5",
         ],
     },
-    entry_points={"console_scripts": ["fleetrun = ppdist.launch.cli:main"]},
+    entry_points={
+        "console_scripts": [
+            "ppdist = ppdist.cli:main",
+            "fleetrun = ppdist.launch.cli:main",  # Paddle installs one, too: see README.md
+        ]
+    },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",

@@ -1,14 +1,19 @@
 """The commands: one table, thin doors in tools/, and no Paddle before it is needed."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ppdist import cli
 from ppdist.cli import config
 from ppdist.common.errors import ConfigError
+from ppdist.config import load_config
+from ppdist.config.shipped import recipes
 from tests.forked import ROOT
 
 DOORS = {"infer": "predict"}  # tools/NAME.py -> command, where they differ
@@ -57,9 +62,70 @@ def test_recorded_command_can_be_typed_again(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/x/ppdist/__main__.py", "train", "-c", "a b.yml"])
     cli.main()
     assert sys.argv[0] == "ppdist train"  # in --help and messages
-    assert cli.command_line() == ["python", "-m", "ppdist", "train", "-c", "a b.yml"]
+    assert cli.command_line() == ["ppdist", "train", "-c", "a b.yml"]
     monkeypatch.setattr(sys, "argv", ["tools/train.py", "-c", "a.yml"])
     assert cli.command_line() == ["tools/train.py", "-c", "a.yml"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse writes options otherwise")
+def test_page_of_commands_is_up_to_date():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert page == config.commands_text(), "run `ppdist config commands`"
+
+
+def test_every_config_that_ships_says_what_it_is():
+    lines = config.listing().splitlines()
+    assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)
+
+
+@pytest.mark.parametrize("name", ["yolov5n", "bccd_best"])
+def test_copy_of_a_shipped_config_means_the_same(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    copy = config.copied(name, Path("sub/mine.yml"))
+    same = {"output_dir": "x"}
+    found, shipped = (load_config(path).model_copy(update=same) for path in (copy, name))
+    assert found == shipped
+    with pytest.raises(ConfigError) as error:
+        config.copied(name, copy)
+    assert error.value.code == "file_exists"
+    with pytest.raises(ConfigError, match="did you mean") as error:
+        config.copied(name + "n", None)
+    assert error.value.code == "config_missing"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("ppdist tr", {"train"}),
+        ("ppdist train --resume-", {"--resume-changed"}),
+        ("ppdist export -c ppyoloe_plus_s_p", {"ppyoloe_plus_s_p2", "ppyoloe_plus_s_p6"}),
+        ("ppdist config s", {"show", "schema"}),
+    ],
+)
+def test_shell_completes_commands_options_and_names(typed, expected, tmp_path):
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+    out = tmp_path / "answer"
+    subprocess.run(
+        [sys.executable, "-m", "ppdist"],
+        env={**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)},
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert expected <= set(out.read_text(encoding="utf-8").replace(" ", "").split("\013"))
+
+
+def test_unknown_command_is_told_ours(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppdist", "infer"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and "did you mean ppdist predict?" in capsys.readouterr().err
+
+
+def test_version_names_what_is_installed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppdist", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert re.match(r"ppdist [\d.]+, .*Python [\d.]+\n", capsys.readouterr().out)
 
 
 HELP = """
@@ -80,12 +146,13 @@ def test_help_needs_no_paddle(command):
     assert done.returncode == 0 and not done.stderr and done.stdout.startswith("usage: ")
 
 
-def test_unknown_command_is_answered_with_all(tmp_path):
+def test_unknown_command_is_told_the_near_one(tmp_path):
     words = [sys.executable, str(ROOT / "ppdist" / "__main__.py")]
     done = subprocess.run(
         [*words, "trian"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )
-    assert done.returncode == 2 and done.stderr.startswith("ppdist: error: 'trian': expected one")
+    assert done.returncode == 2
+    assert done.stderr == "ppdist: error: there is no command 'trian'; did you mean ppdist train?\n"
     listed = subprocess.run(
         [*words, "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXTS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
-        "README*.md",
+        "*.md",
+        "mkdocs.yml",
         "Makefile",
         "setup.py",
         "docs/*.md",

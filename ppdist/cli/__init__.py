@@ -1,14 +1,22 @@
-"""The commands: `python -m ppdist COMMAND ...`, and tools/COMMAND.py in a clone.
+"""The commands: `ppdist COMMAND ...`, or tools/COMMAND.py in a clone.
 
 Each module is one command: its options, then what it does, from top to bottom.  Paddle is imported
 when the options are understood, so `--help` answers at once.
 """
 
+import argparse
+import difflib
 import importlib
+import importlib.metadata
+import os
+import platform
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ppdist import __version__
 from ppdist.common import errors, process
 
 COMMANDS = {
@@ -27,7 +35,10 @@ COMMANDS = {
     "plan": "predict time, cost and bottleneck of a training",
     "benchmark": "measure training, loading, evaluation and inference speed",
     "verify": "verify cards, equivalence, parity, metrics and exports",
+    "completion": "print what makes bash or zsh complete these commands",
 }
+# What other trainers call them.
+_MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
 
@@ -40,24 +51,87 @@ def run(command: str) -> NoReturn:
 def main() -> NoReturn:
     """Runs the command that the first word of the command line names."""
     words = sys.argv[1:]
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        words = _typed_so_far()
     if not words or words[0] in ("-h", "--help"):
-        print("usage: python -m ppdist COMMAND ...   (COMMAND --help says more)\n")
+        print("usage: ppdist COMMAND ...   (COMMAND --help says more)\n")
         print(*(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
+        print("\n  --version  of ppdist, Paddle and Python")
         sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(version())
+        sys.exit(0)
     if words[0] not in COMMANDS:
-        process.say(f"ppdist: error: {words[0]!r}: expected one of {', '.join(COMMANDS)}")
+        near = [*_MEANT.get(words[0], []), *difflib.get_close_matches(words[0], COMMANDS)]
+        hint = f"did you mean ppdist {near[0]}?" if near else f"expected {', '.join(COMMANDS)}"
+        process.say(f"ppdist: error: there is no command {words[0]!r}; {hint}")
         sys.exit(2)
     sys.argv = [_PROGRAM.format(words[0]), *words[1:]]
     run(words[0])
+
+
+def _typed_so_far() -> list[str]:
+    """The command of the line that a shell wants completed; ends here where there is none yet.
+
+    What follows a command is completed by its own parser (common/arguments.py), which
+    _ARGCOMPLETE tells that its options begin one word later.
+    """
+    import argcomplete
+
+    _, _, _, words, _ = argcomplete.lexers.split_line(
+        os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    )
+    if len(words) > 1 and words[1] in COMMANDS:
+        if words[1] == "launch":  # its options are not argparse's
+            sys.exit(1)
+        os.environ["_ARGCOMPLETE"] = "2"
+        return words[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("command", choices=list(COMMANDS))
+    argcomplete.autocomplete(parser)  # does not return
+    raise AssertionError
+
+
+def version() -> str:
+    """`ppdist 0.1.0, paddlepaddle 3.3.1, Python 3.11.7`; imports no Paddle."""
+    found = [f"ppdist {__version__}"]
+    for name in ("paddlepaddle-gpu", "paddlepaddle"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+def _configs(prefix: str, **_: Any) -> Iterable[str]:
+    """Files of the user's, and names of shipped configs."""
+    import argcomplete
+
+    from ppdist.config.shipped import recipes, short_names
+
+    return [*argcomplete.FilesCompleter()(prefix), *short_names(), *recipes()]
+
+
+def add_config(
+    parser: argparse.ArgumentParser,
+    *,
+    required: bool,
+    config: str = "YAML file of the experiment, or the name of a shipped one (ppdist config list)",
+    override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
+) -> None:
+    """-c and -o, with these texts in --help."""
+    option = parser.add_argument("-c", "--config", required=required, help=config)
+    option.completer = _configs  # type: ignore[attr-defined]  # argcomplete's
+    parser.add_argument(
+        "-o", "--override", nargs="+", action="extend", default=[],
+        metavar="KEY=VALUE", help=override,
+    )  # fmt: skip
 
 
 def command_line() -> list[str]:
     """The words that start this command again, for what a run records."""
     program, *options = sys.argv
     by_name = {_PROGRAM.format(command): command for command in COMMANDS}
-    if program in by_name:
-        return ["python", "-m", "ppdist", by_name[program], *options]
-    return sys.argv
+    return ["ppdist", by_name[program], *options] if program in by_name else sys.argv
 
 
 def script_of(command: str) -> list[str]:

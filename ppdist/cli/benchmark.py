@@ -32,9 +32,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import script_of, use_clone
+from ppdist.cli import add_config, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described, time_in
+from ppdist.common.arguments import at_least, described, time_in
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

@@ -1,44 +1,112 @@
-"""Shows a resolved configuration, or regenerates docs and schema.
+"""Lists, shows and copies configurations; regenerates docs and schema.
 
-python tools/config.py show -c configs/x.yml [-o key=value ...]    the resolved file, on stdout
-python tools/config.py docs [--out FILE]                           writes docs/config.md
-python tools/config.py schema [--out FILE]                         writes configs/schema.json
-python tools/config.py errors [--out FILE]                         writes docs/errors.md
+ppdist config list                                     the configs that ship, each with a line
+ppdist config show -c x.yml|NAME [-o key=value ...]    every key resolved, on stdout
+ppdist config copy NAME [FILE]                         a shipped one, to be edited
+ppdist config docs|schema|errors|commands [--out FILE] regenerates a file of a clone
 """
 
 import ast
+import importlib
+import io
 import json
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppdist.cli import CLONE, require_clone
-from ppdist.common.arguments import add_config, described
+from ppdist.cli import CLONE, COMMANDS, add_config, require_clone
+from ppdist.common.arguments import described
+from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, writing
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.schema import json_schema, markdown
+from ppdist.config.shipped import find_config, folder, near, recipes, short_names
+
+_SUBCOMMANDS = re.compile(r"\{([\w,-]+)\} \.\.\.")  # at the end of a usage
+_BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that ship
 
 
 def main() -> None:
     parser = described(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the configs that ship, by name")
     show = commands.add_parser("show", help="check a file and print it with every key resolved")
     add_config(show, required=True)
+    copy = commands.add_parser("copy", help="write a shipped config where it can be edited")
+    copy.add_argument("name", help="as `ppdist config list` has it")
+    copy.add_argument("file", nargs="?", type=Path, help="default: NAME.yml in this folder")
     for name, (target, _) in GENERATED.items():
         command = commands.add_parser(name, help=f"regenerate {target}")
         command.add_argument("--out", type=Path, help="write there instead")
     args = parser.parse_args()
-    if args.command == "show":
+    if args.command == "list":
+        print(listing(), end="")
+    elif args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
-        return
-    target, text_of = GENERATED[args.command]
-    out = args.out or require_clone(str(target.parent)) / target.name
-    text = text_of()
-    make_parent(out)
-    with writing(out):
-        out.write_text(text, encoding="utf-8")
-    print(f"wrote {out}")
+    elif args.command == "copy":
+        print(f"wrote {copied(args.name, args.file)}")
+    else:
+        target, text_of = GENERATED[args.command]
+        out = args.out or require_clone(str(target.parent)) / target.name
+        text = text_of()
+        make_parent(out)
+        with writing(out):
+            out.write_text(text, encoding="utf-8")
+        print(f"wrote {out}")
+
+
+def listing() -> str:
+    """A line for each shipped config: its name, the short one if it has one, what it is."""
+    short = {name: each for each, name in short_names().items()}
+    rows = [
+        (short.get(name, name), "" if name not in short else name, _about(path))
+        for name, path in recipes().items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "".join(
+        f"{name:{widths[0]}}  {whole:{widths[1]}}  {about}\n" for name, whole, about in rows
+    )
+
+
+def _about(path: Path) -> str:
+    """The first sentence of a config's head."""
+    head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    words = " ".join(line.lstrip("# ") for line in head if "$schema" not in line)
+    return re.split(r"[.;](?: |$)", words, maxsplit=1)[0]
+
+
+def copied(name: str, file: Path | None) -> Path:
+    """Writes a shipped config to a new file; its `_BASE_` names the shipped parts.
+
+    Raises: ConfigError: no such config, or the file is there already.
+    """
+    source = Path(find_config(name))
+    if not source.is_relative_to(folder()):
+        raise ConfigError(
+            f"{name} is the name of no shipped config",
+            code="config_missing",
+            fix=f"did you mean {' or '.join(near(name)) or 'one of `ppdist config list`'}?",
+        )
+    target = file or Path(source.name)
+    if target.exists():
+        raise ConfigError(
+            "is there already", code="file_exists", where=str(target), fix="name another file"
+        )
+    text = source.read_text(encoding="utf-8")
+    bases = _BASES.search(text)
+    for part in re.findall(r"[\w./]+\.yml", bases[1] if bases else ""):
+        shipped = (source.parent / part).resolve().relative_to(folder().resolve())
+        text = text.replace(part, shipped.as_posix())
+    text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")
+    make_parent(target)
+    with writing(target):
+        target.write_text(text, encoding="utf-8")
+    return target
 
 
 def schema_text() -> str:
@@ -169,8 +237,54 @@ def _text(value: ast.expr) -> str:
     return "…"
 
 
+# --- docs/commands.md, what --help says -----------------------------------------------------------
+
+_COMMANDS_HEAD = """# Commands
+
+Generated by `ppdist config commands` from what `--help` says; do not edit.
+
+`ppdist COMMAND` in an installed package, a script of the same name in a clone (`tools/train.py`;
+`tools/infer.py` is `ppdist predict`), `fleetrun ... ppdist COMMAND` on many cards and machines.
+Exit codes: 0 done; 2 your input is wrong; 75 stopped by a signal after a checkpoint; 1 anything
+else.
+"""
+
+
+def commands_text() -> str:
+    """docs/commands.md."""
+    parts = [_COMMANDS_HEAD]
+    for command, what in COMMANDS.items():
+        text = _help_of(command)
+        parts.append(f"## ppdist {command}\n\n{what[0].upper()}{what[1:]}.\n\n{_block(text)}")
+        found = _SUBCOMMANDS.search(text)
+        parts += [
+            f"### ppdist {command} {name}\n\n{_block(_help_of(command, name))}"
+            for name in (found[1].split(",") if found else ())
+        ]
+    return "\n".join(parts)
+
+
+def _help_of(command: str, *words: str) -> str:
+    shown, argv, columns = io.StringIO(), sys.argv, os.environ.get("COLUMNS")
+    sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
+    try:
+        with redirect_stdout(shown), suppress(SystemExit):
+            importlib.import_module(f"ppdist.cli.{command}").main()
+    finally:
+        sys.argv = argv
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return shown.getvalue()
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"
+
+
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "docs": (Path("docs/config.md"), lambda: markdown(ExperimentConfig)),
     "schema": (Path("configs/schema.json"), schema_text),
+    "commands": (Path("docs/commands.md"), commands_text),
     "errors": (Path("docs/errors.md"), lambda: error_table(sites(CLONE))),
 }

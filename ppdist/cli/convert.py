@@ -10,7 +10,8 @@ IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth,
 import argparse
 from pathlib import Path
 
-from ppdist.common.arguments import add_config, described
+from ppdist.cli import add_config
+from ppdist.common.arguments import described
 
 
 def parse() -> argparse.Namespace:

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from ppdist.cli import script_of
+from ppdist.cli import add_config, script_of
 from ppdist.common import errors
-from ppdist.common.arguments import add_config, described
+from ppdist.common.arguments import described
 from ppdist.common.process import ends_with_this
 from ppdist.launch.doctor import (
     FAIL,

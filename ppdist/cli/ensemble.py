@@ -12,8 +12,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described
+from ppdist.common.arguments import at_least, described
 from ppdist.config.distributed import DistributedConfig
 from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
 

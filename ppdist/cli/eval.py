@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, described
+from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +118,8 @@ def write_out(
     with writing(folder / "tables.txt"):
         (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
     evaluator.save(folder / "detections.json", found)
-    draw_run(folder, image_folders=[Path(data.root), Path(data.root) / data.val.images])
+    root = Path(data.root)
+    draw_run(folder, image_folders=[root, *(root / name for name in data.val.image_folders)])
     process.say(f"ppdist: wrote {folder}")
 
 

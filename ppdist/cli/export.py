@@ -12,8 +12,9 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described
+from ppdist.common.arguments import at_least, described
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, described
+from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
     from ppdist.export.predictor import Report

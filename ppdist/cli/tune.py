@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist.cli import script_of
+from ppdist.cli import add_config, script_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described, time_in
+from ppdist.common.arguments import at_least, described, time_in
 
 
 def parse() -> argparse.Namespace:

@@ -44,9 +44,9 @@ import sys
 from math import isfinite
 from pathlib import Path
 
-from ppdist.cli import CLONE, script_of, use_clone
+from ppdist.cli import CLONE, add_config, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.common.arguments import add_config, at_least, described, time_in
+from ppdist.common.arguments import at_least, described, time_in
 
 
 def parse() -> argparse.Namespace:

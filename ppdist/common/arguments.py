@@ -1,7 +1,9 @@
 """Options that several commands share: which experiment, how many, how long."""
 
 import argparse
+import os
 from collections.abc import Callable
+from typing import Any
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -32,23 +34,17 @@ def time_in(unit: str) -> Callable[[str], float]:
     return number
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that also answers a shell that asks what may follow (`ppdist completion`)."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)  # does not return
+        return super().parse_args(*args, **kwargs)
+
+
 def described(text: str | None) -> argparse.ArgumentParser:
     """A parser whose --help begins with the docstring of its module, line by line."""
-    return argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
-def add_config(
-    parser: argparse.ArgumentParser,
-    *,
-    required: bool,
-    config: str = "YAML file of the experiment",
-    override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
-) -> None:
-    """-c and -o, with these texts in --help."""
-    parser.add_argument("-c", "--config", required=required, help=config)
-    parser.add_argument(
-        "-o", "--override", nargs="+", action="extend", default=[],
-        metavar="KEY=VALUE", help=override,
-    )  # fmt: skip
+    return Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -69,6 +69,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             stream.reconfigure(errors="backslashreplace")
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
+    if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
+        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
     code, failure = 0, Failure("", "", "")
     try:
         code = main() or 0

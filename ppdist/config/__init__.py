@@ -3,6 +3,7 @@
     experiment.py   the tree of all Sections, and load_config
     base.py         Section; file -> Section -> text
     yaml.py         files and -o items as trees that remember their lines
+    shipped.py      the configs that ship with ppdist, by name
     errors.py       what pydantic found, in words
     validate.py     what parts of a tree ask of each other
     plugins.py      detectors, formats, backbones and trackers of other packages

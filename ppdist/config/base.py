@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.migration import refuse_file
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
@@ -60,19 +62,32 @@ def parse_config(
 ) -> SectionT:
     """Reads a file as any Section, as `experiment.load_config` does the tree of all.
 
-    Args: defaults: top-level values that depend on the path.
+    Args:
+        path: of a file, or the name of one that is shipped.
+        defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    tree = reader.read_file(str(path))
+    path = find_config(str(path))
+    refuse_file(Reader().read_alone(path), path)  # before the files that it names are opened
+    tree = reader.read_file(path)
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
-    place = Place(str(path), 1, 1)
+    place = Place(path, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    tree = merge(Node(given, place, place), tree)
-    opened = cast(type[SectionT], schema.opened(tree, reader.problems))
-    return _check(schema.completed(tree), opened, reader.problems)
+    return parse_tree(merge(Node(given, place, place), tree), schema, reader.problems)
+
+
+def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
+    """The Section that a tree of files and -o items stands for.
+
+    Args: problems: found in reading them.
+    Raises: ConfigError: as `parse_config`.
+    """
+    found = [*problems]
+    opened = cast(type[SectionT], schema.opened(tree, found))
+    return _check(schema.completed(tree), opened, found)
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

@@ -18,6 +18,7 @@ from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
 from ppdist.config.plugins import find_names, names_of, open_section
+from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import misfits
 from ppdist.config.yaml import Node, Problem, merge, node_of, problems_error
@@ -75,14 +76,26 @@ class ExperimentConfig(Section):
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """`loss.name` need not be written: it is the model's; a tracker may be its name alone."""
+        """What follows and need not be written.
+
+        `loss.name` is the model's, a tracker may be its name alone, and `data.val_fraction` says
+        what `data.val` is.
+        """
         tree = _named_trackers(tree)
-        model = tree.child("model")
+        model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
-        if name is None or name.value not in names_of("detector"):
-            return tree
-        implied = Node({"name": name}, name.place, name.key_place)
-        return merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+        if name is not None and name.value in names_of("detector"):
+            implied = Node({"name": name}, name.place, name.key_place)
+            tree = merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+        train = data.child("train") if data is not None else None
+        fraction = data.child("val_fraction") if data is not None else None
+        if train is not None and fraction is not None and fraction.value is not None:
+            of_train = {key: train.child(key) for key in ("images", "annotations")}
+            places = {key: node for key, node in of_train.items() if node is not None}
+            val = Node({**places}, train.place, train.key_place)
+            divided = Node({"val": val}, train.place, train.key_place)
+            tree = merge(tree, Node({"data": divided}, tree.place, tree.key_place))
+        return tree
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "ExperimentConfig":
@@ -126,7 +139,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or the name of a shipped config.
         overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
             They apply in order, so the last one wins.
 
@@ -134,5 +147,5 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         ConfigError: everything that is wrong, one line for each problem:
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
-    defaults = {"output_dir": f"output/{Path(path).stem}"}
+    defaults = {"output_dir": f"output/{Path(find_config(str(path))).stem}"}
     return parse_config(path, overrides, ExperimentConfig, defaults)

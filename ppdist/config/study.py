@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 from ppdist.common.errors import ConfigError
 from ppdist.config.base import Section, parse_config
 from ppdist.config.experiment import load_config
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, problems_error
 
 _MOST_VALUES = 1000  # of a key in a grid; each is tried on the experiment first
@@ -194,10 +195,13 @@ class StudyConfig(Section):
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
     """Reads the file of a study and tries everything it names on the experiment's configuration.
 
-    Args: overrides: of the command line, which come after those of the file and before variants.
+    Args:
+        path: of a file, or the name of a shipped study.
+        overrides: of the command line, which come after those of the file and before variants.
     Returns: the study, with the name, the path and the overrides that hold.
     Raises: ConfigError: everything that is wrong, with file and line.
     """
+    path = Path(find_config(str(path)))
     study = parse_config(path, (), StudyConfig)
     study = study.model_copy(
         update={

@@ -15,6 +15,7 @@ import yaml
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import read_file
+from ppdist.config.shipped import find_config, near
 
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"
@@ -69,6 +70,16 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
+
+
+def tree_of(value: object, place: Place) -> Node:
+    """The tree of plain data, all of it from one place; inverse of `Node.plain`."""
+    if isinstance(value, dict):
+        return Node({key: tree_of(each, place) for key, each in value.items()}, place, place)
+    if isinstance(value, list | tuple):
+        return Node([tree_of(each, place) for each in value], place, place)
+    assert value is None or isinstance(value, str | int | float)
+    return Node(value, place, place, "" if value is None else str(value))
 
 
 class Problem(NamedTuple):
@@ -191,7 +202,10 @@ class Reader:
         start = Place(path, 1, 1)
         merged = Node({}, start, start)
         for base in self._base_names(bases):
-            base_path = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
+            beside = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
+            base_path = beside if os.path.exists(beside) else find_config(str(base.value))
+            if base_path == base.value:  # no file and no name
+                base_path = beside
             merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))
         return merge(merged, tree)
 
@@ -204,8 +218,12 @@ class Reader:
         try:
             text = read_file(path, _MOST_BYTES).decode("utf-8-sig")
         except FileNotFoundError:
+            names = near(path)
             raise ConfigError(
-                f"no such file (looked in {Path.cwd()})", code="config_missing", where=where
+                f"no such file (looked in {Path.cwd()}), and no config of this name is shipped",
+                code="config_missing",
+                where=where,
+                fix=f"did you mean {' or '.join(names)}?" if names else "see `ppdist config list`",
             ) from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"not UTF-8 text: {error}", code="not_utf8", where=where) from None

@@ -9,16 +9,21 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ppdist.common.errors import LaunchError
 
 USAGE = """\
 usage: fleetrun [options] script.py [arguments of the script]
+       fleetrun [options] ppdist COMMAND [arguments of the command]
 
 Starts one process of the script per card (or per --nproc_per_node on a CPU) on this host; with
 --ips, type the same command on every host.  Exit codes: 0 done; 2 the input is wrong (one message);
 75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
 """
+
+# What `ppdist` stands for where a script is asked for; PATH may have none, or another Python's.
+_OWN_COMMANDS = str(Path(__file__).resolve().parents[1] / "__main__.py")
 
 # Paddle's launcher gives these to its workers.  Left over in the environment from another launch
 # they override the command line: two hosts become rank 0, or the ranks wait for a dead master.
@@ -190,7 +195,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
     kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
     return Options(
-        script=rest[0],
+        script=_OWN_COMMANDS if rest[0] == "ppdist" else rest[0],
         script_arguments=tuple(rest[1:]),
         typed=tuple(arguments[: len(arguments) - len(rest)]),
         kind=kind,

@@ -8,12 +8,14 @@ from ppdist.data.types import Complain, RawImage, RawObject, RawSet, Split
 
 def read(config: BlobsSetConfig, split: Split, complain: Complain) -> RawSet:
     part = config.train if split == "train" else config.val
-    file = Path(config.root) / part.annotations
+    root = Path(config.root)
+    (folder,), (name_of_file,) = part.image_folders, part.annotation_files
+    file = root / name_of_file
     images: dict[str, RawImage] = {}
     names = config.class_names
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         name, width, height, label, *box = line.split(config.delimiter)
-        path = Path(config.root) / part.images / name
+        path = root / folder / name
         where = f"{file}:{number}"
         if name not in images:
             size = int(width), int(height)

@@ -1,0 +1,15 @@
+"""Prints what makes a shell complete `ppdist`: commands, options, names of configs.
+
+ppdist completion bash     for ~/.bashrc: eval "$(ppdist completion bash)"
+ppdist completion zsh      for ~/.zshrc:  eval "$(ppdist completion zsh)"
+"""
+
+import argcomplete
+
+from ppdist.common.arguments import described
+
+
+def main() -> None:
+    parser = described(__doc__)
+    parser.add_argument("shell", choices=["bash", "zsh"])
+    print(argcomplete.shellcode(["ppdist"], shell=parser.parse_args().shell))

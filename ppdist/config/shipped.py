@@ -1,0 +1,59 @@
+"""The configs that ship with ppdist, found by name from any folder.
+
+    ppyoloe_plus_s_80e_coco                         the name of a file
+    ppyoloe_plus_s                                  short for it: the recipe on COCO
+    configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml     where it stands in a clone
+    _base_/coco.yml                                 a part, as `_BASE_` of a copy names it
+
+A file of the user's comes first.
+"""
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHORT = re.compile(r"^(.+?)_\d+e_coco$")
+_CLONE_FOLDER = "configs"
+
+
+def folder() -> Path:
+    """Of the shipped configs: inside the installed package, or beside it in a clone."""
+    installed = _PACKAGE / _CLONE_FOLDER
+    return installed if installed.is_dir() else _PACKAGE.parent / _CLONE_FOLDER
+
+
+def recipes() -> dict[str, Path]:
+    """Whole configs by name, in the order of their folders; no parts and no studies."""
+    files = sorted(folder().rglob("*.yml"))
+    kinds = {path: path.parent.name for path in files}
+    return {path.stem: path for path in files if kinds[path] not in ("_base_", "studies")}
+
+
+def short_names() -> dict[str, str]:
+    """`ppyoloe_plus_s` -> `ppyoloe_plus_s_80e_coco`: recipes on COCO without their length."""
+    found = {name: _SHORT.match(name) for name in recipes()}
+    return {match[1]: name for name, match in found.items() if match}
+
+
+def find_config(path: str) -> str:
+    """The file that a path or a name stands for; the path itself where there is none.
+
+    Args: path: what was typed where a config is asked for.
+    """
+    if os.path.exists(path):
+        return path
+    words = path.removesuffix(".yml").removeprefix(f"{_CLONE_FOLDER}/")
+    if "/" in words:
+        shipped = folder() / f"{words}.yml"
+        inside = ".." not in shipped.parts and shipped.is_file()
+        return str(shipped) if inside else path
+    studies = {each.stem: each for each in (folder() / "studies").glob("*.yml")}
+    return str((studies | recipes()).get(short_names().get(words, words), path))
+
+
+def near(path: str) -> list[str]:
+    """Names of shipped configs that somebody who typed this may have meant, best first."""
+    word = Path(path).name.removesuffix(".yml")
+    return difflib.get_close_matches(word, [*short_names(), *recipes()], n=3)
