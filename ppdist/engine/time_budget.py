@@ -8,7 +8,7 @@ from ppdist.common.process import STARTED_VARIABLE
 
 _MARGIN = 1.2  # what comes at the end may take this many times what it took before
 # For what comes after the last checkpoint: pictures, trackers.
-_REST_SECONDS, _REST_SHARE = 30.0, 0.05
+_REST_SECONDS, _REST_SHARE = 60.0, 0.1
 
 
 class TimeBudget:

@@ -64,7 +64,8 @@ def giou(pred_BN4: Tensor, target_BN4: Tensor) -> Tensor:
     """Generalized IoU [B, N], arXiv:1902.09630."""
 
     def area(low: Tensor, high: Tensor) -> Tensor:
-        return (high - low).clip(min=0).prod(-1)
+        sides = (high - low).clip(min=0)
+        return sides[..., 0] * sides[..., 1]
 
     (low, high), (low_t, high_t) = (paddle.split(each, 2, -1) for each in (pred_BN4, target_BN4))
     inside = area(paddle.maximum(low, low_t), paddle.minimum(high, high_t))

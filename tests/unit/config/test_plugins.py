@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_packages_are_looked_for_only_for_unknown_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: asked.append(group) or ())
+    monkeypatch.setattr(metadata, "entry_points", lambda group: asked.append(group) or ())
     text = TEXT.replace("name: blobs, channels: 8", "name: yolov5").replace("lines", "voc")
     known = text.replace('  delimiter: ";"\n', "").replace("{name: voc, digits: 3}", "mlflow")
     assert type(load_config(written(tmp_path, known))) is ExperimentConfig and asked == []
