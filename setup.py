@@ -40,7 +40,7 @@ setup(
     python_requires=">=3.10",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.report": ["templates/*"]},
+    package_data={"ppdist.report": ["templates/*"], "ppdist.models": ["zoo.yml"]},
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
@@ -59,7 +59,10 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
-        "tensorboard": ["tensorboardX>=2.6.4", "tensorboard>=2.16"],  # log.tensorboard, its viewer
+        "tensorboard": [
+            "tensorboardX>=2.6.4",
+            "tensorboard>=2.16",
+        ],  # log.tensorboard, and its viewer
         "wandb": ["wandb>=0.20"],  # log.trackers, as the next three
         "mlflow": ["mlflow-skinny>=3"],
         "clearml": ["clearml>=2"],
@@ -91,7 +94,9 @@ setup(
             "h11>=0.16",
             "python-multipart>=0.0.27",
             "httpx>=0.27",
-            "optuna>=4.4", "mkdocs-material>=9.5",
+            "optuna>=4.4",
+            "mkdocs-material>=9.5",
+            "setuptools>=70.1",  # builds the wheel that tests install
         ],
     },
     entry_points={

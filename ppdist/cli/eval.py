@@ -1,17 +1,18 @@
 """Evaluates weights on the validation split.
 
-tools/eval.py -c cfg.yml -w WEIGHTS [--out DIR]
+tools/eval.py [-c cfg.yml] -w WEIGHTS [--out DIR]
 
+Without -c the configuration is the one in the checkpoint.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import described
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=True)
-    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
+    parser.add_argument("-w", "--weights", required=True,
+                        help="weight file, checkpoint, or name of published weights")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
@@ -52,9 +54,14 @@ def main() -> int:
     from ppdist.data.types import DetectionSet
     from ppdist.distributed import comm
     from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+    from ppdist.models.model_card import config_of_weights, read_card_or_warn
     from ppdist.models.weights import load_all_weights
+    from ppdist.models.zoo import fetch_on_all_ranks
 
-    config = load_config(arguments.config, arguments.override)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(arguments.weights, arguments.override, needs_data=True)
     comm.init(config.device, config.distributed)
     model = build_model(config)
 
@@ -65,10 +72,12 @@ def main() -> int:
         for folder in (arguments.out, arguments.vdl):
             if folder and comm.is_main():
                 make_folder(folder)
+        read_card_or_warn(arguments.weights, process.warn if comm.is_main() else lambda _: None)
         load_all_weights(model, Path(arguments.weights))
         return read_split(config.data, "val", config.model.num_classes)
 
     pictures = config.log.images if arguments.vdl else 0
+    fetch_on_all_ranks(arguments.weights)
     dataset = comm.run_on_all_ranks(load)
     if dataset.limited and comm.is_main():
         process.say(f"ppdist: {dataset.limited}")
@@ -84,7 +93,7 @@ def main() -> int:
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
-        print(json.dumps(metrics, indent=1))
+        show(metrics, len(dataset.records))
         if arguments.json:
             on = {"images": len(dataset.records), "limit": config.data.val.limit}
             write_json(arguments.json, {**metrics, **on})
@@ -100,6 +109,31 @@ def main() -> int:
     if bound:
         judge(*bound, metrics)
     return 0
+
+
+def show(metrics: Mapping[str, float], images: int) -> None:
+    """Prints the metrics as a table, and those of the classes below it.
+
+    Args: metrics: -1 where there is no such object, which is shown as a dash.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    def shown(value: float) -> str:
+        return "-" if value < 0 else f"{value:.4f}"
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table("metric", "value", title=f"{images} images", title_justify="left")
+    classes = Table("class", "AP")
+    for name, value in metrics.items():
+        kind, slash, of = name.partition("/")
+        if not slash:
+            table.add_row(name, shown(value))
+        elif kind == "AP":
+            classes.add_row(of, shown(value))
+    console.print(table)
+    if classes.rows:
+        console.print(classes)
 
 
 def write_out(

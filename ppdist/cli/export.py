@@ -1,7 +1,8 @@
 """Exports weights for deployment.
 
-tools/export.py -c cfg.yml -w WEIGHTS --out DIR [--format ...]
+tools/export.py [-c cfg.yml] -w WEIGHTS --out DIR [--format ...]
 
+Without -c the configuration is the one in the checkpoint or its model card.
 DIR gets model.json and model.pdiparams (Paddle Inference), model.onnx where asked, and infer.yml,
 which says how to prepare an image and read the outputs (of a classifier: probabilities).  Nothing
 is kept that does not compute what the model computes.
@@ -12,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
 
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
 
 SAMPLES = 20  # validation images that take part in the check, when they are there
 CALIBRATION = 64  # training images
-ACCURACY = 100  # validation images
 
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=True)
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--format", default="paddle", metavar="LIST",
@@ -48,8 +48,8 @@ def parse() -> argparse.Namespace:
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
-                        help="validation images that tell mAP before and after, for infer.yml, "
-                        f"or fewer where it takes long ({ACCURACY}; 0: none)")  # fmt: skip
+                        help="validation images that tell mAP before and after, for infer.yml "
+                        "(100, where that takes seconds; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -65,14 +65,21 @@ def main() -> int:
         Pictures,
         export_classifier,
         export_detector,
-        normalisation_of,
         readable,
     )
     from ppdist.export.spec import describe, validation_set
+    from ppdist.models.model_card import (
+        config_of_weights,
+        normalisation_of,
+        read_card_or_warn,
+    )
     from ppdist.models.weights import load_all_weights
 
     formats = formats_of(arguments)
-    config = load_config(arguments.config, arguments.override)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(arguments.weights, arguments.override)
     if config.model.task == "classify" and (
         arguments.without_nms or arguments.accuracy is not None
     ):
@@ -85,9 +92,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     model = build_model(config)
+    card = read_card_or_warn(arguments.weights, process.warn)
     load_all_weights(model, Path(arguments.weights))
-    dataset = validation_set(config, process.warn)
-    spec = describe(config, dataset)
+    dataset = validation_set(config, process.warn, card)
+    spec = describe(config, dataset, card)
     if arguments.class_names:
         spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
     takes = {
@@ -102,10 +110,10 @@ def main() -> int:
     if spec.task == "classify":
         report = export_classifier(model, arguments.out, spec, formats, samples, calibration)
     else:
-        sampled = ACCURACY if arguments.accuracy is None else arguments.accuracy
+        sampled = arguments.accuracy
         report = export_detector(
             model, arguments.out, spec, formats, not arguments.without_nms, samples, calibration,
-            dataset if sampled else None, sampled,
+            None if sampled == 0 else dataset, sampled,
         )  # fmt: skip
     tell(report)
     return 0

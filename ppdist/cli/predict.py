@@ -1,8 +1,9 @@
 """Finds objects in images and videos.
 
-tools/infer.py -c cfg.yml -w WEIGHTS --source X --out DIR
+tools/infer.py [-c cfg.yml] -w WEIGHTS --source X --out DIR
 
-With `--model DIR` instead of -c and -w an exported model runs, in Paddle Inference or ONNX Runtime;
+Without -c the configuration is the one in the checkpoint or its model card.
+With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime;
 all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
 data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
 surest classes instead, and writes them to classes.json.
@@ -12,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import described
 
@@ -24,8 +25,8 @@ THRESHOLD = 0.5
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=False)
-    parser.add_argument("-w", "--weights", help="weight file or checkpoint")
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
+    parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, instead of -c and -w")  # fmt: skip
     parser.add_argument("--backend", choices=["paddle", "onnx"],
@@ -82,9 +83,9 @@ def main() -> int:
 
 def of_config(arguments: argparse.Namespace) -> "Report":
     """What to do with the answers of the eager model."""
-    if not arguments.config or not arguments.weights:
+    if not arguments.weights:
         raise errors.ConfigError(
-            "give -c CONFIG and -w WEIGHTS, or --model DIR (an export)", code="option_missing"
+            "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
         )
     if arguments.backend or arguments.int8:
         raise errors.ConfigError(
@@ -106,15 +107,23 @@ def of_config(arguments: argparse.Namespace) -> "Report":
         Objects,
     )
     from ppdist.export.spec import describe, validation_set
+    from ppdist.models.model_card import config_of_weights, read_card_or_warn
     from ppdist.models.weights import load_all_weights
 
-    config = load_config(arguments.config, arguments.override)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(arguments.weights, arguments.override)
     threshold = threshold_of(arguments, config.model.task)
     comm.init(config.device, config.distributed)
     model = build_model(config)
+    card = read_card_or_warn(arguments.weights, process.warn)
     load_all_weights(model, Path(arguments.weights))
     model.fuse()
-    spec = describe(config, validation_set(config, process.warn))
+    known = card is not None and len(card.class_names) == config.model.num_classes
+    alone = known and not arguments.config  # of the data only the names would be needed
+    dataset = None if alone else validation_set(config, process.warn, card)
+    spec = describe(config, dataset, card)
     if spec.task == "classify":
         return Classes(arguments.out, spec, EagerClassifier(model), process.warn)
     return Objects(

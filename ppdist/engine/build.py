@@ -11,7 +11,7 @@ import paddle
 
 from ppdist import models
 from ppdist.common import files
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
@@ -39,7 +39,7 @@ from ppdist.engine.schedule_setup import (
     set_up_schedule,
     settings,
 )
-from ppdist.engine.state import AUTO, claim_folder, find_start, log_start, settle_run
+from ppdist.engine.state import AUTO, Start, claim_folder, find_start, log_start, settle_run
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
@@ -50,9 +50,11 @@ from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.layers import synchronize_batch_norm
+from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
-from ppdist.models.weights import LoadReport, load_weights
+from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
+from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
@@ -123,7 +125,9 @@ def build_training(
     images = images_of_epoch(train_set, config.data.sampling)
     config, said = settle_batch(config, train_set.records, images, start.snapshot)
     model = build_model(config)
-    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, anew)]
+    said += [*limits(train_set, val_set)]
+    told, doubts = _prepare(config, model, train_set, output_dir, anew)
+    said += told
     derived = build_schedule_setup(config, images)
     run = settle_run(start, derived, train_set, config, resume_changed)
     bad_images.known |= run.bad_images
@@ -133,15 +137,16 @@ def build_training(
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*noticed, *start.warnings, *found, *surprises(config, anew)]:
+        for warning in [*noticed, *start.warnings, *found, *doubts, *surprises(config, anew)]:
             log.warning(warning)
         for line in said:
             log.info(line)
         if anew:
             _fit_anchors(config, model, train_set, log)
+        card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, derived, model, both, bad_images, log, output_dir, budget, callbacks
+            config, derived, model, both, bad_images, log, output_dir, budget, callbacks, card
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -156,31 +161,74 @@ def build_training(
 
 
 def _prepare(
-    config: ExperimentConfig, model: ImageModel, output_dir: Path, anew: bool
-) -> list[str]:
+    config: ExperimentConfig,
+    model: ImageModel,
+    train_set: DetectionSet,
+    output_dir: Path,
+    anew: bool,
+) -> tuple[list[str], list[str]]:
     """Loads pretrained weights into a fresh model, if the run starts anew.  Collective.
 
-    Returns: lines for the log, also of what is frozen and of layer-wise learning rates.
+    Returns: lines for the log, also of what is frozen and of layer-wise learning rates; warnings.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
     tuned = freezing(model, config.train.freeze)
     tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
-    loaded = _load_pretrained(config, model) if anew else None
-    return [*([f"{loaded}"] if loaded else []), *tuned]
+    if not (anew and config.model.pretrained):
+        return tuned, []
+    report, warnings = _load_pretrained(Path(config.model.pretrained), model, train_set.class_names)
+    return [f"{report}", *tuned], warnings
 
 
-def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
-    """Loads `model.pretrained`, if it is set.  Collective."""
-    if not config.model.pretrained:
-        return None
-    weights = Path(config.model.pretrained)
-    report = comm.run_on_all_ranks(lambda: load_weights(model, weights))
+def _load_pretrained(
+    weights: Path, model: ImageModel, class_names: tuple[str, ...]
+) -> tuple[LoadReport, list[str]]:
+    """Loads `model.pretrained`, the rows of classes by name.  Collective.
+
+    Returns: what became of it; warnings.
+    """
+
+    def load() -> tuple[LoadReport, list[str]]:
+        warnings: list[str] = []
+        card = read_card_or_warn(weights, warnings.append)
+        names = ClassNames(card.class_names, class_names) if card else None
+        return load_weights(model, weights, names), warnings
+
+    fetch_on_all_ranks(weights)
+    report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors:
         assert isinstance(model, YOLOv5)  # the only one
         if model.given_anchors_LA2 is not None:  # they win over those of the file
             model.set_anchors(model.given_anchors_LA2)
-    return report
+    return report, warnings
+
+
+def _describe_model(
+    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, start: Start
+) -> ModelCard:
+    """The card for the checkpoints of this run.  Collective.
+
+    A run that resumes keeps the licence and the source of its weights.
+    """
+    data = f"{Path(config.data.root).resolve().name}, {len(train_set.records)} images"
+    pretrained = Path(config.model.pretrained) if config.model.pretrained else None
+
+    def find() -> list[str]:
+        try:
+            resumed = read_card(start.path) if start.path is not None else None
+            if resumed is not None and resumed.source:
+                return [resumed.licence, resumed.source]
+            known = read_card(pretrained) if pretrained is not None else None
+        except UserError:  # said already, or no longer there
+            known = None
+        return [*origin(data, pretrained, known)]
+
+    licence, source = comm.run_on_main(find)
+    return card_of(
+        config, model, train_set.class_names, train_set.category_ids,
+        licence=licence, source=source,
+    )  # fmt: skip
 
 
 def _fit_anchors(
@@ -219,6 +267,7 @@ def _build_trainer(
     output_dir: Path,
     budget: TimeBudget | None,
     callbacks: Sequence[Callback],
+    model_card: ModelCard,
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
     train_set, val_set = both
@@ -244,6 +293,7 @@ def _build_trainer(
         log=log,
         output_dir=output_dir,
         config_yaml=dump_yaml(config),
+        model_card=model_card.text(),
         checkpoint=config.checkpoint,
         evaluate=config.evaluate,
         early_stopping=config.early_stopping,
@@ -414,6 +464,7 @@ def build_evaluator(
         world=comm.world_size(),
         ranks_on_host=comm.local_size(),
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
+        shape_pad=config.evaluate.rectangular_pad,
     )
     measured = None if loss is None else ValidationLoss(loss, loader)
     if model.task == "classify":

@@ -10,30 +10,29 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+import ppdist
 from ppdist.common.errors import ConfigError, ExportError, UserError
 from ppdist.config.base import Section, parse_config
-from ppdist.config.data import Resize
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.preprocess import (
+    STRETCH,
+    NormalisationSection,
+    ResizeSection,
+    resize_section,
+)
 from ppdist.data.datasets.build import read_annotations
-from ppdist.data.transforms.geometry import GREY
 from ppdist.data.types import DetectionSet
+from ppdist.models.model_card import ModelCard, section_of
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
 
 
 SPEC_FILE = "infer.yml"
-
-
-class NormalisationSection(Section):
-    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
-
-    mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
-    std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
 
 
 class InputSection(Section):
@@ -57,51 +56,6 @@ class InputSection(Section):
     )
     dynamic_batch: bool = Field(default=True, description="Any number of images at once.")
     dynamic_size: bool = Field(default=True, description="Any size, not only `size`.")
-
-
-class ResizeSection(Section):
-    """How an image becomes the input, and a box of the output a box of the image."""
-
-    mode: Resize | Literal["centre_crop"] = Field(
-        default="stretch",
-        description="stretch: height and width are scaled each on its own; no padding. letterbox: "
-        "both by scale = min(input_height / image_height, input_width / image_width), to "
-        "wide = floor(image_width * scale + 1/2) and tall likewise, with left = (input_width - "
-        "wide) // 2 and top likewise pixels of `fill` before them and the rest behind. "
-        "centre_crop: with scale = min(image_height / input_height, image_width / input_width), "
-        "the wide = floor(input_width * scale + 1/2) by tall pixels of the image that begin at "
-        "left = (image_width - wide) // 2 and top likewise are resized to the input.",
-    )
-    interpolation: Literal["cubic", "linear"] = Field(
-        default="cubic",
-        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped.",
-    )
-    fill: tuple[int, int, int] | None = Field(
-        default=None, description="letterbox: colour beside the image, 0..255."
-    )
-    orientation: Literal["upright"] = Field(
-        default="upright", description="The image turned as its EXIF data say, before the resize."
-    )
-    map_back: str | None = Field(
-        default=None,
-        description="Boxes are in input pixels; this gives pixels of the image. classify: none.",
-    )
-
-
-_STRETCH = ResizeSection(map_back="x * image_width / input_width, y * image_height / input_height")
-_CENTRE_CROP = ResizeSection(mode="centre_crop", interpolation="linear")
-
-
-def resize_section(resize: Resize) -> ResizeSection:
-    """The description of `data.resize`."""
-    if resize == "stretch":
-        return _STRETCH
-    return ResizeSection(
-        mode="letterbox",
-        interpolation="linear",
-        fill=GREY,
-        map_back="(x - left) * image_width / wide, (y - top) * image_height / tall",
-    )
 
 
 class OutputSection(Section):
@@ -150,7 +104,7 @@ class InferenceSpec(Section):
     model: str = Field(description="What was exported, for the reader.")
     made_with: str = Field(default="", description="Versions of ppdist and Paddle.")
     input: InputSection = Field(description="The input.")
-    resize: ResizeSection = Field(default=_STRETCH, description="Image to input.")
+    resize: ResizeSection = Field(default=STRETCH, description="Image to input.")
     nms: NMSConfig | None = Field(
         default=None,
         description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
@@ -158,6 +112,11 @@ class InferenceSpec(Section):
     )
     class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
+    network: dict[str, Any] | None = Field(
+        default=None, description="The `model` section of the configuration."
+    )
+    licence: str = Field(default="", description="Of the weights, as in their model card.")
+    source: str = Field(default="", description="Of the weights, as in their model card.")
     paddle: ModelFileSection | None = Field(default=None, description="For Paddle Inference.")
     onnx: ModelFileSection | None = Field(default=None, description="For ONNX runtimes.")
     onnx_int8: ModelFileSection | None = Field(
@@ -181,28 +140,40 @@ class InferenceSpec(Section):
         return self
 
 
-def validation_set(config: "ExperimentConfig", warn: Callable[[str], None]) -> DetectionSet | None:
+def validation_set(
+    config: "ExperimentConfig", warn: Callable[[str], None], card: ModelCard | None = None
+) -> DetectionSet | None:
     """The set whose class names a model has; None, and a warning, where it is not at hand.
 
     Its annotations are enough: the images may be absent.
+
+    Args: card: of the weights, see `describe`; the warning says what then comes from it.
     """
-    data = config.data
+    data, count = config.data, config.model.num_classes
     try:
-        return read_annotations(data, "val", config.model.num_classes)
+        return read_annotations(data, "val", count)
     except UserError as error:
-        named = (
-            "are those of data.class_names" if data.class_names else "are made up (class 0, ...)"
-        )
+        named = "are made up (class 0, ...)"
+        if data.class_names:
+            named = "are those of data.class_names"
+        elif card is not None and len(card.class_names) == count:
+            named = "are those of the model card"
         ids = ", category ids are made up (1, 2, ...)" if data.format == "coco" else ""
+        if card is not None and len(card.category_ids) == count:
+            ids = ids if data.class_names not in ((), card.class_names) else ""
         warn(f"class names {named}{ids}: the validation set cannot be read: {error}")
         return None
 
 
-def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> InferenceSpec:
+def describe(
+    config: "ExperimentConfig", dataset: DetectionSet | None, card: ModelCard | None = None
+) -> InferenceSpec:
     """The description of an experiment's model, as evaluation uses it; nothing exported yet.
 
-    Args: dataset: gives class names and ids; None: what the config names, and 1, 2, ... (classes
-        of whole images: 0, 1, ...).
+    Args:
+        dataset: gives class names and ids; None: what the config or else the card names, and the
+            card's ids, or 1, 2, ... (classes of whole images: 0, 1, ...).
+        card: of the weights; also gives licence and source.
     Raises: ConfigError: data.class_names has not a name for each class of the model.
     """
     given = len(config.data.class_names)
@@ -215,17 +186,40 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
         )
     shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
-    names = config.data.class_names or tuple(f"class {i}" for i in range(count))
+    card = card or ModelCard()
+    names = config.data.class_names
+    if not names and len(card.class_names) == count:
+        names = card.class_names
+    names = names or tuple(f"class {i}" for i in range(count))
     task = config.model.task
-    default_ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
+    ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
+    if len(card.category_ids) == count and names == card.class_names:
+        ids = card.category_ids
     return InferenceSpec(
         task=task,
         model=", ".join(f"{key}: {value}" for key, value in shown.items()),
         input=InputSection(size=config.model.image_size),
-        resize=_CENTRE_CROP if task == "classify" else resize_section(config.data.resize),
+        resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
         class_names=dataset.class_names if dataset else names,
-        category_ids=dataset.category_ids if dataset else default_ids,
+        category_ids=dataset.category_ids if dataset else ids,
+        network=section_of(config),
+        licence=card.licence,
+        source=card.source,
+    )
+
+
+def card_of_spec(spec: InferenceSpec) -> ModelCard:
+    """The model card of an export."""
+    shared = {key: value for key, value in spec if key in ModelCard.model_fields}
+    return ModelCard(
+        **{
+            **shared,
+            "model": spec.network,
+            "image_size": spec.input.size,
+            "normalised": spec.input.normalised,
+            "made_with": f"ppdist {ppdist.__version__}",
+        }
     )
 
 
