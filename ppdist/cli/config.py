@@ -7,7 +7,6 @@ ppdist config docs|schema|errors|commands|zoo [--out FILE]  regenerates a file o
 """
 
 import ast
-import importlib
 import io
 import json
 import os
@@ -18,7 +17,7 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppdist.cli import CLONE, COMMANDS, add_config, require_clone
+from ppdist.cli import CLONE, COMMANDS, add_config, main_of, require_clone
 from ppdist.common.arguments import described
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, writing
@@ -269,7 +268,7 @@ def _help_of(command: str, *words: str) -> str:
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
         with redirect_stdout(shown), suppress(SystemExit):
-            importlib.import_module(f"ppdist.cli.{command}").main()
+            main_of(command)()
     finally:
         sys.argv = argv
         del os.environ["COLUMNS"]
