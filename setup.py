@@ -63,6 +63,10 @@ setup(
             "tensorboardX>=2.6.4",
             "tensorboard>=2.16",
         ],  # log.tensorboard, and its viewer
+        "wandb": ["wandb>=0.20"],  # log.trackers, as the next three
+        "mlflow": ["mlflow-skinny>=3"],
+        "clearml": ["clearml>=2"],
+        "swanlab": ["swanlab>=0.10"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
         "tune": ["optuna>=4.4"],  # tools/tune.py

@@ -60,6 +60,8 @@ def _begin(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    listed = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [path for path in listed if path and path not in sys.path]
     target(*arguments)
 
 
@@ -70,20 +72,31 @@ def end(process: BaseProcess) -> None:
     process.join()
 
 
-def clean_environment() -> dict[str, str]:
-    """Of one thread, without a job's variables."""
+def clean_environment(packages: Path | None = None) -> dict[str, str]:
+    """Of one thread, without a job's variables.
+
+    Args: packages: a folder of packages that count as installed; None: no other ones.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(map(str, filter(None, (ROOT, packages))))
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def run_tool(
-    name: str, *arguments: object, cwd: Path = ROOT, seconds: float = 300
+    name: str,
+    *arguments: object,
+    cwd: Path = ROOT,
+    seconds: float = 300,
+    packages: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs tools/<name>.py as a command; nothing it prints may be a traceback."""
+    """Runs tools/<name>.py as a command; nothing it prints may be a traceback.
+
+    Args: packages: see `clean_environment`.
+    """
     command = [str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = start(_program, (command,), clean_environment(), out, err, cwd)
+        process = start(_program, (command,), clean_environment(packages), out, err, cwd)
         process.join(seconds)
         code = process.exitcode
         end(process)
@@ -95,11 +108,11 @@ def run_tool(
 
 
 def run_on_two_ranks(
-    folder: Path, tool: str, *arguments: object
+    folder: Path, tool: str, *arguments: object, packages: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a tool through tools/launch.py on two gloo ranks; logs go to folder/log_<tool>."""
     words = ("--nproc_per_node", 2, "--log_dir", folder / f"log_{tool}", ROOT / f"tools/{tool}.py")
-    return run_tool("launch", *words, *arguments, cwd=folder)
+    return run_tool("launch", *words, *arguments, cwd=folder, packages=packages)
 
 
 def _program(command: list[str]) -> None:

@@ -28,10 +28,10 @@ from ppdist.config import ExperimentConfig
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.distributed import comm, device, store
 from ppdist.engine.build import (
-    LOSSES,
     build_evaluator,
     build_schedule_setup,
     build_training,
+    loss_of,
     speed_up_cpu,
 )
 from ppdist.engine.evaluator import Evaluator
@@ -253,7 +253,7 @@ def measure_evaluation(
     """
     require_detector(config, "evaluation")
     derived = build_schedule_setup(config, len(dataset.records))
-    loss = LOSSES[config.model.name].build(
+    loss = loss_of(config.model.name).build(
         config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
     speed_up_cpu(config, [model])

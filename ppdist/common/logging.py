@@ -32,6 +32,7 @@ from rich.table import Table
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
 from ppdist.common.process import log_line, printable, say
+from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
 from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
@@ -64,6 +65,7 @@ class RunLog:
         every_steps: int = 20,
         visualdl: bool = True,
         tensorboard: bool = False,
+        trackers: Sequence[tuple[str, Any]] = (),
         histograms: bool = False,
     ) -> None:
         """Opens the files of the run.
@@ -77,6 +79,7 @@ class RunLog:
                 after it are dropped, because they will be made again.  None starts anew.
             every_steps: between two lines of progress.
             visualdl, tensorboard: write for them, too.
+            trackers: (`package.module:Class` of its writer, its section) of each tracker.
             histograms: those who evaluate also write how weights and gradients are spread.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
@@ -96,6 +99,7 @@ class RunLog:
         self._refreshed = 0.0
         self._warned: set[str] = set()
         self.writers = MetricWriters(self.warn_once)  # of other ranks than 0 empty
+        self._trackers: list[TrackerProcess] = []  # of them
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             return
@@ -105,6 +109,8 @@ class RunLog:
         self._metrics_path = output_dir / "metrics.jsonl"
         if tensorboard:
             require_tensorboardx()
+        for _, tracker in trackers:
+            require_tracker(tracker.name)
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             kept = _begin_metrics(self._metrics_path, resume_step)
@@ -118,6 +124,8 @@ class RunLog:
                 self._eta.remember(record["eval_seconds"])
         self._open_handlers()
         self._open_writers(visualdl, tensorboard, resume_step)
+        for target, tracker in trackers:
+            self._open_tracker(target, tracker, resume_step)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -225,6 +233,10 @@ class RunLog:
         left = self._eta.left(step) if self._main and step < self._total_steps else None
         return "" if left is None else f"  ETA {duration(left)}"
 
+    def closing_seconds(self) -> float:
+        """What a step, an evaluation and a save may take now, on rank 0."""
+        return self._eta.closing()
+
     def run_summary(self) -> None:
         """The table at the end: how it went, where everything is, where the time went."""
         if self._main:
@@ -232,6 +244,11 @@ class RunLog:
             self.table(f"{self._output_dir}", rows)
             for command in commands(self._output_dir):  # a table would break them
                 self.info(f"look at it: {command}")
+
+    def hurry(self) -> None:
+        """`close` shall not wait for trackers: who stopped the run does not."""
+        for tracker in self._trackers:
+            tracker.hurry()
 
     def close(self) -> None:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
@@ -270,6 +287,17 @@ class RunLog:
             self.writers.open(
                 "TensorBoard", lambda: TensorBoardWriter(folder / "tensorboard", resume_step)
             )
+
+    def _open_tracker(self, target: str, config: Any, resume_step: int | None) -> None:
+        folder = self._output_dir / "trackers" / config.name
+        run = TrackedRun(config, folder, config.run or self._output_dir.name, resume_step)
+
+        def start() -> TrackerProcess:
+            process = TrackerProcess(target, run)
+            self._trackers.append(process)
+            return process
+
+        self.writers.open(config.name, start)
 
     def _to_file_only(self, text: str) -> None:
         record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
@@ -541,6 +569,16 @@ class ETA:
             unseen = self._unseen_evaluation(each) if part == EVALUATION else 0.0
             seconds += self._times(part, step) * (fmean(taken) if taken else unseen)
         return seconds
+
+    def closing(self) -> float:
+        """Seconds that a step, an evaluation and a save may take now: the longest of late."""
+        each = self._step_seconds() if self._steps else 0.0
+        seconds = 2 * each + max(self._parts[SAVING], default=0.0)
+        if not self._every[EVALUATION]:
+            return seconds
+        # A first evaluation takes up to five times of what is guessed, see _EVALUATION_COST.
+        unseen = self._remembered or 5 * self._unseen_evaluation(each)
+        return seconds + max(self._parts[EVALUATION], default=unseen)
 
     def seconds(self) -> dict[str, float]:
         """Wall seconds since the start by part; `training` is what no other part took."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -69,24 +69,40 @@ class Histogram(NamedTuple):
     total_of_squares: float
 
 
-class MetricWriter(Protocol):
-    """Writes the files that one program shows.  Each method raises what goes wrong."""
+class MetricWriter:
+    """Base of all writers: a run's numbers and pictures for one program.
 
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    Override what the program can show.  Each method raises what goes wrong: it costs a warning.
+    """
 
-    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None: ...
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One point for each tag, such as `train/loss` or `eval/mAP`."""
 
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None: ...
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        """uint8 RGB images; sizes may differ."""
 
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None: ...
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        """How values are spread, by tag."""
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
+        """Precision over recall, by tag."""
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
-    ) -> None: ...
+    ) -> None:
+        """Says what run this is.
 
-    def rollback(self, step: int) -> None: ...
+        Args:
+            hyper_parameters: numbers and texts that runs are compared by.
+            metrics: tags whose last values stand beside them.
+            texts: settings by section.
+        """
 
-    def close(self) -> None: ...
+    def rollback(self, step: int) -> None:
+        """Drops the points after a step, because they are made again."""
+
+    def close(self) -> None:
+        """Writes what is left."""
 
 
 def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
@@ -284,7 +300,7 @@ def _visualdl_record_type() -> Any:
     return run_path(f"{found.submodule_search_locations[0]}/proto/record_pb2.py")["Record"]
 
 
-class VisualDLWriter:
+class VisualDLWriter(MetricWriter):
     """Appends to the one VisualDL record file of a folder.
 
     Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
@@ -453,7 +469,7 @@ def require_tensorboardx() -> None:
         ) from error
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricWriter):
     """Appends to TensorBoard event files of a folder; an event's content is made by tensorboardX.
 
     tensorboardX's SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to

@@ -6,6 +6,7 @@
     shipped.py      the configs that ship with ppdist, by name
     errors.py       what pydantic found, in words
     validate.py     what parts of a tree ask of each other
+    plugins.py      detectors, formats, backbones and trackers of other packages
     schema.py       docs/config.md and configs/schema.json
 
 The other files hold the Sections, by the key of a file that they stand under.  Nothing here needs

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -36,6 +36,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def opened(cls, tree: Node, problems: list[Problem]) -> type["Section"]:
+        """This Section with what installed plugins add to it, as far as the tree names it.
+
+        Args: problems: gets those of plugins that the tree needs.
+        """
+        return cls
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
@@ -103,7 +111,9 @@ def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) 
     Args: problems: found in reading them.
     Raises: ConfigError: as `parse_config`.
     """
-    return _check(schema.completed(tree), schema, [*problems])
+    found = [*problems]
+    opened = cast(type[SectionT], schema.opened(tree, found))
+    return _check(schema.completed(tree), opened, found)
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

@@ -6,6 +6,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ppdist.config.base import Section
 from ppdist.config.model import ModelConfig
+from ppdist.config.plugins import find_names, open_section
+from ppdist.config.yaml import Node, Problem
 
 
 class LogitsConfig(Section):
@@ -78,3 +80,9 @@ class Trained(Section):
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[ModelConfig, Field(discriminator="name")]
+
+    @classmethod
+    def opened(cls, tree: Node, problems: list[Problem]) -> type[Section]:
+        """With the detectors of plugins."""
+        problems += find_names(tree)
+        return open_section(cls, tree)

@@ -1,8 +1,10 @@
 """ExperimentConfig, the tree of all Sections, and load_config."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
@@ -11,14 +13,15 @@ from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.evaluate import EvaluateConfig, NMSConfig
-from ppdist.config.loss import LOSS_NAMES, LossConfig, PPYOLOELossConfig
+from ppdist.config.loss import LossConfig, PPYOLOELossConfig
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
+from ppdist.config.plugins import find_names, names_of, open_section
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import misfits
-from ppdist.config.yaml import Node, merge
+from ppdist.config.yaml import Node, Problem, merge, node_of, problems_error
 
 
 class ExperimentConfig(Section):
@@ -66,11 +69,22 @@ class ExperimentConfig(Section):
         return self.nms.model_copy(update={"iou_threshold": None})
 
     @classmethod
+    def opened(cls, tree: Node, problems: list[Problem]) -> type[Section]:
+        """With the detectors, formats, backbones and trackers of plugins."""
+        problems += find_names(tree)
+        return open_section(cls, tree)
+
+    @classmethod
     def completed(cls, tree: Node) -> Node:
-        """`loss.name` need not be written, nor what `data.val_fraction` says of `data.val`."""
+        """What follows and need not be written.
+
+        `loss.name` is the model's, a tracker may be its name alone, and `data.val_fraction` says
+        what `data.val` is.
+        """
+        tree = _named_trackers(tree)
         model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
-        if name is not None and name.value in LOSS_NAMES:
+        if name is not None and name.value in names_of("detector"):
             implied = Node({"name": name}, name.place, name.key_place)
             tree = merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
         train = data.child("train") if data is not None else None
@@ -89,6 +103,36 @@ class ExperimentConfig(Section):
         if problems:
             raise ValueError(problems)
         return self
+
+
+def _named_trackers(tree: Node) -> Node:
+    """`log.trackers: [wandb]` as `[{name: wandb}]`."""
+    log = tree.child("log")
+    trackers = log.child("trackers") if log is not None else None
+    if log is None or trackers is None or not isinstance(trackers.value, list):
+        return tree
+    items = [
+        Node({"name": item}, item.place, item.key_place) if isinstance(item.value, str) else item
+        for item in trackers.value
+    ]
+    listed = replace(trackers, value=items)
+    assert isinstance(tree.value, dict) and isinstance(log.value, dict)
+    return replace(
+        tree, value={**tree.value, "log": replace(log, value={**log.value, "trackers": listed})}
+    )
+
+
+def experiment_of(tree: Mapping[str, Any]) -> ExperimentConfig:
+    """The configuration that plain data describe, as `model_dump` gives them.
+
+    Raises: pydantic.ValidationError: they do not; ConfigError: a plugin that they need fails.
+    """
+    problems: list[Problem] = []
+    schema = ExperimentConfig.opened(node_of(tree, "the configuration"), problems)
+    if problems:
+        raise problems_error(problems)
+    opened = cast(type[ExperimentConfig], schema)
+    return opened.model_validate_json(json.dumps(tree), strict=True)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:

@@ -1,6 +1,6 @@
 """The `loss` section: one Section for each family, by `name`."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
 
@@ -72,4 +72,3 @@ class ClassificationLossConfig(Section):
 
 
 LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
-LOSS_NAMES = [section.model_fields["name"].default for section in get_args(LossConfig)]

@@ -48,6 +48,27 @@ Activation = Annotated[
 ]
 
 
+class DetectorConfig(Section):
+    """Keys that every detector has; what another package registers adds its own.
+
+    Attributes:
+        needs_nms: predictions of one object overlap, so they need suppression.
+    """
+
+    task: ClassVar[Task] = "detect"
+    needs_nms: ClassVar[bool] = True
+    name: str = Field(description="detector family")
+    num_classes: int = Field(default=80, ge=1, description="object classes C")
+    pretrained: str | None = Field(
+        default=None,
+        description="weight file (.pdparams, .pt, .safetensors, .npz), "
+        "checkpoint folder, or output_dir of a run (its best, else its last)",
+    )
+    image_size: ImageSize = Field(
+        default=(640, 640), description="input [height, width] in pixels; one number: a square"
+    )
+
+
 class PPYOLOEConfig(Section):
     """Which PP-YOLOE."""
 

@@ -1,5 +1,7 @@
 """The `checkpoint` and `log` sections: what a run writes, and how often."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from ppdist.config.base import Section
@@ -25,6 +27,63 @@ class CheckpointConfig(Section):
     )
 
 
+class TrackerConfig(Section):
+    """Keys that every experiment tracker has; what another package registers adds its own."""
+
+    name: str = Field(description="the tracker")
+    project: str = Field(default="ppdist", description="the project in which the run is shown")
+    run: str | None = Field(
+        default=None, description="how the run is called there; null: the name of output_dir"
+    )
+
+
+class WandbConfig(TrackerConfig):
+    """Weights & Biases; `pip install 'ppdist[wandb]'`."""
+
+    name: Literal["wandb"] = Field(default="wandb", description="the tracker")
+    offline: bool = Field(
+        default=False,
+        description="only write to output_dir/trackers/wandb, for `wandb sync`; false: as "
+        "WANDB_MODE says, else send",
+    )
+
+
+class MLflowConfig(TrackerConfig):
+    """MLflow; `pip install 'ppdist[mlflow]'`; `project` is its experiment."""
+
+    name: Literal["mlflow"] = Field(default="mlflow", description="the tracker")
+    tracking_uri: str | None = Field(
+        default=None,
+        description="server or folder; null: MLFLOW_TRACKING_URI, else the folder "
+        "output_dir/trackers/mlflow/mlruns",
+    )
+
+
+class ClearMLConfig(TrackerConfig):
+    """ClearML; `pip install 'ppdist[clearml]'`."""
+
+    name: Literal["clearml"] = Field(default="clearml", description="the tracker")
+    offline: bool = Field(
+        default=False,
+        description="only write to output_dir/trackers/clearml, for `Task.import_offline_session`; "
+        "false: as CLEARML_OFFLINE_MODE says, else send",
+    )
+
+
+class SwanLabConfig(TrackerConfig):
+    """SwanLab; `pip install 'ppdist[swanlab]'`."""
+
+    name: Literal["swanlab"] = Field(default="swanlab", description="the tracker")
+    offline: bool = Field(
+        default=False,
+        description="only write to output_dir/trackers/swanlab, for `swanlab sync`; false: as "
+        "SWANLAB_MODE says, else send",
+    )
+
+
+ShippedTracker = WandbConfig | MLflowConfig | ClearMLConfig | SwanLabConfig
+
+
 class LogConfig(Section):
     """What a run says and how often."""
 
@@ -41,6 +100,11 @@ class LogConfig(Section):
         default=False,
         description="Write the same for TensorBoard to output_dir/tensorboard; needs "
         "`pip install 'ppdist[tensorboard]'`.",
+    )
+    trackers: tuple[Annotated[ShippedTracker, Field(discriminator="name")], ...] = Field(
+        default=(),
+        description="Experiment trackers that get the same numbers and images: names, or sections "
+        "of a `name` and its keys, such as [wandb] or [{name: mlflow, tracking_uri: ...}].",
     )
     histograms: bool = Field(
         default=False,

@@ -43,7 +43,7 @@ from ppdist.common.errors import CheckpointError, ConfigError, Failure
 from ppdist.common.logging import RunLog
 from ppdist.common.machine import available_memory, process_memory
 from ppdist.common.process import EXIT_DIR_VARIABLE
-from ppdist.config import ExperimentConfig
+from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import ImageRecord
@@ -225,6 +225,7 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     settled = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
     return {
         "config": settled.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
+        "registered": plugins.registrations(),
         "micro_steps": several,
         "objects": objects,
         "images": images,

@@ -13,7 +13,8 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
-from ppdist.config import ExperimentConfig
+from ppdist.common.trackers import TRACKERS
+from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.validate import surprises
@@ -39,6 +40,7 @@ from ppdist.engine.schedule_setup import (
     settings,
 )
 from ppdist.engine.state import AUTO, Start, claim_folder, find_start, log_start, settle_run
+from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.visualize import BatchPictures
@@ -57,12 +59,21 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
-# The loss of each model, by `model.name`; the models are in ppdist/models/__init__.py.
-LOSSES: dict[str, type[Loss]] = {
+# The loss of each model of ours, by `model.name`; the models are in ppdist/models/__init__.py.
+_LOSSES: dict[str, type[Loss]] = {
     "ppyoloe": PPYOLOELoss,
     "yolov5": YOLOv5Loss,
     "yolov5_cls": ClassificationLoss,
 }
+
+
+def loss_of(name: str) -> type[Loss]:
+    """The loss of a model, ours or a plugin's, by `model.name`.
+
+    Raises: ConfigError: it is a plugin's and cannot be imported.
+    """
+    found = plugins.registered("detector", name)
+    return _LOSSES[name] if found is None else plugins.load(found.loss_target)
 
 
 @dataclass
@@ -96,6 +107,7 @@ def build_training(
         callbacks: of this rank, called in this order.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
+    budget = None if config.train.hours is None else TimeBudget(config.train.hours)
     comm.run_on_all_ranks(lambda: set_device_options(config.train))
     noticed = preflight(
         config,
@@ -134,8 +146,9 @@ def build_training(
         if anew:
             _fit_anchors(config, model, train_set, log)
         card = _describe_model(config, model, train_set, start)
+        both = train_set, val_set
         trainer = _build_trainer(
-            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks, card
+            config, derived, model, both, bad_images, log, output_dir, budget, callbacks, card
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -258,15 +271,16 @@ def _build_trainer(
     config: ExperimentConfig,
     derived: ScheduleSetup,
     model: ImageModel,
-    train_set: DetectionSet,
-    val_set: DetectionSet | None,
+    both: tuple[DetectionSet, DetectionSet | None],
     bad_images: Blocklist,
     log: RunLog,
     output_dir: Path,
+    budget: TimeBudget | None,
     callbacks: Sequence[Callback],
     model_card: ModelCard,
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
+    train_set, val_set = both
     log_estimate(lambda: _estimate(config, derived, model), log)
     evaluated_model = build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
@@ -297,6 +311,7 @@ def _build_trainer(
         seed=config.seed,
         bad_steps_limit=config.train.bad_steps_limit,
         check_weights_every=config.distributed.check_weights_every,
+        budget=budget,
         callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
     )
 
@@ -326,8 +341,15 @@ def _open_log(
         every_steps=config.log.every_steps,
         visualdl=config.log.visualdl,
         tensorboard=config.log.tensorboard,
+        trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
         histograms=config.log.histograms,
     )
+
+
+def _writer_of(tracker: str) -> str:
+    """`package.module:Class` of the writer of a tracker, ours or a plugin's."""
+    found = plugins.registered("tracker", tracker)
+    return TRACKERS[tracker] if found is None else found.target
 
 
 def _log_setup(
@@ -392,7 +414,7 @@ def build_train_step(
     low_precision = train.amp.enabled and train.amp.level == "O2"
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
-    loss = LOSSES[config.model.name].build(
+    loss = loss_of(config.model.name).build(
         config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
     )
     optimizer = build_optimizer(

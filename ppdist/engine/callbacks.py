@@ -86,5 +86,5 @@ class Callback:
 
         Args:
             step: the last one made.
-            reason: "total", "early_stopping" or "signal".
+            reason: "total", "early_stopping", "hours" (train.hours) or "signal".
         """

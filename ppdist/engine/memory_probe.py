@@ -23,7 +23,8 @@ import paddle
 
 from ppdist.common.errors import UserError, failure_of, is_out_of_memory
 from ppdist.common.process import end_with_parent
-from ppdist.config import ExperimentConfig
+from ppdist.config import ExperimentConfig, plugins
+from ppdist.config.experiment import experiment_of
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
 from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest_batch
@@ -39,6 +40,7 @@ class Job:
     """What the process measures, as JSON holds it."""
 
     config: dict[str, Any]  # of the run
+    registered: list[dict[str, Any]]  # of `plugins.registrations`
     batches: list[int]  # images of a micro-batch, ascending
     micro_steps: int  # of a step, 1 or 2: gradients of the second are added to others
     objects: int  # padded boxes of an image
@@ -72,7 +74,8 @@ def _end_with(parent: int) -> None:
 
 
 def _measure(job: Job, file_of_results: Path) -> None:
-    config = ExperimentConfig.model_validate_json(json.dumps(job.config), strict=True)
+    plugins.register_again(job.registered)
+    config = experiment_of(job.config)
     comm.init(config.device, config.distributed)
     meter = Meter()
     took: dict[int, dict[str, int]] = {}

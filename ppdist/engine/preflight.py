@@ -26,6 +26,7 @@ from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import can_be_read, digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
+from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
 from ppdist.distributed import comm, device
@@ -159,15 +160,25 @@ def versions() -> Facts:
 
 
 def digests_of_code() -> Facts:
-    """Digest of each file of the package and of the script that was started."""
+    """Digest of each file of the package, of plugins, and of the script that was started."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
-    return _digests_of_package() | started
+    return _digests_of_package() | _digests_of_plugins() | started
 
 
 def digest_of_package() -> str:
     """Of all files of ppdist, as they were when one was first asked for."""
     return digest_of_text(json.dumps(_digests_of_package()))
+
+
+def _digests_of_plugins() -> Facts:
+    """Of the files of other packages whose parts are registered."""
+    return {
+        f"{name}/{path.relative_to(folder).as_posix()}": digest_of_file(path)
+        for name in plugins.packages()
+        for folder in map(Path, getattr(sys.modules.get(name), "__path__", ()))
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
 @cache

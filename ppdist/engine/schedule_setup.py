@@ -429,8 +429,9 @@ def hyper_parameters(
     parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
     """
     height, width = model.image_size
+    keys = type(model).model_fields  # a plugin's model may come in one size
     return {
-        "model": f"{model.name} {model.size}",
+        "model": " ".join(str(getattr(model, key)) for key in ("name", "size") if key in keys),
         "image_size": f"{height} x {width}",
         "total_batch": derived.total_batch,
         "lr": derived.scaled.lr,

@@ -292,6 +292,7 @@ FREE = {
     "model.pretrained": "read where a run starts; a checkpoint has weights of its own",
     "model.auto_anchor": "decided where a run starts; a checkpoint holds its anchors",
     "train.max_steps": "where to stop; the schedule spans train.epochs",
+    "train.hours": "when to stop; the schedule spans train.epochs",
     "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
     "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
     "train.total_batch": "ranks x batch x micro-steps is compared instead",

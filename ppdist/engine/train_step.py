@@ -64,6 +64,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
+    time_is_up: bool = False  # rank 0 said so
 
 
 class NormalisedLosses(NamedTuple):
@@ -84,6 +85,7 @@ class _Tally(NamedTuple):
 
     images: float
     stops: float  # ranks that were asked to stop
+    late: float  # 1: rank 0 says that the time is up
     bad_images: float
     short: float  # ranks of too little memory, or without images
     broken: float  # ranks whose loss is not finite
@@ -91,8 +93,9 @@ class _Tally(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float], names: Iterable[str]) -> "_Tally":
-        images, stops, bad_images, short, broken, *sums = values
-        return cls(images, stops, bad_images, short, broken, dict(zip(names, sums, strict=True)))
+        images, stops, late, bad_images, short, broken, *sums = values
+        sums_by_name = dict(zip(names, sums, strict=True))
+        return cls(images, stops, late, bad_images, short, broken, sums_by_name)
 
 
 _COUNTS = len(_Tally._fields) - 1  # before the sums
@@ -181,10 +184,13 @@ class TrainStep:
         stop: bool,
         clock: Clock,
         known_bad: Container[int] = (),
+        time_is_up: bool = False,
     ) -> StepResult:
         """Takes `count` micro-batches from `batches` and makes one optimizer step.
 
-        Args: known_bad: positions of images that all ranks know to be bad.
+        Args:
+            known_bad: positions of images that all ranks know to be bad.
+            time_is_up: what rank 0 tells the others; theirs is False.
         """
         self.optimizer.clear_grad()
         if self._flat_gradients is not None:
@@ -204,7 +210,7 @@ class TrainStep:
         images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
         finite = paddle.isfinite(sums[_LOSS]).astype("float32")
         short = not fitted or outage is not None
-        own = [float(each) for each in (images, stop, len(bad_images), short)]
+        own = [float(each) for each in (images, stop, time_is_up, len(bad_images), short)]
         counts = [device.put(own), 1.0 - finite, *sums.values()]
         summed = comm.all_reduce_sum(paddle.concat(counts))
         clock.lap("communication")
@@ -240,6 +246,7 @@ class TrainStep:
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
+            time_is_up=tally.late > 0,
         )
 
     def skip(self, step: int) -> None:

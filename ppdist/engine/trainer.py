@@ -18,7 +18,7 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, StorageError
-from ppdist.common.logging import EVALUATION, SAVING, RunLog
+from ppdist.common.logging import EVALUATION, SAVING, RunLog, duration
 from ppdist.common.process import STOPPED
 from ppdist.common.signals import STOP_SIGNALS, release_signals
 from ppdist.config.evaluate import EvaluateConfig
@@ -49,6 +49,7 @@ from ppdist.engine.state import (
     note_saved,
     restore_state,
 )
+from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import next_synchronised
@@ -81,6 +82,7 @@ class Trainer:
         seed: int,
         bad_steps_limit: int,
         check_weights_every: int,
+        budget: TimeBudget | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """
@@ -90,6 +92,7 @@ class Trainer:
             evaluated_model: a second model that takes the averaged weights for evaluation.
             seed: of what the model draws at random (dropout), together with step and rank.
             bad_steps_limit, check_weights_every: of `train` and of `distributed`.
+            budget: of wall time; only rank 0 asks its clock.  None: there is no limit.
             callbacks: called at each moment in this order, after those of the trainer.
         """
         self.train_step = train_step
@@ -105,6 +108,7 @@ class Trainer:
             self.folder, config_yaml, checkpoint.keep, note_saved, model_card, fallback
         )
         self.seed = seed
+        self.budget = budget
         self.progress = TrainState()
         self.early_stopping: EarlyStopping | None = None
         self.recovery = Recovery(
@@ -160,7 +164,7 @@ class Trainer:
             self._warn_of_saving()
             watch = Stopwatch()  # what holds this rank up before its step is its own time, too
             self._each(lambda callback: callback.on_step_begin(progress.step + 1))
-            stopping = False
+            stopping = late = False
             if progress.step + 1 in self.recovery.skipped_steps:
                 self._skip_step()
             else:
@@ -169,17 +173,21 @@ class Trainer:
                     continue
                 # Local SGD: the ranks ask again in each step until one ends with the same weights.
                 stopping = result.stop_requested and result.synchronised
+                late = result.time_is_up and result.synchronised
             if self._due(self.check_every) and self._weights_differ():
                 continue
             ended = progress.step == total
             # Amid bad steps no run stops and nothing is saved: see Recovery.keep.
             settled = ended or not progress.bad_steps
             stopping = stopping and settled and not ended
+            late = late and settled and not ended
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
-            if (ended or self._due(self.evaluate_every)) and not stopping:
+            if (ended or late or self._due(self.evaluate_every)) and not stopping:
                 stopping = not self._evaluate()
             if stopping:
                 return self._stopped()
+            if late:
+                return self._out_of_time()
             self._owes_save |= ended or self._due(self.save_every)
             if self._owes_save and settled:
                 self._save()
@@ -236,6 +244,8 @@ class Trainer:
         """From now on signals and callbacks are heard."""
         listen(self._ask_to_stop)
         progress = self.progress
+        if self.budget is not None:
+            self.log.info(f"{self.budget}")
         run = TrainingRun(
             train_step=self.train_step,
             evaluated_model=self.evaluated_model,
@@ -257,10 +267,23 @@ class Trainer:
 
     def _stopped(self) -> int:
         self._end("signal")
+        self.log.hurry()
         self.log.warning(
             f"stopped by a signal after step {self.progress.step}; --resume continues from there"
         )
         return STOPPED
+
+    def _out_of_time(self) -> int:
+        assert self.budget is not None
+        step, total = self.progress.step, self.derived.total_steps
+        epoch, epochs = (math.ceil(each / self.derived.steps_per_epoch) for each in (step, total))
+        self.log.info(
+            f"training ends after {duration(self.budget.elapsed())} of train.hours: "
+            f"{self.budget.hours:g}, in epoch {epoch} of {epochs} (step {step} of {total}); "
+            "--resume continues from there"
+        )
+        self._end("hours")
+        return 0
 
     def _end(self, reason: str) -> None:
         """Ends with a checkpoint of this step on disk.  Collective."""
@@ -314,9 +337,14 @@ class Trainer:
         rates = self.derived.schedule.rates(progress.step).scaled(lr_factor(progress.rollbacks))
         count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
         known_bad = self.bad_images.known
+        time_is_up = (
+            self.budget is not None
+            and comm.is_main()
+            and self.budget.is_over(self.log.closing_seconds())
+        )
         with self.recovery.watching_memory(progress.step + 1):
             result = self.train_step(
-                self._batches, count, progress.step, rates, stop, clock, known_bad
+                self._batches, count, progress.step, rates, stop, clock, known_bad, time_is_up
             )
         seconds = watch.stop(clock.seconds["data"])
         if result.bad_somewhere:

@@ -16,6 +16,7 @@ from ppdist.common.process import (
     JOB_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
+    STARTED_VARIABLE,
     USER_ERROR,
 )
 from ppdist.launch.metrics import exporting
@@ -104,6 +105,7 @@ class _Job:
         self.run, self.folder, self.received = run, folder, received
         self.token = environment.get(TOKEN_VARIABLE, "")
         self.restarts = Restarts()
+        self.started = time.time()
 
     def attempt(self) -> Outcome:
         """Runs it once, from meeting the other hosts to the end of all; says how it ended.
@@ -132,6 +134,7 @@ class _Job:
         drawn = channel.drawn if channel is not None else "" if self.options.master else None
         variables = {JOB_VARIABLE: name_of_job(self.token, drawn)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
+        variables |= {STARTED_VARIABLE: f"{self.started}"}
         plan = replace(plan, environment=plan.environment | variables)
         restarts = self.restarts.attempt
         folder = self.folder / str(restarts)

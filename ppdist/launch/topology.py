@@ -36,6 +36,7 @@ from ppdist.common.process import (
     JOB_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
+    STARTED_VARIABLE,
 )
 from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLE, Options
 from ppdist.launch.watchdog import Stopped
@@ -45,6 +46,7 @@ LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front start
 # Of a run around this one.
 _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
+    STARTED_VARIABLE,
 )  # fmt: skip
 
 _SMI_SECONDS = 60.0  # the first call after boot wakes every card

@@ -15,6 +15,7 @@ import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
+from ppdist.config import plugins
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
 
 
@@ -160,7 +161,8 @@ class CSPDarknet(Backbone):
         return features[self.first - 1 :]
 
 
-# Every backbone there is, by the name that `model.body` gives it.
+# Every backbone of ours, by the name that `model.body` gives it.  Other packages add theirs by
+# `register_backbone` (config/plugins.py).
 BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": CSPDarknet}
 
 
@@ -170,13 +172,14 @@ def build_backbone(
     """A backbone with fresh weights.
 
     Args:
-        name: a row of `BACKBONES`.
+        name: a row of `BACKBONES`, or a registered one.
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
         options: those of the class.
-    Raises: ConfigError: the backbone has no such levels.
+    Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
     """
-    row = BACKBONES[name]
+    found = plugins.registered("backbone", name)
+    row: type[Backbone] = BACKBONES[name] if found is None else plugins.load(found.target)
     if first < row.finest or last not in row.coarsest:
         ends = " or ".join(f"P{level}" for level in row.coarsest)
         raise ConfigError(

@@ -321,6 +321,8 @@ def status_of(run: Run) -> tuple[str, str]:
         return "running", f"step {run.steps}{of}"
     if run.finished == "early_stopping":
         return "finished", f"stopped early after step {run.steps}{of}"
+    if run.finished == "hours":
+        return "finished", f"train.hours was over after step {run.steps}{of}; --resume goes on"
     if run.ended:
         return "finished", f"all {run.steps} steps"
     if not run.train and not run.evaluations:

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import MetricRecords, read_metrics
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import experiment_of
 from ppdist.config.yaml import Reader
 
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
@@ -516,7 +516,9 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
     if not tree:
         return [], "there is no configuration"
     try:
-        config = ExperimentConfig.model_validate_json(json.dumps(tree), strict=True)
+        config = experiment_of(tree)
+    except ConfigError as error:
+        return [], f"{error}"
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -49,7 +49,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.types import Arrays, Batch, DetectionSet
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.distributed.store import free_ports
-from ppdist.engine.build import LOSSES, build_feed, build_model, build_schedule_setup
+from ppdist.engine.build import build_feed, build_model, build_schedule_setup, loss_of
 from ppdist.engine.data import images_of_epoch, read_sets
 from ppdist.engine.train_step import add_up, normalise_losses, whole
 from ppdist.losses.nms import multiclass_nms
@@ -379,7 +379,7 @@ def losses_and_gradients(
     if moved:
         before = {key: weights[key] for key in trained}
         Rounding(ROUNDINGS["float32"], 0.0).move(trained, before, 0)
-    loss = LOSSES[config.model.name].build(config.loss, model, steps_per_epoch, reference_batch)
+    loss = loss_of(config.model.name).build(config.loss, model, steps_per_epoch, reference_batch)
     batch = Batch(**{name: paddle.to_tensor(each) for name, each in arrays.items()})
     targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
     model.train()

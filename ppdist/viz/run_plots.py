@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 
 _LOGGER = logging.getLogger("ppdist")
-_ENDS = {"total": "completed", "early_stopping": "early stopping", "signal": "stopped by a signal"}
+_ENDS = {
+    "total": "completed",
+    "early_stopping": "early stopping",
+    "hours": "out of train.hours",
+    "signal": "stopped by a signal",
+}
 
 
 def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> list[Path]:

@@ -30,6 +30,9 @@ FORBIDDEN_METHODS = {"extractall", "extract", "allow_pickle", "all_gather_object
 # (module, name): why it is safe there.
 ALLOWED = {
     ("ppdist.cli", "importlib.import_module"): "a name of its own table",
+    ("ppdist.common.trackers", "importlib.import_module"): "of our table, or registered",
+    ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",
+    ("ppdist.config.plugins", "importlib.import_module"): "what installed packages registered",
     ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
     ("ppdist.data.loader", "pickle.loads"): "from its own children, over a socket pair",
     ("ppdist.data.validate", "multiprocessing.get_context"): "a pipe to its own children",

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotations import (
     Strictly,
@@ -131,19 +132,28 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Dete
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
+    registered = plugins.registered("dataset", config.format)
+    if registered is None:
+        raw = _raw_of_ours(config, split, complain, everything=everything)
+    else:
+        raw = plugins.load(registered.target)(config, split, complain)
+    find_alike(raw.class_names, raw.source, complain)
+    kept = _in_part(config, split, [str(image.path) for image in raw.images])
+    return replace(raw, images=[each for each, keep in zip(raw.images, kept) if keep])
+
+
+def _raw_of_ours(
+    config: DataConfig, split: Split, complain: Complain, *, everything: bool
+) -> RawSet:
     root, (images, *more) = _places(config, split)
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
-        raw = read_coco(images, annotations[0], complain, everything=everything)
-    elif config.format == "yolo":
-        raw = read_yolo(root, (images, *more), annotations, names, complain)
-    else:
-        source = annotations[0] if annotations else images
-        raw = read_voc(root, images, source, names, complain, naming=naming, everything=everything)
-    find_alike(raw.class_names, raw.source, complain)
-    kept = _in_part(config, split, [str(image.path) for image in raw.images])
-    return replace(raw, images=[each for each, keep in zip(raw.images, kept) if keep])
+        return read_coco(images, annotations[0], complain, everything=everything)
+    if config.format == "yolo":
+        return read_yolo(root, (images, *more), annotations, names, complain)
+    source = annotations[0] if annotations else images
+    return read_voc(root, images, source, names, complain, naming=naming, everything=everything)
 
 
 def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:

@@ -1,0 +1,430 @@
+"""Experiment trackers: Weights & Biases, MLflow, ClearML, SwanLab.
+
+    TrackerProcess   a MetricWriter that hands everything to one of the others in its own process
+    TRACKERS         the others, by `log.trackers.name`
+
+A tracker's library patches what it finds, starts threads and waits for networks.  So each tracker
+has a process of its own, of rank 0 alone: whatever it does there, a step waits for none of it, and
+a signal or a fork of the run does not meet it.  What cannot be handed over is dropped, with one
+warning; the run goes on.
+"""
+
+import importlib
+import json
+import os
+import pickle
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import replace_file
+from ppdist.common.writers import Histogram, MetricWriter
+
+_MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
+_HUNG_SECONDS = 300.0  # in which a tracker takes nothing
+_CLOSE_SECONDS = 60.0  # for what is left at the end of a run
+_HURRIED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
+_ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker's writer gets of the run.
+
+    Attributes:
+        config: its section of `log.trackers`.
+        folder: output_dir/trackers/NAME, its own; it exists.
+        name: how the run is called.
+        resume_step: the step that this run continues from; None: it starts anew.
+    """
+
+    config: Any
+    folder: Path
+    name: str
+    resume_step: int | None
+
+    def remembered_id(self) -> str | None:
+        """What the tracker called this run when it began; None: it begins now."""
+        if self.resume_step is None:
+            return None
+        try:
+            return str(json.loads((self.folder / _ID_FILE).read_text(encoding="utf-8"))["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def remember_id(self, identity: str) -> None:
+        """For a start of this run that resumes it."""
+        replace_file(self.folder / _ID_FILE, json.dumps({"id": identity}).encode())
+
+
+class TrackerProcess(MetricWriter):
+    """Hands all it gets to a tracker's writer in another process, and never waits but in `close`.
+
+    Each call raises RuntimeError once, where the tracker has failed or hangs: after that nothing is
+    handed to it any more.
+    """
+
+    def __init__(self, target: str, run: TrackedRun) -> None:
+        """Starts the process.
+
+        Args: target: `package.module:Class`, called there as `Class(run)`.
+        Raises: OSError: its folder cannot be made, or there is no process for it.
+        """
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._folder = run.folder
+        (run.folder / _ERROR_FILE).unlink(missing_ok=True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # Not by -m: there this module would be another one, with classes of its own.
+        command = [sys.executable, "-c", "from ppdist.common.trackers import main; main()"]
+        with (run.folder / _LOG_FILE).open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        self._seconds = _CLOSE_SECONDS
+        self._off = False
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._bytes, self._taken = 0, time.monotonic()
+        threading.Thread(target=self._send, daemon=True).start()
+        self._put((target, run))
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if values:
+            self._put(("add_scalars", (step, dict(values))))
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        self._put(("add_images", (step, tag, images_HW3)))
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        self._put(("add_histograms", (step, dict(values))))
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, Any]) -> None:
+        self._put(("add_pr_curves", (step, dict(curves))))
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        self._put(("describe", (dict(hyper_parameters), metrics, dict(texts))))
+
+    def rollback(self, step: int) -> None:
+        self._put(("rollback", (step,)))
+
+    def hurry(self) -> None:
+        """`close` shall not wait long."""
+        self._seconds = _HURRIED_SECONDS
+
+    def close(self) -> None:
+        """Waits until all is written, for a minute at most."""
+        if self._off:
+            return
+        self._put(("close", ()))
+        self._off = True
+        try:
+            code = self._process.wait(self._seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise RuntimeError(
+                f"it had not taken everything {self._seconds:g} s after the end and was stopped; "
+                f"see {self._folder / _LOG_FILE}"
+            ) from None
+        if code:
+            raise RuntimeError(self._why())
+
+    def _put(self, message: tuple[Any, ...]) -> None:
+        if self._off:
+            return
+        trouble = ""
+        if self._process.poll() is not None:
+            trouble = self._why()
+        elif self._bytes > _MOST_BYTES or (
+            self._bytes and time.monotonic() - self._taken > _HUNG_SECONDS
+        ):
+            trouble = f"it takes nothing any more; see {self._folder / _LOG_FILE}"
+        if trouble:
+            self._off = True
+            self._process.kill()
+            self._process.wait()
+            raise RuntimeError(trouble)
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if not self._bytes:
+                self._taken = time.monotonic()
+            self._bytes += len(data)
+        self._waiting.put(data)
+
+    def _send(self) -> None:
+        """The thread that waits in place of the run; it ends with the process at the other end."""
+        assert self._process.stdin is not None
+        while True:
+            data = self._waiting.get()
+            try:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+            except (OSError, ValueError):  # it has ended: `_put` sees that
+                return
+            with self._lock:
+                self._bytes -= len(data)
+                self._taken = time.monotonic()
+
+    def _why(self) -> str:
+        """Why the process has ended."""
+        try:
+            return (self._folder / _ERROR_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return (
+                f"its process ended with code {self._process.returncode}; see "
+                f"{self._folder / _LOG_FILE}"
+            )
+
+
+def main() -> None:
+    """The process of one tracker: reads messages from stdin, calls its writer."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run says when it ends
+        signal.signal(number, signal.SIG_IGN)
+    messages = sys.stdin.buffer
+    target, run = pickle.load(messages)
+    try:
+        module, _, name = target.partition(":")
+        kind: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+        writer = kind(run)
+        method = ""
+        while method != "close":
+            try:
+                method, arguments = pickle.load(messages)
+            except (EOFError, pickle.UnpicklingError):  # the run was killed
+                method, arguments = "close", ()
+            if method == "close":
+                signal.alarm(round(_CLOSE_SECONDS))
+            getattr(writer, method)(*arguments)
+    except Exception as error:
+        (run.folder / _ERROR_FILE).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+
+
+def require_tracker(name: str) -> None:
+    """Raises: ConfigError: the package of one of TRACKERS is not installed."""
+    if name in TRACKERS and find_spec(name) is None:
+        raise ConfigError(
+            f"log.trackers names {name}, and its package is not installed",
+            code="package_missing",
+            fix=f"pip install 'ppdist[{name}]', or take {name} out of log.trackers",
+        )
+
+
+class WandbWriter(MetricWriter):
+    """Weights & Biases.
+
+    Its own step only grows, and a run that rolls back makes steps again; so the step is a value of
+    its own, `step`, over which all others are drawn.  Resuming continues the same run.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run: Any = wandb.init(
+            project=run.config.project,
+            name=run.name,
+            id=run.remembered_id(),
+            resume="allow",
+            dir=str(run.folder),
+            mode="offline" if run.config.offline else None,
+            settings=wandb.Settings(console="off"),
+        )
+        run.remember_id(self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        self._run.log({"step": step, tag: [self._wandb.Image(each) for each in images_HW3]})
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        made = {
+            tag: self._wandb.Histogram(np_histogram=(each.counts_K, each.edges_K1))
+            for tag, each in values.items()
+        }
+        self._run.log({"step": step, **made})
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        chosen = {**hyper_parameters, "config": dict(texts)}
+        self._run.config.update(chosen, allow_val_change=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowWriter(MetricWriter):
+    """MLflow, by its client: nothing of it is global.  Resuming continues the same run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._param = Metric, Param
+        where = run.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not where:
+            where = (run.folder / "mlruns").resolve().as_uri()
+            # MLflow 3.7 and later want to be asked before they write to a folder.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = mlflow.MlflowClient(tracking_uri=where)
+        identity = run.remembered_id()
+        if identity is None:
+            found = self._client.get_experiment_by_name(run.config.project)
+            experiment = (
+                self._client.create_experiment(run.config.project)
+                if found is None
+                else found.experiment_id
+            )
+            identity = self._client.create_run(experiment, run_name=run.name).info.run_id
+            run.remember_id(identity)
+        else:
+            self._client.set_terminated(identity, "RUNNING")
+        self._id = identity
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now = round(1000 * time.time())
+        metrics = [self._metric(_plain(tag), value, now, step) for tag, value in values.items()]
+        for begin in range(0, len(metrics), 1000):  # a server takes no more at once
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        for number, image_HW3 in enumerate(images_HW3):
+            self._client.log_image(self._id, image_HW3, key=_plain(f"{tag}/{number}"), step=step)
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        # A parameter keeps its first value; a resumed run may have others, so they are tags, too.
+        known = self._client.get_run(self._id).data.params
+        fresh = {key: value for key, value in hyper_parameters.items() if key not in known}
+        self._client.log_batch(
+            self._id, params=[self._param(key, str(value)) for key, value in fresh.items()]
+        )
+        for key, value in {**hyper_parameters, **texts}.items():
+            self._client.set_tag(self._id, f"ppdist.{key}", str(value)[:5000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class ClearMLWriter(MetricWriter):
+    """ClearML; nothing of this process is recorded but what it is given.
+
+    Resuming continues the same task; offline, where tasks cannot be continued, a new one.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("CLEARML_CACHE_DIR", str(run.folder.resolve()))
+        from clearml import Task
+
+        if run.config.offline:
+            Task.set_offline(True)
+        identity = None if Task.is_offline() else run.remembered_id()
+        self._task: Any = Task.init(
+            project_name=run.config.project,
+            task_name=run.name,
+            reuse_last_task_id=False,
+            continue_last_task=identity or False,
+            auto_connect_arg_parser=False,
+            # Of this process there is nothing to connect, and to look through a repository takes
+            # longer than `close` may.
+            auto_connect_frameworks={"detect_repository": False},
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        self._task.set_initial_iteration(0)  # ours go on from where they were
+        run.remember_id(self._task.id)
+        self._logger: Any = self._task.get_logger()
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            group, _, name = tag.partition("/")
+            self._logger.report_scalar(group, name or group, value, step)
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        for number, image_HW3 in enumerate(images_HW3):
+            self._logger.report_image(tag, f"{number}", step, image=image_HW3)
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        for tag, each in values.items():
+            labels = [f"{edge:.3g}" for edge in each.edges_K1[:-1]]
+            self._logger.report_histogram(tag, tag, each.counts_K, step, xlabels=labels)
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        self._task.connect(dict(hyper_parameters), name="ppdist")
+        self._task.connect(dict(texts), name="config")
+
+    def close(self) -> None:
+        self._task.close()  # release 2.1.12: 12 s offline
+
+
+class SwanLabWriter(MetricWriter):
+    """SwanLab.  Resuming continues the same run online; offline it begins another one."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        offline = run.config.offline or os.environ.get("SWANLAB_MODE") in ("offline", "local")
+        identity = None if offline else run.remembered_id()
+        begun = swanlab.init(
+            project=run.config.project,
+            name=run.name,
+            log_dir=str(run.folder),
+            mode="offline" if run.config.offline else None,
+            **({"id": identity, "resume": "allow"} if identity else {}),
+        )
+        run.remember_id(str(begun.id))
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(values), step=step)
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        self._swanlab.log({tag: [self._swanlab.Image(each) for each in images_HW3]}, step=step)
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        self._swanlab.config.update({**hyper_parameters, "config": dict(texts)})
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+def _plain(tag: str) -> str:
+    """A tag of the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", tag)
+
+
+TRACKERS = {
+    name: f"{WandbWriter.__module__}:{writer.__name__}"
+    for name, writer in {
+        "wandb": WandbWriter,
+        "mlflow": MLflowWriter,
+        "clearml": ClearMLWriter,
+        "swanlab": SwanLabWriter,
+    }.items()
+}

@@ -1,0 +1,45 @@
+"""Time budget: when a run has to come to its end."""
+
+import os
+import time
+from collections.abc import Callable
+
+from ppdist.common.process import STARTED_VARIABLE
+
+_MARGIN = 1.2  # what comes at the end may take this many times what it took before
+# For what comes after the last checkpoint: pictures, trackers.
+_REST_SECONDS, _REST_SHARE = 60.0, 0.1
+
+
+class TimeBudget:
+    """Wall time of one start of a command (`train.hours`).
+
+    It counts from the start of fleetrun, over all its restarts; without fleetrun from the moment at
+    which this is made.
+    """
+
+    def __init__(self, hours: float, clock: Callable[[], float] = time.time) -> None:
+        """Args: clock: seconds since 1970."""
+        self.hours = hours
+        self._clock = clock
+        self._began = float(os.environ.get(STARTED_VARIABLE) or clock())
+
+    def __str__(self) -> str:
+        last = time.strftime("%F %H:%M", time.localtime(self._began + 3600 * self.hours))
+        return (
+            f"train.hours: {self.hours:g}: the run ends before {last} with an evaluation and a "
+            "checkpoint, however far it is"
+        )
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._began
+
+    def is_over(self, closing_seconds: float) -> bool:
+        """Whether the run has to end now to end in time.
+
+        Args: closing_seconds: a last step, an evaluation and a checkpoint.
+        """
+        whole = 3600 * self.hours
+        rest = min(_REST_SECONDS, _REST_SHARE * whole)
+        return self.elapsed() + _MARGIN * closing_seconds + rest >= whole

@@ -1,0 +1,276 @@
+"""Trackers have a process of their own, and whatever they do there costs no run."""
+
+import json
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common import trackers
+from ppdist.common.errors import ConfigError
+from ppdist.common.logging import RunLog, read_metrics
+from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
+from ppdist.common.writers import MetricWriter, scalar_points
+from ppdist.config import output
+from ppdist.config.base import Section
+
+HERE = "tests.unit.common.test_trackers"
+
+
+class Noting(MetricWriter):
+    """Writes down what it is called with; the tag `fail` or `hang` makes it do so."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.file = run.folder / "noted.txt"
+        self.note("begins", run.name, run.resume_step, os.getppid() != os.getpid())
+
+    def note(self, *words: object) -> None:
+        with self.file.open("a") as file:
+            print(*words, file=file)
+
+    def add_scalars(self, step, values) -> None:
+        if "fail" in values:
+            raise ConnectionError("the server is gone")
+        if "hang" in values:
+            time.sleep(1000)
+        self.note(step, *values.items())
+
+    def add_images(self, step, tag, images_HW3) -> None:
+        self.note(step, tag, *(each.shape for each in images_HW3))
+
+    def describe(self, hyper_parameters, metrics, texts) -> None:
+        self.note(hyper_parameters, metrics, texts)
+
+    def rollback(self, step) -> None:
+        self.note("rollback", step)
+
+    def close(self) -> None:
+        self.note("closed")
+
+
+def start(folder: Path, resume_step: int | None = None) -> TrackerProcess:
+    run = TrackedRun(output.WandbConfig(), folder / "noting", "a run", resume_step)
+    return TrackerProcess(f"{HERE}:Noting", run)
+
+
+def noted(folder: Path) -> list[str]:
+    file = folder / "noting" / "noted.txt"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_tracker_gets_everything_in_order(tmp_path: Path) -> None:
+    tracker = start(tmp_path, resume_step=4)
+    tracker.describe({"lr": 0.1}, ["eval/mAP"], {"train": "epochs=1"})
+    tracker.add_scalars(5, {"train/loss": 2.5})
+    tracker.add_scalars(5, {})  # a record without numbers
+    tracker.add_images(6, "val", [np.zeros((4, 5, 3), np.uint8)])
+    tracker.rollback(5)
+    while len(noted(tmp_path)) < 5:
+        time.sleep(0.02)
+    os.kill(tracker._process.pid, signal.SIGTERM)  # it ends with the run and not before
+    tracker.close()
+    tracker.close()
+    assert noted(tmp_path) == [
+        "begins a run 4 True",
+        "{'lr': 0.1} ['eval/mAP'] {'train': 'epochs=1'}",
+        "5 ('train/loss', 2.5)",
+        "6 val (4, 5, 3)",
+        "rollback 5",
+        "closed",
+    ]
+    assert tracker._process.returncode == 0
+
+
+def test_failing_tracker_costs_one_warning(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(TRACKERS, "wandb", f"{HERE}:Noting")
+    monkeypatch.setattr(trackers, "find_spec", lambda name: True)
+    settings = [(f"{HERE}:Noting", output.WandbConfig())]
+    with RunLog(tmp_path, True, 9, 9, None, visualdl=False, trackers=settings) as log:
+        log.writers.metrics({"step": 1, "fail": 1.0})
+        log._trackers[0].add_scalars(1, {"fail": 1.0})
+        log._trackers[0]._process.wait(30)
+        for step in range(2, 6):
+            log.metrics({"step": step, "loss": 1.0 / step})
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("wandb cannot be written") == 1
+    assert "ConnectionError: the server is gone" in text
+    assert [each["step"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [2, 3, 4, 5]
+
+
+def test_hung_tracker_is_given_up_without_waiting(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "_MOST_BYTES", 1 << 20)
+    tracker = start(tmp_path)
+    tracker.add_scalars(1, {"hang": 1.0})
+    image = np.zeros((600, 600, 3), np.uint8)
+    with pytest.raises(RuntimeError, match="takes nothing any more"):
+        for step in range(9):
+            tracker.add_images(step, "val", [image])
+    assert tracker._process.returncode == -signal.SIGKILL
+    tracker.add_scalars(2, {"loss": 1.0})  # off: nothing, and no second complaint
+    tracker.close()
+
+
+def test_hung_tracker_is_stopped_at_the_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "_HURRIED_SECONDS", 0.1)
+    tracker = start(tmp_path)
+    tracker.add_scalars(1, {"hang": 1.0})
+    tracker.hurry()
+    with pytest.raises(RuntimeError, match=r"0\.1 s after the end and was stopped"):
+        tracker.close()
+    assert tracker._process.returncode == -signal.SIGKILL
+
+
+def test_missing_package_is_said_before_training(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    settings = [(TRACKERS["mlflow"], output.MLflowConfig())]
+    with pytest.raises(ConfigError) as raised:
+        RunLog(tmp_path, True, 9, 9, None, visualdl=False, trackers=settings)
+    assert raised.value.code == "package_missing" and "ppdist[mlflow]" in str(raised.value)
+    RunLog(tmp_path, False, 9, 9, None, trackers=settings).close()  # other ranks need none
+
+
+# --- the shipped ones, by what they leave on disk -------------------------------------------------
+
+
+RECORDS = [
+    {"step": 20, "epoch": 1, "loss": 2.5, "lr": 0.01, "images_per_second": 40.0},
+    {"step": 40, "epoch": 2, "loss": 1.25, "lr": 0.005, "images_per_second": 41.0},
+    {"step": 40, "mAP": 0.25, 'AP/tv: "x" 1': 0.5, "eval_seconds": 1.0},
+]
+RESUMED = [{"step": 60, "epoch": 3, "loss": 0.75, "lr": 0.001, "images_per_second": 42.0}]
+
+
+def leave(folder: Path, config: Section, resume: bool) -> None:
+    """Writes RECORDS, or what a run adds that resumes after them, by a log of a run."""
+    settings = [(TRACKERS[config.name], config)]
+    step = 40 if resume else None
+    with RunLog(folder, True, 60, 20, step, visualdl=False, trackers=settings) as log:
+        log.writers.describe({"lr": 0.01, "model": "yolov5 n"}, ["mAP"], {"train": "epochs=3"})
+        for record in RESUMED if resume else RECORDS:
+            log.metrics(record)
+        log.images("val", step or 40, [np.zeros((8, 8, 3), np.uint8)])
+        log.writers.histograms(40, {"weights/a": np.arange(9.0)})
+    assert "cannot be written" not in (folder / "train.log").read_text()
+
+
+def points_of(folder: Path) -> set[tuple[str, int, float]]:
+    """(tag, step, value) of metrics.jsonl."""
+    return {
+        (tag, record["step"], value)
+        for record in read_metrics(folder / "metrics.jsonl")
+        for tag, value in scalar_points(record).items()
+    }
+
+
+def require(name: str) -> None:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'ppdist[{name}]'")
+
+
+def records_in(file: Path) -> Iterator[bytes]:
+    """Records of a LevelDB log with a header of seven bytes, as two of the trackers write it.
+
+    Blocks of 32 KiB hold chunks: checksum, length, kind (1 whole, 2 first, 3 middle, 4 last), data.
+    """
+    data, at, parts = file.read_bytes(), 7, []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
+    require("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    for resume in (False, True):
+        leave(tmp_path, output.WandbConfig(offline=True), resume)
+    files = sorted((tmp_path / "trackers" / "wandb").rglob("*.wandb"))
+    points = set()
+    for data in (data for file in files for data in records_in(file)):
+        record = wandb_internal_pb2.Record.FromString(data)
+        items = {
+            each.key or each.nested_key[0]: json.loads(each.value_json)
+            for each in record.history.item
+            if len(each.nested_key) < 2  # else of an image
+        }
+        points |= {
+            (tag, items["step"], value)
+            for tag, value in items.items()
+            if isinstance(value, int | float) and not tag.startswith("_") and tag != "step"
+        }
+    assert points == points_of(tmp_path) and len(points) == 12
+    assert len(files) == 2 and len({file.stem for file in files}) == 1  # both starts are one run
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_points_of_the_run(tmp_path: Path, monkeypatch) -> None:
+    require("mlflow")
+    import mlflow
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for resume in (False, True):
+        leave(tmp_path, output.MLflowConfig(project="shapes"), resume)
+    folder = tmp_path / "trackers" / "mlflow" / "mlruns"
+    client = mlflow.MlflowClient(tracking_uri=folder.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("shapes").experiment_id])
+    points = {
+        (tag, each.step, each.value)
+        for tag in run.data.metrics
+        for each in client.get_metric_history(run.info.run_id, tag)
+    }
+    wanted = {(trackers._plain(tag), step, value) for tag, step, value in points_of(tmp_path)}
+    assert points == wanted and len(points) == 12
+    assert run.info.status == "FINISHED" and run.data.params["model"] == "yolov5 n"
+    assert [*folder.rglob("*.png")]
+
+
+@pytest.mark.slow
+def test_clearml_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
+    require("clearml")
+    for resume in (False, True):
+        leave(tmp_path, output.ClearMLConfig(offline=True), resume)
+    files = (tmp_path / "trackers" / "clearml").rglob("metrics.jsonl")
+    events = [
+        event
+        for file in files
+        for line in file.read_text().splitlines()
+        for event in json.loads(line)
+    ]
+    points = {
+        (f"{event['metric']}/{event['variant']}", event["iter"], event["value"])
+        for event in events
+        if event["type"] == "training_stats_scalar"
+    }
+    assert points == points_of(tmp_path) and len(points) == 12
+    assert {"plot", "training_debug_image"} <= {event["type"] for event in events}
+
+
+@pytest.mark.slow
+def test_swanlab_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
+    require("swanlab")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    for resume in (False, True):
+        leave(tmp_path, output.SwanLabConfig(offline=True), resume)
+    files = sorted((tmp_path / "trackers" / "swanlab").rglob("*.swanlab"))
+    found = [Record.FromString(data) for file in files for data in records_in(file)]
+    scalars = [each.scalar for each in found if each.HasField("scalar")]
+    points = {(each.key, each.step, each.value.number) for each in scalars}
+    assert points == points_of(tmp_path) and len(points) == 12 and len(files) == 2
+    assert [*(tmp_path / "trackers" / "swanlab").rglob("*.png")]
