@@ -15,7 +15,16 @@ from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugi
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import open_file, read_file
-from ppdist.data.decoder import BMP, JPEG, MOST_BYTES, PNG, WEBP, damage, decode
+from ppdist.data.decoder import (
+    BMP,
+    JPEG,
+    MOST_BYTES,
+    PNG,
+    WEBP,
+    bmp_masks,
+    damage,
+    decode,
+)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
@@ -179,7 +188,10 @@ def _header_of_png(file: BinaryIO) -> ImageHeader:
 
 def _header_by_pillow(file: BinaryIO) -> ImageHeader:
     file.seek(0)
-    start = file.read(4)
+    start = file.read(66)
+    if start.startswith(BMP) and bmp_masks(start):  # Pillow knows few
+        width, height = struct.unpack_from("<ii", start, 18)
+        return ImageHeader(width, abs(height), 1)
     file.seek(0)
     reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
     with reader(file) as image:

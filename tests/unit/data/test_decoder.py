@@ -19,6 +19,7 @@ from PIL import Image
 
 from ppdist.common.process import ends_with_this
 from ppdist.data.decoder import PNG, damage, decode, png_chunks
+from ppdist.data.image import image_size
 from tests.unit.data.pictures import broken_animation, picture, png_chunk
 
 SIZE = (12, 16)  # of every image here
@@ -249,3 +250,67 @@ def test_a_png_of_two_sizes_is_refused() -> None:
     plain = encoded("RGB", "PNG")
     found = damage(plain[:33] + plain[8:33] + plain[33:])
     assert found is not None and found.text == "the PNG has several sizes"
+
+
+RGB_32, BGR_32 = (0xFF, 0xFF00, 0xFF0000), (0xFF0000, 0xFF00, 0xFF)
+MASKS = {
+    "blue first": (32, BGR_32),
+    "none, as OpenCV takes it": (32, (0, 0, 0)),
+    "red first": (32, RGB_32),
+    "transparency first": (32, (0xFF00, 0xFF0000, 0xFF000000)),
+    "ten bits": (32, (0x3FF00000, 0xFFC00, 0x3FF)),
+    "few bits of 32": (32, (0xF800, 0x7E0, 0x1F)),
+    "5, 6, 5": (16, (0xF800, 0x7E0, 0x1F)),
+    "5, 5, 5": (16, (0x7C00, 0x3E0, 0x1F)),
+    "red last": (16, (0x1F, 0x7E0, 0xF800)),
+    "4, 4, 4": (16, (0xF00, 0xF0, 0xF)),
+}
+
+
+def masked_bmp(
+    image_HW3: np.ndarray, bits: int, masks: tuple[int, int, int], header: int = 40,
+    packing: int = 3, upwards: bool = True,
+) -> bytes:  # fmt: skip
+    """As whoever writes one by the book; header: its bytes, packing: 3 or 6 (with transparency)."""
+    height, width = image_HW3.shape[:2]
+    pixels_HW = np.zeros((height, width), np.uint64)
+    for channel, mask in enumerate(masks if any(masks) else BGR_32):
+        lowest = mask & -mask
+        values_HW = image_HW3[..., channel].astype(np.uint64) * np.uint64(mask // lowest)
+        pixels_HW |= (values_HW + np.uint64(127)) // np.uint64(255) * np.uint64(lowest)
+    rows = [row.astype(f"<u{bits // 8}").tobytes() for row in pixels_HW]
+    body = b"".join(row + bytes(-len(row) % 4) for row in (rows[::-1] if upwards else rows))
+    shape = struct.pack("<IiiHH", header, width, height if upwards else -height, 1, bits)
+    head = shape + struct.pack("<IIiiII", packing, len(body), 2835, 2835, 0, 0)
+    head += struct.pack("<IIII", *masks, 0)[: max(header - 40, 12 if packing == 3 else 16)]
+    start = 14 + len(head := head.ljust(header, b"\0"))
+    return b"BM" + struct.pack("<IHHI", start + len(body), 0, 0, start) + head + body
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_bmps_of_any_masks_are_read_right(name, tmp_path) -> None:
+    bits, masks = MASKS[name]
+    image_HW3 = picture(5, 7)
+    for header, packing in ((40, 3), (40, 6), (52, 3), (56, 3), (108, 3), (124, 3), (124, 6)):
+        if (packing == 6 or bits == 16) and not any(masks):
+            continue
+        for upwards in (True, False):
+            content = masked_bmp(image_HW3, bits, masks, header, packing, upwards)
+            assert damage(content) is damage(content[:66], len(content)) is None
+            step = 0 if max(masks).bit_length() - min(masks).bit_length() >= 16 else 17
+            found_HW3 = decode(content)
+            assert found_HW3 is not None
+            assert np.abs(found_HW3.astype(int) - image_HW3).max() <= step, (header, packing)
+            (tmp_path / "a.bmp").write_bytes(content)
+            assert image_size(tmp_path / "a.bmp") == (7, 5)
+
+
+def test_masks_that_make_no_sense_are_refused() -> None:
+    whole = masked_bmp(picture(5, 7), 32, RGB_32)
+    for masks in ((0xFF, 0, 0xFF0000), (0xFF, 0xF0F00, 0xFF000000)):
+        content = whole[:54] + struct.pack("<III", *masks) + whole[66:]
+        found = damage(content)
+        assert found is not None and found.text.startswith("the BMP's masks of colours make no")
+        assert decode(content) is None
+    found = damage(whole[:-1])
+    assert found is not None and found.code == "image_truncated"
