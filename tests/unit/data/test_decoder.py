@@ -1,14 +1,13 @@
-"""What reaches OpenCV, and that nothing which does ends the process."""
+"""What reaches OpenCV; that nothing which does ends a process, tests/faults/fuzz.py tries."""
 
 import io
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,13 +17,11 @@ import pytest
 from PIL import Image
 
 from ppdist.common.process import ends_with_this
-from ppdist.data.decoder import PNG, damage, decode, png_chunks
+from ppdist.data.decoder import damage, decode
 from ppdist.data.image import image_size
 from tests.unit.data.pictures import broken_animation, picture, png_chunk
 
 SIZE = (12, 16)  # of every image here
-CASES = 3_000  # two seconds; the slow tests make a hundred times as many
-AT_ONCE = 100  # cases of one child
 SECONDS = 30  # for them: a bound against hanging
 
 
@@ -36,91 +33,6 @@ def encoded(mode: str, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
-
-
-def animated(kind: str, **options: Any) -> bytes:
-    frames = [Image.fromarray(picture(*SIZE, seed=seed)) for seed in range(3)]
-    file = io.BytesIO()
-    frames[0].save(
-        file, kind, save_all=True, append_images=frames[1:], duration=50, **options
-    )  # fmt: skip
-    return file.getvalue()
-
-
-def whole_files() -> dict[str, list[bytes]]:
-    """Some of each kind, as they are read."""
-    packings = (None, "tiff_lzw", "packbits", "tiff_adobe_deflate")
-    return {
-        "PNG": [encoded(mode, "PNG") for mode in ("RGB", "RGBA", "L", "P", "1", "I;16")],
-        "animated PNG": [animated("PNG"), animated("PNG", default_image=True), broken_animation()],
-        "JPEG": [
-            encoded(mode, "JPEG", progressive=progressive)
-            for mode in ("RGB", "L", "CMYK")
-            for progressive in (False, True)
-        ],
-        "WebP": [encoded("RGBA", "WEBP", lossless=on) for on in (False, True)] + [animated("WEBP")],
-        "TIFF": [
-            encoded(mode, "TIFF", compression=packing)
-            for mode in ("RGB", "RGBA", "L", "1", "I;16")
-            for packing in packings
-        ]
-        + [encoded("RGB", "TIFF", compression="jpeg")],
-        "BMP": [encoded(mode, "BMP") for mode in ("RGB", "RGBA", "L", "P", "1")],
-    }
-
-
-def changed(rng: random.Random, content: bytes) -> bytes:
-    """Up to six bytes, numbers or pieces are others; of a PNG with sums that are right."""
-    result = bytearray(content)
-    for _ in range(rng.randint(1, 6)):
-        end = min(len(result), 200) if rng.random() < 0.6 else len(result)
-        at, what = rng.randrange(end), rng.randrange(6)
-        if what < 3:
-            result[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
-        elif what == 3:
-            large = [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f"]
-            result[at : at + 4] = rng.choice(large)
-        elif what == 4:
-            start = rng.randrange(end)
-            result[at:at] = result[start : start + rng.randrange(20)]
-        else:
-            del result[at : at + rng.randrange(10)]
-        if len(result) < 20:
-            break
-    return bytes(result)
-
-
-def changed_png(rng: random.Random, content: bytes) -> bytes:
-    """Chunks are changed within, doubled or left out; their sums are right."""
-    chunks = [
-        (content[start + 4 : start + 8], content[start + 8 : end - 4])
-        for _, start, end in png_chunks(content)
-    ]
-    for _ in range(rng.randint(1, 4)):
-        at, what = rng.randrange(len(chunks)), rng.randrange(6)
-        kind, data = chunks[at]
-        if what == 0 and len(chunks) > 3:
-            chunks.pop(at)
-        elif what == 1:
-            chunks.insert(rng.randrange(1, len(chunks)), (kind, data))
-        elif what == 2 and kind in (b"IDAT", b"fdAT"):
-            rows = rng.randbytes(1 + rng.randrange(600))  # filters that there are not, too
-            chunks[at] = (kind, data[: 4 * (kind == b"fdAT")] + zlib.compress(rows))
-        elif data:
-            place = rng.randrange(len(data))
-            byte = bytes([rng.choice([0, 1, 0xFF, rng.randrange(256)])])
-            chunks[at] = (kind, data[:place] + byte + data[place + 1 :])
-    return PNG + b"".join(png_chunk(kind, data) for kind, data in chunks)
-
-
-def cases(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """(kind, bytes), equally many of each kind."""
-    rng, files = random.Random(seed), whole_files()
-    for number in range(count):
-        kind = [*files][number % len(files)]
-        content = rng.choice(files[kind])
-        by_chunks = content.startswith(PNG) and rng.random() < 0.7
-        yield kind, (changed_png if by_chunks else changed)(rng, content)
 
 
 def read(content: bytes) -> str:
@@ -165,40 +77,6 @@ def _work(
     cv2.setNumThreads(0)
     for content in contents:
         pipe.send(work(content))
-
-
-def fuzz(seed: int, count: int) -> dict[str, int]:
-    """Reads so many changed files.  Returns: how often each kind ended how.
-
-    Fails with the case that ended the process: `[*cases(seed, count)][number]` is it again.
-    """
-    found: dict[str, int] = {}
-    made = [*cases(seed, count)]
-    for first in range(0, count, AT_ONCE):
-        group = made[first : first + AT_ONCE]
-        ends, code = in_child(read, [content for _, content in group])
-        if len(ends) < len(group):
-            kind, content = group[len(ends)]
-            pytest.fail(
-                f"case {first + len(ends)} of seed {seed}, a {kind} of {len(content)} bytes: "
-                f"code {code}: {content.hex()}"
-            )
-        for (kind, _), end in zip(group, ends):
-            found[f"{kind} {end}"] = found.get(f"{kind} {end}", 0) + 1
-    return found
-
-
-def test_changed_files_of_five_formats_end_no_process() -> None:
-    found = fuzz(seed=30, count=CASES)
-    print(found)
-    for kind in whole_files():  # most of what is tried gets as far as the decoder
-        assert found.get(f"{kind} decoded", 0) > CASES / 200, (kind, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_many_more_changed_files_end_no_process(seed: int) -> None:
-    print(fuzz(seed, 20 * CASES))
 
 
 def test_broken_animation_shows_its_still_picture() -> None:
