@@ -20,9 +20,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_changed_files_are_read_or_refused(name, tmp_path) -> None:
+def test_changed_files_are_read_or_refused(name, tmp_path, record_property) -> None:
     tally = fuzz(TARGETS[name], SEED, cases=CASES[name], keep=tmp_path)
     print(tally)
+    record_property("figure", f"{name}: {tally.cases} cases, {len(tally.findings)} findings")
     assert tally.findings == []
     assert tally.cases == CASES[name]
     accepted = sum(n for end, n in tally.ends.items() if end.startswith("accepted"))
