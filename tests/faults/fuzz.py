@@ -22,7 +22,6 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -204,8 +203,8 @@ def read(target: Target, folder: Path, files: Files) -> tuple[str, str]:
         kind, text = "", target.read(folder, files)
     except CodedError as error:
         kind, text = "", f"refused {error.code}"
-        with suppress(UnicodeEncodeError):
-            str(error).encode()
+        if _had_no_memory(error):
+            kind, text = "other errors", f"more than {MEMORY_BYTES} bytes: {error!s:.200}"
     except BaseException as error:
         first = ascii(f"{type(error).__name__}: {error}")[1:-1][:200]
         kind, text = "other errors", f"{first}\n{traceback.format_exc(limit=-12)[-6000:]}"
@@ -213,6 +212,15 @@ def read(target: Target, folder: Path, files: Files) -> tuple[str, str]:
         kind, text = "ran code", ", ".join(_shown_code) or "the canary is there"
         (folder / CANARY).unlink(missing_ok=True)
     return kind, text
+
+
+def _had_no_memory(error: BaseException | None) -> bool:
+    """Whether that is what led to a refusal; OpenCV has a code for it."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "nsufficient memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _notice_code(event: str, arguments: tuple[object, ...]) -> None:

@@ -260,7 +260,7 @@ def read_an_image(folder: Path, files: Files) -> str:
         image_HW3 = read_image(file, reduced=reduced)
         assert image_HW3.dtype == np.uint8 and image_HW3.ndim == 3 and image_HW3.shape[2] == 3
     assert checked.problem is None or "amid its" in checked.problem.text, checked.problem
-    return "accepted"
+    return f"accepted {file.stem}"
 
 
 # --- annotations ---------------------------------------------------------------------------------

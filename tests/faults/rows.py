@@ -192,7 +192,7 @@ ROWS = (
          "tests/unit/config/test_yaml_bombs.py::"
          "test_pipes_devices_and_huge_files_are_no_config")),
     Row(41, "images, annotations, configurations, weights, checkpoints, requests and lines of "
-        "fleetrun that no honest program writes", "read, or refused with a code: no crash, no hang, "
-        "no code of theirs runs",
+        "fleetrun that no honest program writes",
+        "read, or refused with a code: no crash, no hang, no code of theirs runs",
         ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused",)),
 )  # fmt: skip

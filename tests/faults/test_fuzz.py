@@ -28,6 +28,9 @@ def test_changed_files_are_read_or_refused(name, tmp_path, record_property) -> N
     assert tally.cases == CASES[name]
     accepted = sum(n for end, n in tally.ends.items() if end.startswith("accepted"))
     assert CASES[name] / 20 < accepted < CASES[name]  # some get all the way, and some do not
+    if name == "images":
+        kinds = ("png", "apng", "jpg", "webp", "tif", "bmp")
+        assert {f"accepted {kind}" for kind in kinds} <= {*tally.ends}
 
 
 @pytest.mark.slow
