@@ -35,6 +35,7 @@ from ppdist.common.process import ends_with_this
 CPU_SECONDS = 5.0  # of a case: what takes more hangs
 CLOCK_SECONDS = 30.0  # and what takes more without computing; other processes may use the machine
 MEMORY_BYTES = 2 << 30  # of a child, besides what it starts with
+_PREPARE_SECONDS = 120.0  # for a child to get ready, such as to start a server
 _CASES_OF_A_CHILD = 500  # then another: what one case leaves behind meets few others
 _MOST_FINDINGS = 20  # of a target, which then ends: most often they are one
 CANARY = "ran"  # a file in the case's folder that code of the file would make
@@ -134,7 +135,10 @@ def _try(target: Target, seed: int, indices: range, end: float, tally: Tally) ->
         )
         process.start()
         theirs.close()
+        index = indices[0]
         try:
+            if ours.poll(_PREPARE_SECONDS):
+                ours.recv()
             for index in indices:
                 hangs = not ours.poll(CLOCK_SECONDS)
                 if hangs:
@@ -178,6 +182,7 @@ def _child(
     os.chdir(place)
     target.prepare(place)
     sys.addaudithook(_notice_code)
+    pipe.send(None)
     for index in indices:
         if time.monotonic() > end:
             pipe.send(None)
