@@ -57,7 +57,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # --- changes -------------------------------------------------------------------------------------
 
 _ODD_BYTES = (0, 1, 0x7F, 0x80, 0xFE, 0xFF)
-_LARGE = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\1")
+_LARGE = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\1",
+          b"\0\x70\0\x70", b"\x70\0\x70\0", b"\0\0\x70\0\0\0\x70\0")  # fmt: skip
 # In place of a value of JSON or YAML; the last are of the kinds that readers look for.
 _ODD_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 10**30, 1e308, -1e-308, float("nan"), float("inf"), "", " ",
@@ -85,7 +86,8 @@ def changed(rng: Rng, content: bytes, words: Sequence[bytes] = ()) -> bytes:
         elif what == 2:
             result[at] ^= 1 << rng.integers(8)
         elif what == 3:
-            result[at : at + 4] = one(rng, _LARGE)
+            number = one(rng, _LARGE)
+            result[at : at + len(number)] = number
         elif what == 4:
             start = int(rng.integers(len(result)))
             result[at:at] = result[start : start + int(rng.integers(60))]
@@ -163,10 +165,10 @@ def animated(kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def by_opencv(suffix: str, kind: type = np.uint8) -> list[bytes]:
+def by_opencv(suffix: str, kind: type = np.uint8, size: tuple[int, int] = SIZE) -> list[bytes]:
     """Nothing where this build of OpenCV does not write it."""
     try:
-        done, content = cv2.imencode(suffix, picture(*SIZE).astype(kind))
+        done, content = cv2.imencode(suffix, picture(*size).astype(kind))
     except cv2.error:
         return []
     return [content.tobytes()] if done else []
@@ -212,6 +214,7 @@ def images() -> dict[str, list[bytes]]:
         "avif": by_opencv(".avif"),
         "others": [
             *by_opencv(".ppm"), *by_opencv(".ras"), *by_opencv(".pam"),
+            *by_opencv(".jp2", size=(64, 64)),
             *by_opencv(".pfm", np.float32), *by_opencv(".hdr", np.float32),
         ],
     }  # fmt: skip
