@@ -138,8 +138,8 @@ class Damage(NamedTuple):
 def damage(content: bytes, length: int | None = None) -> Damage | None:
     """What keeps a file from being decoded, as far as its structure shows; None: nothing.
 
-    Knows JPEG, PNG, BMP and WebP, and the size of a TIFF, GIF, JPEG 2000 and HDR; whatever else is
-    for the decoder to judge (OpenCV refuses more than 2**30 pixels).
+    Knows JPEG, PNG, BMP and WebP, and the size of some others; the rest is for the decoder to
+    judge (OpenCV refuses more than 2**30 pixels).
 
     Args:
         content: all of the file; its first 66 bytes are enough unless it is a JPEG or PNG.
@@ -298,6 +298,8 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
         for size in re.finditer(b"\xff\x4f\xff\x51.{4}(.{16})", content, re.DOTALL):
             right, lower, left, upper = struct.unpack(">IIII", size[1])
             yield "JPEG 2000", max(0, right - left), max(0, lower - upper)
+    elif content.startswith(b"\x59\xa6\x6a\x95") and len(content) >= 12:
+        yield "Sun raster", *struct.unpack_from(">II", content, 4)
     elif content.startswith(b"#?R"):
         for height, width in re.findall(
             rb"[-+][XY] +(\d{1,9}) +[-+][XY] +(\d{1,9})", content[:4096]

@@ -5,6 +5,7 @@
 
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -182,7 +183,10 @@ def _header_of_png(file: BinaryIO) -> ImageHeader:
             break
         length, kind = struct.unpack(">I4s", head)
     if kind == b"eXIf":
-        orientation = _orientation(file.read(length))
+        content = file.read(length)
+        # As libpng, which passes over a chunk with a wrong sum.
+        if file.read(4) == struct.pack(">I", zlib.crc32(kind + content)):
+            orientation = _orientation(content)
     return ImageHeader(width, height, orientation)
 
 
