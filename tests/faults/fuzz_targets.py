@@ -865,7 +865,9 @@ def read_lines(folder: Path, files: Files) -> str:
                 json.dumps([differences(mine, hello), remarks(mine, hello)]).encode()
                 assert not hello.is_signed("token of sixteen letters")
     theirs.close()
-    return "refused line" if connection.is_foreign else f"accepted {min(heard, 1)}"
+    if connection.is_foreign:
+        return "refused foreign"
+    return "accepted" if heard else "accepted without a line"
 
 
 TARGETS: Mapping[str, Target] = {
