@@ -1,6 +1,7 @@
 # make demo      the whole road on data it makes itself: train on 2 processes, evaluate, export, predict
 # make test      what CI runs (minutes); make test-all also runs what takes long
 # make faults    every fault of docs/faults.md, and writes that page (hours); make soak alone: 30 min
+# make fuzz      files and requests that no honest program writes, 10 minutes (SEED=1)
 # make check     ruff and mypy;  make bench  measured speed;  make docs  regenerate generated files
 # make site      the documentation for a browser: output/site
 VENV ?= .venv
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.ppdist-installed
 DEMO := output/demo
 DEMO_CONFIG := configs/examples/demo.yml
 
-.PHONY: demo test test-all faults soak check bench docs site install clean
+.PHONY: demo test test-all faults soak fuzz check bench docs site install clean
 
 install: $(STAMP)
 
@@ -64,6 +65,11 @@ faults: install
 soak: install
 	mkdir -p output/faults
 	$(PY) tools/faults.py soak --minutes 30 --json output/faults/soak.json
+
+MINUTES := 10
+SEED := 1
+fuzz: install
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 check: install
 	$(PY) -m ruff check ppdist tools tests deploy benchmarks examples

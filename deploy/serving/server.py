@@ -33,6 +33,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
+import h11  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # noqa: E402
@@ -249,6 +250,17 @@ def _protocol_of(limits: Limits) -> type[H11Protocol]:
             if self.cycle is not before and not self.cycle.response_complete:
                 self.is_idle = False
                 self.idle_timer.cancel()
+
+        def send_400_response(self, msg: str) -> None:
+            # To uvicorn a body that breaks amid its chunks is a broken request, answered here; its
+            # request has begun, and would be answered again: a traceback in the log for each.
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
         def on_response_complete(self) -> None:
             self.idle_timer.cancel()

@@ -172,7 +172,8 @@ def _bmp_size(content: bytes) -> tuple[int, int]:
     if len(content) < 34:
         raise _cut_short("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
-    if header < 40 or width <= 0 or bits not in (1, 4, 8, 16, 24, 32) or compression not in (0, 3):
+    known = bits in (1, 4, 8, 16, 24, 32) and compression in (0, 3, 6)
+    if header < 40 or width <= 0 or not known:
         raise Refused(415, "this kind of BMP is not read; send it as a PNG")
     if start + (width * bits + 31) // 32 * 4 * abs(height) > len(content):
         raise _cut_short("BMP")

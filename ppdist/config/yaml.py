@@ -115,8 +115,19 @@ def problems_error(problems: Sequence[Problem]) -> InvalidConfig:
     return InvalidConfig(tuple(sorted(set(problems), key=lambda one: one.place.order())))
 
 
+class _TooManyNodes(Exception):
+    """Before aliases are written out."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML declares it so)
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > 2 * _MOST_VALUES:  # keys are nodes, too
+            raise _TooManyNodes
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -293,6 +304,10 @@ class Reader:
     def _compose(self, text: str, source: str) -> yaml.Node | None:
         try:
             return yaml.compose(text, Loader=_Loader)
+        except _TooManyNodes:  # 16 MiB of them would take minutes
+            raise ConfigError(
+                f"more than {_MOST_VALUES} values", code="too_many_values", where=source
+            ) from None
         except RecursionError:
             raise ConfigError(
                 "lists or mappings are nested too deeply", code="nested_too_deeply", where=source

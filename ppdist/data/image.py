@@ -5,6 +5,7 @@
 
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -15,7 +16,16 @@ from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugi
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import open_file, read_file
-from ppdist.data.decoder import BMP, JPEG, MOST_BYTES, PNG, WEBP, damage, decode
+from ppdist.data.decoder import (
+    BMP,
+    JPEG,
+    MOST_BYTES,
+    PNG,
+    WEBP,
+    bmp_masks,
+    damage,
+    decode,
+)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
@@ -173,13 +183,19 @@ def _header_of_png(file: BinaryIO) -> ImageHeader:
             break
         length, kind = struct.unpack(">I4s", head)
     if kind == b"eXIf":
-        orientation = _orientation(file.read(length))
+        content = file.read(length)
+        # As libpng, which passes over a chunk with a wrong sum.
+        if file.read(4) == struct.pack(">I", zlib.crc32(kind + content)):
+            orientation = _orientation(content)
     return ImageHeader(width, height, orientation)
 
 
 def _header_by_pillow(file: BinaryIO) -> ImageHeader:
     file.seek(0)
-    start = file.read(4)
+    start = file.read(66)
+    if start.startswith(BMP) and bmp_masks(start):  # Pillow knows few
+        width, height = struct.unpack_from("<ii", start, 18)
+        return ImageHeader(width, abs(height), 1)
     file.seek(0)
     reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
     with reader(file) as image:

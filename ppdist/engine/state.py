@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
+from pydantic import BaseModel, Field
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
@@ -186,8 +187,46 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
+    return _progress(state), "; ".join(filter(None, [begun, lost]))
+
+
+class _SavedState(BaseModel):
+    """What a resumed run takes for granted of a state.json; those with a default may be absent."""
+
+    step: int = Field(ge=0)
+    world: int
+    total_batch: int
+    best: float | None
+    best_step: int = Field(ge=0)
+    bad_steps: int
+    scaler: dict[str, Any]
+    ema_updates: int = 0
+    bucket_mb: int | None = None
+    evaluated_step: int = 0
+    class_scores: list[float | None] | None = None
+    run: Run | None = None
+    returns: int = 0
+    most_images: int | None = Field(default=None, gt=0)
+    standing: EarlyStoppingState | None = None
+    losses: LossCurves = LossCurves()
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Raises: CheckpointError: whoever wrote its state.json was no trainer of ours."""
+    try:
+        _SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
+        _progress(checkpoint.state)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"state.json does not hold what a run resumes from: {error}",
+            code="checkpoint_damaged",
+            where=f"{checkpoint.path}",
+        ) from error
+
+
+def _progress(state: Mapping[str, Any]) -> TrainState:
     saved_stopping = state.get("standing")
-    progress = TrainState(
+    return TrainState(
         step=state["step"],
         best=-math.inf if state["best"] is None else state["best"],
         best_step=state["best_step"],
@@ -201,7 +240,6 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         early_stopping=EarlyStoppingState(**saved_stopping) if saved_stopping else None,
         losses=LossCurves(**state.get("losses", {})),
     )
-    return progress, "; ".join(filter(None, [begun, lost]))
 
 
 def _without_distillation(groups: _Groups) -> _Groups:
@@ -457,6 +495,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked), folders)
         if found is None:
             return None
+        _check_state(found)
         by_scores = config.data.sampling.name == "difficulty"
         differing = require_same_settings(found.path, config, by_scores, changed)
         for name, data in found.files.items():

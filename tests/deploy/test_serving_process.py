@@ -77,6 +77,23 @@ def port() -> Iterator[int]:
         yield number
 
 
+def test_a_body_that_breaks_is_answered_once():
+    """Each was a traceback in the log: the request had begun, and was answered again."""
+    number = free_port()
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with fake(number) as process:
+        for path, pause in ((b"/detect", 0), (b"/nothing", 0), (b"/nothing", 0.2)):
+            with socket.create_connection(("127.0.0.1", number), timeout=WAIT) as connection:
+                connection.sendall(head % path + b"4\r\nabcd\r\n")
+                time.sleep(pause)  # with one it is answered before
+                connection.sendall(b"no number\r\n")
+                answer = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert answer.count(b"HTTP/1.1 ") == 1 and answer[9:12] in (b"400", b"404")
+        assert ask(number, "GET", "/health")[0] == 200
+        process.terminate()
+        assert "Traceback" not in process.communicate(timeout=WAIT)[1]
+
+
 def test_sigterm_finishes_accepted_requests_only():
     number = free_port()
     answers: list[tuple[int, bytes]] = []

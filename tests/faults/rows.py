@@ -185,7 +185,7 @@ ROWS = (
          RECOVERY + "test_skipped_step_opens_no_image_keeps_weights")),
     Row(39, "an image of which the decoder dies; pictures at the end that crash or hang",
         "its still picture is read; a warning, and the training stays complete",
-        ("tests/unit/data/test_decoder.py::test_changed_files_of_five_formats_end_no_process",
+        ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused[images]",
          "tests/unit/data/test_decoder.py::test_broken_animation_shows_its_still_picture",
          "tests/integration/test_finished_run.py::test_deadly_images_and_pictures_cost_no_run",
          "tests/unit/common/test_process.py::test_work_apart_logs_here_and_may_die")),
@@ -214,4 +214,8 @@ ROWS = (
          "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
          "tests/unit/data/test_validate_before_training.py::"
          "test_check_of_a_restart_waits_for_its_images")),
+    Row(42, "images, annotations, configurations, weights, checkpoints, requests and lines of "
+        "fleetrun that no honest program writes",
+        "read, or refused with a code: no crash, no hang, no code of theirs runs",
+        ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused",)),
 )  # fmt: skip

@@ -744,16 +744,27 @@ def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
     return names
 
 
+_MOST_YAML_BYTES = 1 << 24  # of a file with class names; reading takes 2 s for 1 MB
+_MOST_YAML_NODES = 200_000
+
+
 class _Plain(yaml.SafeLoader):
     """No aliases: ten lines of them can outgrow any memory."""
 
+    composed = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > _MOST_YAML_NODES:
+            raise yaml.YAMLError("too many nodes")
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("an alias")
         return super().compose_node(parent, index)
 
 
 def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
+    if file.stat().st_size > _MOST_YAML_BYTES:
+        return ()
     try:
         content = yaml.load(read_text(file, complain), Loader=_Plain)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:

@@ -53,6 +53,14 @@ def test_the_size_is_that_of_the_image_as_it_is_read(tmp_path, suffix, orientati
     assert (frame.stored, frame.orientation) == ((40, 24), orientation)
 
 
+def test_png_exif_with_a_wrong_sum_turns_nothing(tmp_path):
+    path = write_turned(tmp_path / "a.png", 6)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"eXIfMM") + 14] ^= 0x80
+    path.write_bytes(content)
+    assert image_size(path) == read_image(path).shape[1::-1] == (40, 24)
+
+
 def test_late_png_exif_orientation_counts_not_xmp(tmp_path):
     png = write_turned(tmp_path / "a.png", 6)
     content = png.read_bytes()

@@ -1,5 +1,6 @@
 """Where a run goes on, with which settings, and what it says about it: on one rank."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -11,6 +12,7 @@ import pytest
 from ppdist.common.errors import CheckpointError
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import flattened
+from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
 from ppdist.engine import state as module
 from ppdist.engine.checkpoint import folders_of, read_checkpoint
@@ -173,6 +175,33 @@ def test_checkpoint_without_optimizer_is_not_resumed(shapes, output):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"step 5 has no optimizer\.safetensors"):
         run(shapes, output, resume=output)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("world"),
+        lambda state: state.update(step="5"),
+        lambda state: state.update(best_step=-1),
+        lambda state: state["run"].update(images=[]),
+        lambda state: state["run"].update(more=1),
+        lambda state: state.update(losses={"pairs": 7}),
+    ],
+)
+def test_odd_state_with_right_checksum_is_damaged(change, output):
+    """A KeyError or a TypeError, once."""
+    step = output / "checkpoints" / "step-00000005"
+    state = json.loads((step / "state.json").read_bytes())
+    change(state)
+    content = json.dumps(state).encode()
+    (step / "state.json").write_bytes(content)
+    manifest = json.loads((step / "manifest.json").read_bytes())
+    manifest["files"]["state.json"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    config = load_config(step / "config.yml")
+    with pytest.raises(CheckpointError) as caught:
+        module.find_start(step, output, config, True)
+    assert caught.value.code == "checkpoint_damaged"
 
 
 def test_stop_in_late_evaluation_saves_checkpoint(shapes, output, tmp_path, monkeypatch):
