@@ -58,13 +58,39 @@ def parse_config(
         defaults: top-level values that depend on the path.
     """
     reader = Reader()
-    path = find_config(str(path))
-    tree = reader.read_file(path)
+    file = find_config(str(path))
+    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
+
+
+def parse_tree(
+    tree: Mapping[str, Any],
+    source: str,
+    overrides: Sequence[str],
+    schema: type[SectionT],
+    defaults: Mapping[str, str] | None = None,
+) -> SectionT:
+    """As `parse_config`, of plain data that did not come from a YAML file.
+
+    Args: source: where it came from, for messages.
+    """
+    reader = Reader()
+    node = reader.read_text(dump(dict(tree)), source)
+    return _parsed(node, reader, source, overrides, schema, defaults)
+
+
+def _parsed(
+    tree: Node,
+    reader: Reader,
+    source: str,
+    overrides: Sequence[str],
+    schema: type[SectionT],
+    defaults: Mapping[str, str] | None,
+) -> SectionT:
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
-    place = Place(path, 1, 1)
+    place = Place(source, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
     tree = schema.completed(merge(Node(given, place, place), tree))
     return _check(tree, schema, reader.problems)

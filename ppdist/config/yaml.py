@@ -211,11 +211,18 @@ class Reader:
             raise ConfigError(
                 f"cannot be read: {error.strerror}", code="config_unreadable", where=where
             ) from None
-        start = Place(path, 1, 1)
-        root = self._compose(text, path)
+        return self.read_text(text, path)
+
+    def read_text(self, text: str, source: str) -> Node:
+        """The mapping that a text holds; no file is opened.
+
+        Args: source: what messages call it.
+        """
+        start = Place(source, 1, 1)
+        root = self._compose(text, source)
         if root is None:
             return Node({}, start, start)
-        tree = _Converter(self.problems, path, start).convert(root, ())
+        tree = _Converter(self.problems, source, start).convert(root, ())
         if not isinstance(tree.value, dict):
             raise ConfigError(
                 f"expected `key: value` lines, found {found(tree)}",

@@ -11,7 +11,7 @@ import paddle
 
 from ppdist import models
 from ppdist.common import files
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.logging import RunLog
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml
@@ -38,7 +38,7 @@ from ppdist.engine.schedule_setup import (
     set_up_schedule,
     settings,
 )
-from ppdist.engine.state import AUTO, claim_folder, find_start, log_start, settle_run
+from ppdist.engine.state import AUTO, Start, claim_folder, find_start, log_start, settle_run
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
 from ppdist.engine.visualize import BatchPictures
@@ -48,8 +48,9 @@ from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.layers import synchronize_batch_norm
+from ppdist.models.model_card import ModelCard, card_of, licence_warning, origin, read_card
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
-from ppdist.models.weights import LoadReport, load_weights
+from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
@@ -111,7 +112,9 @@ def build_training(
     images = images_of_epoch(train_set, config.data.sampling)
     config, said = settle_batch(config, train_set.records, images, start.snapshot)
     model = build_model(config)
-    said += [*limits(train_set, val_set), *_prepare(config, model, output_dir, anew)]
+    said += [*limits(train_set, val_set)]
+    told, doubts = _prepare(config, model, train_set, output_dir, anew)
+    said += told
     derived = build_schedule_setup(config, images)
     run = settle_run(start, derived, train_set, config, resume_changed)
     bad_images.known |= run.bad_images
@@ -121,14 +124,15 @@ def build_training(
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step))
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*noticed, *start.warnings, *found, *surprises(config, anew)]:
+        for warning in [*noticed, *start.warnings, *found, *doubts, *surprises(config, anew)]:
             log.warning(warning)
         for line in said:
             log.info(line)
         if anew:
             _fit_anchors(config, model, train_set, log)
+        card = _describe_model(config, model, train_set, start)
         trainer = _build_trainer(
-            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks
+            config, derived, model, train_set, val_set, bad_images, log, output_dir, callbacks, card
         )
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -143,31 +147,83 @@ def build_training(
 
 
 def _prepare(
-    config: ExperimentConfig, model: ImageModel, output_dir: Path, anew: bool
-) -> list[str]:
+    config: ExperimentConfig,
+    model: ImageModel,
+    train_set: DetectionSet,
+    output_dir: Path,
+    anew: bool,
+) -> tuple[list[str], list[str]]:
     """Loads pretrained weights into a fresh model, if the run starts anew.  Collective.
 
-    Returns: lines for the log, also of what is frozen and of layer-wise learning rates.
+    Returns: lines for the log, also of what is frozen and of layer-wise learning rates; warnings.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
     tuned = freezing(model, config.train.freeze)
     tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
-    loaded = _load_pretrained(config, model) if anew else None
-    return [*([f"{loaded}"] if loaded else []), *tuned]
+    if not (anew and config.model.pretrained):
+        return tuned, []
+    report, warnings = _load_pretrained(Path(config.model.pretrained), model, train_set.class_names)
+    return [f"{report}", *tuned], warnings
 
 
-def _load_pretrained(config: ExperimentConfig, model: ImageModel) -> LoadReport | None:
-    """Loads `model.pretrained`, if it is set.  Collective."""
-    if not config.model.pretrained:
-        return None
-    weights = Path(config.model.pretrained)
-    report = comm.run_on_all_ranks(lambda: load_weights(model, weights))
+def _load_pretrained(
+    weights: Path, model: ImageModel, class_names: tuple[str, ...]
+) -> tuple[LoadReport, list[str]]:
+    """Loads `model.pretrained`, the rows of classes by name.  Collective.
+
+    Returns: what became of it; warnings.
+    """
+
+    def load() -> tuple[LoadReport, list[str]]:
+        card, doubt = _card_of_start(weights)
+        names = ClassNames(card.class_names, class_names) if card else None
+        warnings = [doubt, licence_warning(weights, card)]
+        return load_weights(model, weights, names), [line for line in warnings if line]
+
+    report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors:
         assert isinstance(model, YOLOv5)  # the only one
         if model.given_anchors_LA2 is not None:  # they win over those of the file
             model.set_anchors(model.given_anchors_LA2)
-    return report
+    return report, warnings
+
+
+def _card_of_start(weights: Path) -> tuple[ModelCard | None, str]:
+    """The card of the weights that a run starts from, and why there is none it can read."""
+    try:
+        return read_card(weights), ""
+    except WeightsError as error:
+        if error.code != "model_card_invalid":
+            raise
+        return None, f"{error}; its classes are taken in their order"
+
+
+def _describe_model(
+    config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, start: Start
+) -> ModelCard:
+    """The card for the checkpoints of this run.  Collective.
+
+    A run that resumes keeps the licence and the source of its weights.
+    """
+    data = f"{Path(config.data.root).resolve().name}, {len(train_set.records)} images"
+    pretrained = Path(config.model.pretrained) if config.model.pretrained else None
+
+    def find() -> list[str]:
+        try:
+            resumed = read_card(start.path) if start.path is not None else None
+            if resumed is not None and resumed.source:
+                return [resumed.licence, resumed.source]
+            known = read_card(pretrained) if pretrained is not None else None
+        except WeightsError:  # said already, or no longer there
+            known = None
+        return [*origin(data, pretrained, known)]
+
+    licence, source = comm.run_on_main(find)
+    return card_of(
+        config, model, train_set.class_names, train_set.category_ids,
+        licence=licence, source=source,
+    )  # fmt: skip
 
 
 def _fit_anchors(
@@ -206,6 +262,7 @@ def _build_trainer(
     log: RunLog,
     output_dir: Path,
     callbacks: Sequence[Callback],
+    model_card: ModelCard,
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
     log_estimate(lambda: _estimate(config, derived, model), log)
@@ -230,6 +287,7 @@ def _build_trainer(
         log=log,
         output_dir=output_dir,
         config_yaml=dump_yaml(config),
+        model_card=model_card.text(),
         checkpoint=config.checkpoint,
         evaluate=config.evaluate,
         early_stopping=config.early_stopping,

@@ -7,6 +7,7 @@
         averaging.safetensors  what ranks have kept of compressed gradients (absent without)
         state.json             step, epoch, best metric, scaler, ...
         config.yml             the resolved configuration
+        model_card.json        classes, preprocessing, licence (ppdist/models/model_card.py)
         manifest.json          size and SHA-256 of every file above
     checkpoints/last, best     links to one of them
 
@@ -45,6 +46,7 @@ from ppdist.common.errors import CheckpointError
 from ppdist.common.files import is_disk_full
 from ppdist.common.machine import free_disk
 from ppdist.common.process import is_alive
+from ppdist.models.model_card import CARD_FILE, CARD_NOTE
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -89,6 +91,7 @@ def save_checkpoint(
     groups: Mapping[str, Mapping[str, np.ndarray]],
     state: dict[str, Any],
     config_yaml: str,
+    model_card: str = "",
 ) -> Path:
     """Writes `folder/step-N` atomically and points `last` at it.
 
@@ -98,19 +101,24 @@ def save_checkpoint(
         step: has no checkpoint in `folder` yet; see `set_aside`.
         groups: name -> arrays; one .safetensors file each.
         state: what JSON can hold.
+        model_card: its text, which the weights carry, too; "": none.
     Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
     """
     final = path_of(folder, step)
     draft = _draft_of(final)
+    texts = {"state.json": json.dumps(state, indent=1), "config.yml": config_yaml}
+    texts |= {CARD_FILE: model_card} if model_card else {}
+    notes = {name: {CARD_NOTE: model_card} for name in ("model", "ema") if model_card}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_drafts(folder)  # before, because they may be what fills the disk
         draft.mkdir()
         files = {
-            f"{name}.safetensors": _write_durably(draft / f"{name}.safetensors", _safetensors(each))
+            f"{name}.safetensors": _write_durably(
+                draft / f"{name}.safetensors", _safetensors(each, notes.get(name))
+            )
             for name, each in groups.items()
         }
-        texts = {"state.json": json.dumps(state, indent=1), "config.yml": config_yaml}
         for name, text in texts.items():
             files[name] = _write_durably(draft / name, [text.encode()])
         manifest = json.dumps({"step": step, "files": files}, indent=1)
@@ -122,7 +130,8 @@ def save_checkpoint(
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"failed to write the checkpoint: {error.strerror or error} (needs "
-            f"{_bytes(groups) / 1e6:.1f} MB and {len(groups) + 4} inodes, {_free(folder)})",
+            f"{_bytes(groups) / 1e6:.1f} MB and {len(groups) + len(texts) + 2} inodes, "
+            f"{_free(folder)})",
             code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
             where=f"{final}",
             fix="older checkpoints are untouched",
@@ -134,14 +143,16 @@ def save_checkpoint(
     return final
 
 
-def _safetensors(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+def _safetensors(
+    arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
+) -> Iterator[Any]:
     """A .safetensors file in pieces: the bytes of its header, then the arrays as they are.
 
     The library's own `save` makes a second copy of everything and holds the interpreter's lock
     meanwhile, which training needs.
     Source: github.com/huggingface/safetensors, README, section Format.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
     at = 0
     # The largest items first, as the library does, so that each array is aligned.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
@@ -467,6 +478,7 @@ class CheckpointWriter:
         config_yaml: str,
         keep: int,
         told: Callable[[int], None] = lambda step: None,
+        model_card: str = "",
     ) -> None:
         """
         Args:
@@ -474,9 +486,11 @@ class CheckpointWriter:
             config_yaml: the resolved configuration, for each of them.
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
+            model_card: for each of them.
         """
         self.folder = folder
         self.config_yaml = config_yaml
+        self.model_card = model_card
         self.keep = keep
         self._told = told
         self._lock = threading.Lock()  # of everything below
@@ -586,8 +600,9 @@ class CheckpointWriter:
         """
         step = snapshot.step
         save = partial(
-            save_checkpoint, self.folder, step, snapshot.groups, snapshot.state, self.config_yaml
-        )
+            save_checkpoint, self.folder, step, snapshot.groups, snapshot.state,
+            self.config_yaml, self.model_card,
+        )  # fmt: skip
         try:
             save()
         except CheckpointError as error:

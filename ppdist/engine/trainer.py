@@ -72,6 +72,7 @@ class Trainer:
         log: RunLog,
         output_dir: Path,
         config_yaml: str,
+        model_card: str,
         checkpoint: CheckpointConfig,
         evaluate: EvaluateConfig,
         early_stopping: EarlyStoppingConfig | None,
@@ -98,7 +99,9 @@ class Trainer:
         self.evaluated_model = evaluated_model
         self.log = log
         self.folder = output_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.folder, config_yaml, checkpoint.keep, note_saved)
+        self.writer = CheckpointWriter(
+            self.folder, config_yaml, checkpoint.keep, note_saved, model_card
+        )
         self.seed = seed
         self.progress = TrainState()
         self.early_stopping: EarlyStopping | None = None

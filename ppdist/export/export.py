@@ -31,6 +31,7 @@ from paddle import Tensor, nn
 import ppdist
 from ppdist.common.errors import DataError, ExportError
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.preprocess import NormalisationSection
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet, ImageRecord
@@ -48,7 +49,6 @@ from ppdist.export.spec import (
     InferenceSpec,
     InputSection,
     ModelFileSection,
-    NormalisationSection,
     OutputSection,
     SampleSection,
     read_spec,

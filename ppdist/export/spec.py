@@ -16,10 +16,14 @@ from pydantic import Field, model_validator
 
 from ppdist.common.errors import ConfigError, ExportError, UserError
 from ppdist.config.base import Section, parse_config
-from ppdist.config.data import Resize
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.preprocess import (
+    STRETCH,
+    NormalisationSection,
+    ResizeSection,
+    resize_section,
+)
 from ppdist.data.datasets.build import read_annotations
-from ppdist.data.transforms.geometry import GREY
 from ppdist.data.types import DetectionSet
 
 if TYPE_CHECKING:
@@ -27,13 +31,6 @@ if TYPE_CHECKING:
 
 
 SPEC_FILE = "infer.yml"
-
-
-class NormalisationSection(Section):
-    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
-
-    mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
-    std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
 
 
 class InputSection(Section):
@@ -57,51 +54,6 @@ class InputSection(Section):
     )
     dynamic_batch: bool = Field(default=True, description="Any number of images at once.")
     dynamic_size: bool = Field(default=True, description="Any size, not only `size`.")
-
-
-class ResizeSection(Section):
-    """How an image becomes the input, and a box of the output a box of the image."""
-
-    mode: Resize | Literal["centre_crop"] = Field(
-        default="stretch",
-        description="stretch: height and width are scaled each on its own; no padding. letterbox: "
-        "both by scale = min(input_height / image_height, input_width / image_width), to "
-        "wide = floor(image_width * scale + 1/2) and tall likewise, with left = (input_width - "
-        "wide) // 2 and top likewise pixels of `fill` before them and the rest behind. "
-        "centre_crop: with scale = min(image_height / input_height, image_width / input_width), "
-        "the wide = floor(input_width * scale + 1/2) by tall pixels of the image that begin at "
-        "left = (image_width - wide) // 2 and top likewise are resized to the input.",
-    )
-    interpolation: Literal["cubic", "linear"] = Field(
-        default="cubic",
-        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped.",
-    )
-    fill: tuple[int, int, int] | None = Field(
-        default=None, description="letterbox: colour beside the image, 0..255."
-    )
-    orientation: Literal["upright"] = Field(
-        default="upright", description="The image turned as its EXIF data say, before the resize."
-    )
-    map_back: str | None = Field(
-        default=None,
-        description="Boxes are in input pixels; this gives pixels of the image. classify: none.",
-    )
-
-
-_STRETCH = ResizeSection(map_back="x * image_width / input_width, y * image_height / input_height")
-_CENTRE_CROP = ResizeSection(mode="centre_crop", interpolation="linear")
-
-
-def resize_section(resize: Resize) -> ResizeSection:
-    """The description of `data.resize`."""
-    if resize == "stretch":
-        return _STRETCH
-    return ResizeSection(
-        mode="letterbox",
-        interpolation="linear",
-        fill=GREY,
-        map_back="(x - left) * image_width / wide, (y - top) * image_height / tall",
-    )
 
 
 class OutputSection(Section):
@@ -150,7 +102,7 @@ class InferenceSpec(Section):
     model: str = Field(description="What was exported, for the reader.")
     made_with: str = Field(default="", description="Versions of ppdist and Paddle.")
     input: InputSection = Field(description="The input.")
-    resize: ResizeSection = Field(default=_STRETCH, description="Image to input.")
+    resize: ResizeSection = Field(default=STRETCH, description="Image to input.")
     nms: NMSConfig | None = Field(
         default=None,
         description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
@@ -222,7 +174,7 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
         task=task,
         model=", ".join(f"{key}: {value}" for key, value in shown.items()),
         input=InputSection(size=config.model.image_size),
-        resize=_CENTRE_CROP if task == "classify" else resize_section(config.data.resize),
+        resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
         class_names=dataset.class_names if dataset else names,
         category_ids=dataset.category_ids if dataset else default_ids,

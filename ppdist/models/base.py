@@ -40,6 +40,8 @@ class ImageModel(nn.Layer):
         pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
         class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
             another class count leave exactly these fresh.
+        rows_before_classes: how many rows stand before the C rows of classes in each group of rows
+            of a class layer; a group is an anchor.
         training_only: state-dict key prefixes of what only training uses; weights may lack it.
         twins: pairs of state-dict key prefixes: of a part, and of the one that it starts as a copy
             of where weights lack it.  Training goes on from that; nothing is predicted with it.
@@ -50,6 +52,7 @@ class ImageModel(nn.Layer):
     needs_anchors: ClassVar[bool] = False
     backbone: Backbone
     class_layers: tuple[str, ...] = ()
+    rows_before_classes: ClassVar[int] = 0
     training_only: tuple[str, ...] = ()
     twins: tuple[tuple[str, str], ...] = ()
 

@@ -13,6 +13,7 @@ The module reads in the order in which a file goes through it:
     find_weights                    where in that people keep their weights
     read_pdparams, write_pdparams   Paddle's files: a pickled dict of numpy arrays
     read_torch, write_torch         torch's files: a pickle beside the numbers of its tensors
+    read_torch_content              what else such a file says
 
 Sources: opcodes: PEP 307, 3154, 574 and the documentation of Python's `pickletools`; torch's
 layout: the documentation of torch.save ("Serialization semantics") and files written by it.
@@ -563,6 +564,18 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
             return _torch_arrays(path, *_open_legacy(path))
         with zipfile.ZipFile(file) as archive:
             return _torch_arrays(path, *_open_zip(archive, path))
+
+
+def read_torch_content(path: Path) -> object:
+    """What the file describes beside its numbers: a pickled model keeps names and settings there.
+
+    Raises: as `read_torch`.
+    """
+    with open_file(path) as file:
+        if file.read(len(_ZIP_START)) != _ZIP_START:
+            return _open_legacy(path)[0]
+        with zipfile.ZipFile(file) as archive:
+            return _open_zip(archive, path)[0]
 
 
 # storage -> its bytes; at least as many as it says

@@ -1,6 +1,7 @@
 """Weights into a model and out of it; runs no code.
 
     read_arrays, write_arrays       a file or checkpoint <-> arrays by key
+    read_notes                      the texts beside them (models/model_card.py)
     load_weights                    a file into a model, and what became of its entries
     arrays_of, official_arrays_of   a model to arrays: our keys, the original's keys
 
@@ -19,7 +20,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -293,16 +294,21 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
 }
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
+) -> None:
     """Writes a weight file of the kind its ending names; it appears whole or not at all.
 
+    Args: notes: texts for `read_notes`, by names that no array has; .pdparams, .pt and .pth have no
+        place for any.
     Raises: WeightsError: an unknown ending, or the disk refused.
     """
     check_writable(path)
     writer = _WRITERS[path.suffix.lower()]
     draft = path.with_name(f".{os.getpid()}.{path.name}")
+    in_order = {key: np.asarray(value, order="C") for key, value in arrays.items()}
     try:
-        writer(draft, {key: np.asarray(value, order="C") for key, value in arrays.items()})
+        writer(draft, in_order, notes or {})
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
@@ -340,22 +346,69 @@ def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+_Notes = Mapping[str, str]
+
+
+def _write_npz(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    texts = {key: np.array(text) for key, text in notes.items()}
     with path.open("wb") as file:  # np.savez would add an ending to the draft's name
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **arrays, **texts)  # type: ignore[arg-type]
 
 
-def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    save_file(dict(arrays), path)
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    save_file(dict(arrays), path, dict(notes) or None)
 
 
-_WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray]], None]] = {
-    ".pdparams": write_pdparams,
-    ".pt": write_torch,
-    ".pth": write_torch,
+_WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray], _Notes], None]] = {
+    ".pdparams": lambda path, arrays, _: write_pdparams(path, arrays),
+    ".pt": lambda path, arrays, _: write_torch(path, arrays),
+    ".pth": lambda path, arrays, _: write_torch(path, arrays),
     ".safetensors": _write_safetensors,
     ".npz": _write_npz,
 }
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """The texts that `write_arrays` has put into a file beside its arrays, by name.
+
+    Other kinds of files have none.
+    Raises: WeightsError: damaged, or refused.
+    """
+    reader = {".safetensors": _safetensors_notes, ".npz": _npz_notes}.get(path.suffix.lower())
+    try:
+        return {} if reader is None else reader(path)
+    except Exception as error:  # as in read_arrays
+        raise WeightsError(
+            f"damaged or not a {path.suffix} file: {_detail(error)}",
+            code="weights_damaged",
+            where=str(path),
+        ) from error
+
+
+def _safetensors_notes(path: Path) -> dict[str, str]:
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER:
+            raise ValueError(f"a header of {length} bytes, expected at most {_MOST_HEADER}")
+        notes = json.loads(file.read(length)).get("__metadata__", {})
+    return {key: text for key, text in notes.items() if isinstance(text, str)}
+
+
+def _npz_notes(path: Path) -> dict[str, str]:
+    notes = {}
+    with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(".npy") and info.file_size <= _MOST_HEADER:
+                with archive.open(info) as file:
+                    if np.lib.format.read_magic(file) != (1, 0):
+                        continue
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                    if dtype.kind == "U" and shape == ():
+                        data = file.read(dtype.itemsize)
+                        text = str(np.frombuffer(data, dtype)[0])
+                        notes[info.filename.removesuffix(".npy")] = text
+    return notes
+
 
 _SHOWN = 5  # mismatches listed in a message
 # What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
@@ -374,6 +427,7 @@ class LoadReport:
     reason: why something is fresh; empty when nothing is.
     prefix: what was taken away from the start of the file's keys.
     copied: parts that the file lacks and that start as copies of others (`ImageModel.twins`).
+    by_name: what became of the rows of classes, where names decided it.
     """
 
     source: Path
@@ -383,6 +437,7 @@ class LoadReport:
     reason: str
     prefix: str = ""
     copied: tuple[str, ...] = ()
+    by_name: str = ""
 
     def __str__(self) -> str:
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
@@ -390,6 +445,8 @@ class LoadReport:
             line += f", keys without their {self.prefix!r}"
         if self.copied:
             line += f"; {'; '.join(self.copied)}"
+        if self.by_name:
+            line += f"; {self.by_name}"
         if self.fresh:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
@@ -397,7 +454,17 @@ class LoadReport:
         return line
 
 
-def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
+@dataclass(frozen=True)
+class ClassNames:
+    """Names of class 0, 1, ... in a weight file and in the model that takes it; (): not known."""
+
+    of_file: tuple[str, ...]
+    of_model: tuple[str, ...]
+
+
+def load_weights(
+    model: ImageModel, path: Path | str, names: ClassNames | None = None
+) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
@@ -407,6 +474,8 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
     may be missing or misshapen.
 
+    Args: names: each class takes the rows of the class of its name, wherever that stands in the
+        file; the rows of the others keep their initial values.  None: row c is class c.
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
     path = checkpoint_of(Path(path))
@@ -432,6 +501,10 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _copy_twins(model, matched, shapes)
+    by_name = None if names is None else _by_name(model, names, matched, shapes)
+    if by_name is not None:
+        for key in by_name.keys:
+            matched[key] = by_name.reordered(as_numbers(matched[key]), state[key].numpy())
     fresh, reason = _fresh(model, matched, shapes)
     _refuse_misfits(path, matched, shapes, fresh)
     loaded = {
@@ -441,7 +514,8 @@ def load_weights(model: ImageModel, path: Path | str) -> LoadReport:
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
-    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied)
+    told = "" if by_name is None else by_name.told
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, told)
 
 
 def load_all_weights(model: ImageModel, path: Path) -> None:
@@ -567,6 +641,80 @@ def _copy_twins(
     return tuple(said)
 
 
+@dataclass(frozen=True)
+class _ByName:
+    """Which class of the file becomes which of the model.
+
+    keys: of the class layers.
+    before: see ImageModel.rows_before_classes.
+    pairs: class in the file, class in the model.
+    """
+
+    keys: tuple[str, ...]
+    before: int
+    names: ClassNames
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def told(self) -> str:
+        wanted = len(self.names.of_model)
+        line = f"{len(self.pairs)} of {wanted} classes kept by name"
+        kept = {ours for _, ours in self.pairs}
+        fresh = [name for c, name in enumerate(self.names.of_model) if c not in kept]
+        if fresh:
+            return f"{line}, fresh: {_some(fresh)}"
+        return f"{line}, in another order" if len(self.names.of_file) == wanted else line
+
+    def reordered(self, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+        """The entry of a class layer: rows of the file where names agree, else those of `ours`."""
+        theirs, mixed = _swap_layout(theirs), _swap_layout(ours).copy()
+        counts = len(self.names.of_file), len(self.names.of_model)
+        theirs_G, mixed_G = (
+            rows.reshape(-1, self.before + count, *rows.shape[1:])
+            for rows, count in zip((theirs, mixed), counts)
+        )
+        mixed_G[:, : self.before] = theirs_G[:, : self.before]
+        for source, target in self.pairs:
+            mixed_G[:, self.before + target] = theirs_G[:, self.before + source]
+        return _swap_layout(mixed)
+
+
+def _by_name(
+    model: ImageModel,
+    names: ClassNames,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> _ByName | None:
+    """None where names do not help: not known, not those of the class layers, the same in the same
+    order; or none agrees and the file has another number, which leaves these layers fresh."""
+    theirs, ours = _plain_names(names.of_file), _plain_names(names.of_model)
+    if not theirs or len(ours) != model.num_classes or theirs == ours:
+        return None
+    pairs = tuple((theirs.index(name), c) for c, name in enumerate(ours) if name in theirs)
+    keys = tuple(key for key in matched if key.startswith(model.class_layers))
+    if not keys or (not pairs and len(theirs) != len(ours)):
+        return None
+    found = _ByName(keys, model.rows_before_classes, names, pairs)
+    for key in keys:
+        there, here = _rows_first(matched[key].shape), _rows_first(shapes[key])
+        groups, odd = divmod(here[0], found.before + len(ours))
+        if odd or there != (groups * (found.before + len(theirs)), *here[1:]):
+            return None
+    return found
+
+
+def _plain_names(names: Sequence[str]) -> list[str]:
+    """For comparison; [] where they tell classes not apart or only number them."""
+    plain = [name.strip().casefold() for name in names]
+    numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
+    return [] if numbers or len(set(plain)) < len(plain) else plain
+
+
+def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a linear layer, [in, out], as of a convolution: what belongs to classes first."""
+    return shape[::-1] if len(shape) == 2 else shape
+
+
 def _fresh(
     model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[str, ...], str]:
@@ -608,8 +756,7 @@ def _class_count_differs(
     wanted = shapes[key]
     if not key.startswith(model.class_layers) or len(found) != len(wanted):
         return False
-    if len(wanted) == 2:
-        found, wanted = found[::-1], wanted[::-1]
+    found, wanted = _rows_first(found), _rows_first(wanted)
     return found[0] != wanted[0] and found[1:] == wanted[1:]
 
 

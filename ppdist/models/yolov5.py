@@ -133,6 +133,7 @@ class YOLOv5(Detector):
 
     needs_anchors = True
     class_layers = ("head.predict",)
+    rows_before_classes = 5  # of each anchor: x, y, width, height, objectness
 
     def __init__(self, config: YOLOv5Config) -> None:
         four_levels = config.size.endswith("6")

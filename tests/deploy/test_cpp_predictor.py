@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
 from ppdist.export.export import export_classifier, export_detector, normalisation_of
-from ppdist.export.spec import resize_section
 from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,6 +15,7 @@ import paddle
 import pytest
 
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
@@ -25,7 +26,7 @@ from ppdist.export.predictor import (
     prepare_centre,
     split_rows,
 )
-from ppdist.export.spec import resize_section, write_spec
+from ppdist.export.spec import write_spec
 from ppdist.export.verify import unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE

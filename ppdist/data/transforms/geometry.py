@@ -22,13 +22,14 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from ppdist.config import preprocess
 from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.boxes import box_iou
 from ppdist.data.types import ImageRecord, Sample
 
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
-GREY = (114, 114, 114)  # what lies beside a letterboxed one, and between the images of a mosaic
+GREY = preprocess.GREY  # what lies beside a letterboxed one, and between the images of a mosaic
 
 
 # --- quarter turns -------------------------------------------------------------------------------

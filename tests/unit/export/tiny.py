@@ -10,8 +10,9 @@ import pytest
 from ppdist.benchmark.latency import formats_here
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig
+from ppdist.config.preprocess import ResizeSection
 from ppdist.export.export import export_classifier, export_detector
-from ppdist.export.spec import InferenceSpec, InputSection, ResizeSection
+from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5Classifier

@@ -1,0 +1,63 @@
+"""How an image becomes the input: sections of infer.yml and model cards."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ppdist.config.base import Section, Task
+from ppdist.config.data import Resize
+
+GREY = (114, 114, 114)  # what lies beside a letterboxed image
+
+
+class NormalisationSection(Section):
+    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
+
+    mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+    std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
+
+
+class ResizeSection(Section):
+    """How an image becomes the input, and a box of the output a box of the image."""
+
+    mode: Resize | Literal["centre_crop"] = Field(
+        default="stretch",
+        description="stretch: height and width are scaled each on its own; no padding. letterbox: "
+        "both by scale = min(input_height / image_height, input_width / image_width), to "
+        "wide = floor(image_width * scale + 1/2) and tall likewise, with left = (input_width - "
+        "wide) // 2 and top likewise pixels of `fill` before them and the rest behind. "
+        "centre_crop: with scale = min(image_height / input_height, image_width / input_width), "
+        "the wide = floor(input_width * scale + 1/2) by tall pixels of the image that begin at "
+        "left = (image_width - wide) // 2 and top likewise are resized to the input.",
+    )
+    interpolation: Literal["cubic", "linear"] = Field(
+        default="cubic",
+        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped.",
+    )
+    fill: tuple[int, int, int] | None = Field(
+        default=None, description="letterbox: colour beside the image, 0..255."
+    )
+    orientation: Literal["upright"] = Field(
+        default="upright", description="The image turned as its EXIF data say, before the resize."
+    )
+    map_back: str | None = Field(
+        default=None,
+        description="Boxes are in input pixels; this gives pixels of the image. classify: none.",
+    )
+
+
+STRETCH = ResizeSection(map_back="x * image_width / input_width, y * image_height / input_height")
+_LETTERBOX = ResizeSection(
+    mode="letterbox",
+    interpolation="linear",
+    fill=GREY,
+    map_back="(x - left) * image_width / wide, (y - top) * image_height / tall",
+)
+_CENTRE_CROP = ResizeSection(mode="centre_crop", interpolation="linear")
+
+
+def resize_section(resize: Resize, task: Task = "detect") -> ResizeSection:
+    """The description of `data.resize`; whole images are always cropped."""
+    if task == "classify":
+        return _CENTRE_CROP
+    return STRETCH if resize == "stretch" else _LETTERBOX

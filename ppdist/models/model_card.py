@@ -1,0 +1,388 @@
+"""Model card: what weights must say of themselves to be used alone.
+
+    card_of                 a model, its config and its classes -> ModelCard
+    ModelCard.text          -> model_card.json of a checkpoint; the entry `model_card` of
+                               .safetensors (metadata), .npz and ONNX (metadata_props)
+    read_card               a checkpoint, run, export or weight file -> ModelCard
+    config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
+
+Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+
+import ppdist
+from ppdist.common.errors import UserError, WeightsError
+from ppdist.common.files import read_file
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import Section, Task, parse_tree
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import YOLOv5Config
+from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
+from ppdist.models.base import ImageModel
+from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
+from ppdist.models.weights import checkpoint_of, read_notes
+from ppdist.models.yolov5 import DEPTH_WIDTH
+
+CARD_FILE = "model_card.json"  # in a checkpoint
+CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
+AGPL = "AGPL-3.0"
+_MOST_BYTES = 1 << 22  # of a card; a thousand class names take 20 KB
+_MOST_CLASSES = 100_000  # of a .pt
+_MOST_LETTERS = 1000  # of `source`, which grows with each fine-tuning
+T = TypeVar("T")
+
+
+class ModelCard(Section):
+    """What weights say of themselves; empty or null: not known."""
+
+    version: Literal[1] = Field(default=1, description="Version of this description.")
+    task: Task = Field(
+        default="detect",
+        description="detect: boxes with a class each; classify: one class for the whole image.",
+    )
+    model: dict[str, Any] | None = Field(
+        default=None,
+        description="The `model` section of the configuration, also that of a plugin; "
+        "config_of_weights checks it.",
+    )
+    class_names: tuple[str, ...] = Field(default=(), description="Name of class 0, 1, ...")
+    category_ids: tuple[int, ...] = Field(
+        default=(), description="What a COCO result calls class 0, 1, ..."
+    )
+    image_size: tuple[int, int] | None = Field(
+        default=None, description="Height and width of the input, pixels."
+    )
+    resize: ResizeSection | None = Field(default=None, description="Image to input.")
+    normalised: NormalisationSection | None = Field(
+        default=None, description="What the first convolution takes instead of pixels."
+    )
+    nms: NMSConfig | None = Field(
+        default=None, description="Which predictions stay, as in infer.yml. classify: none."
+    )
+    licence: str = Field(
+        default="",
+        max_length=_MOST_LETTERS,
+        description="SPDX identifier of the licence that the weights come under, such as "
+        'Apache-2.0 or AGPL-3.0. "": not known, or weights that were trained from scratch and '
+        "are their trainer's.",
+    )
+    source: str = Field(
+        default="",
+        max_length=_MOST_LETTERS,
+        description="Where the weights come from: trained from scratch on which data, or "
+        "fine-tuned from what.",
+    )
+    made_with: str = Field(
+        default="", max_length=_MOST_LETTERS, description="Version of ppdist, or what else."
+    )
+
+    def text(self) -> str:
+        """As JSON, one line for each field."""
+        fields = self.model_dump(mode="json").items()
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def card_of(
+    config: ExperimentConfig,
+    model: ImageModel,
+    class_names: Sequence[str],
+    category_ids: Sequence[int],
+    *,
+    licence: str = "",
+    source: str = "",
+) -> ModelCard:
+    """The card of a model that was built from a config.
+
+    Args: licence, source: of its weights; see `fine_tuned`.
+    """
+    task = config.model.task
+    return ModelCard(
+        task=task,
+        model=section_of(config),
+        # No file holds half a character (a lone surrogate), and no run may end because of one.
+        class_names=tuple(name.encode(errors="replace").decode() for name in class_names),
+        category_ids=tuple(category_ids),
+        image_size=config.model.image_size,
+        resize=resize_section(config.data.resize, task),
+        normalised=normalisation_of(model),
+        nms=config.suppression if task == "detect" else None,
+        licence=licence,
+        source=source[:_MOST_LETTERS],
+        made_with=f"ppdist {ppdist.__version__}",
+    )
+
+
+def section_of(config: ExperimentConfig) -> dict[str, Any]:
+    """The `model` section as plain data, without what only its training needed."""
+    return config.model.model_copy(update={"pretrained": None}).model_dump(mode="json")
+
+
+def normalisation_of(model: ImageModel) -> NormalisationSection:
+    """The normalisation of a model's pixels, as (x / 255 - mean) / std."""
+    mean = [round(value / 255, 9) for value in model.pixel_mean]
+    std = [round(value / 255, 9) for value in model.pixel_std]
+    return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
+
+
+def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, str]:
+    """Licence and source of weights that are trained now.
+
+    The licence of the weights they start from stays with them.
+
+    Args:
+        data: what they are trained on, in a few words.
+        start: the weights they start from; None: from scratch.
+        card: of `start`.
+    """
+    if start is None:
+        return "", f"trained from scratch on {data}"
+    licence, before = (card.licence, card.source) if card else ("", "")
+    name = start.name if start.is_file() else str(start)
+    source = f"fine-tuned on {data} from {name} ({licence or 'licence not known'})"
+    return licence, f"{source}, {before}" if before else source
+
+
+def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
+    """A line for whoever loads weights whose licence reaches what is made of them; "" for others.
+
+    Args: card: of the weights.
+    """
+    if card is None or "GPL" not in card.licence.upper():
+        return ""
+    return (
+        f"{weights}: these weights come under {shown(card.licence)}, and so may what is trained, "
+        "exported or averaged from them: docs/finetuning.md"
+    )
+
+
+def read_card(path: Path | str) -> ModelCard | None:
+    """The card of weights; None: they have none (.pdparams, files of older versions, others).
+
+    An older checkpoint's is completed from its config.yml.  Nothing in it is run, and its size is
+    bounded; its texts are a stranger's.
+
+    Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file.
+    Raises: WeightsError: no such file, damaged, or a card that is none.
+    """
+    path = checkpoint_of(Path(path))
+    if not path.exists():
+        raise WeightsError(
+            "no such weight file or checkpoint directory", code="weights_not_found", where=str(path)
+        )
+    if path.is_dir():
+        if (path / "infer.yml").is_file():
+            return _of_export(path / "infer.yml")
+        return _of_checkpoint(path)
+    if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
+        return _guarded(path, lambda: _of_torch(read_torch_content(path)))
+    text = read_notes(path).get(CARD_NOTE)
+    if text is not None:
+        return _parse(text.encode(), path)
+    beside = path.parent / "manifest.json"  # model.safetensors of a checkpoint
+    return _of_checkpoint(path.parent) if beside.is_file() else None
+
+
+def _parse(text: bytes, where: Path) -> ModelCard:
+    """Fields that this version does not know are left out."""
+    if len(text) > _MOST_BYTES:
+        raise _no_card(where, f"{len(text)} bytes, expected at most {_MOST_BYTES}")
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, found {type(found).__name__}")
+        known = {key: value for key, value in found.items() if key in ModelCard.model_fields}
+        return ModelCard.model_validate_json(json.dumps(known), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise _no_card(where, f"{shown(key)}: {shown(first['msg'])}") from None
+    except (ValueError, RecursionError) as error:
+        raise _no_card(where, shown(str(error))) from None
+
+
+def _no_card(where: Path, why: str) -> WeightsError:
+    return WeightsError(
+        f"its model card cannot be read: {why}",
+        code="model_card_invalid",
+        where=str(where),
+        fix="give -c CONFIG, or a newer version of ppdist where one wrote it",
+    )
+
+
+def _guarded(path: Path, read: Callable[[], T]) -> T:
+    """As weights.read_arrays: parsers of pickles have no list of what they raise."""
+    try:
+        return read()
+    except WeightsError:
+        raise
+    except Exception as error:
+        raise WeightsError(
+            f"damaged: {type(error).__name__}", code="weights_damaged", where=str(path)
+        ) from error
+
+
+def _of_checkpoint(folder: Path) -> ModelCard | None:
+    file = folder / CARD_FILE
+    if not file.is_file():
+        return _of_config(folder / "config.yml")
+    try:
+        text = read_file(file, _MOST_BYTES)
+        files = json.loads(read_file(folder / "manifest.json", _MOST_BYTES))["files"]
+        expected = files[CARD_FILE]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WeightsError(
+            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)
+        ) from error
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise WeightsError(
+            "damaged: its SHA-256 is not the one in manifest.json",
+            code="checkpoint_damaged",
+            where=str(file),
+        )
+    return _parse(text, file)
+
+
+def _of_config(file: Path) -> ModelCard | None:
+    """Of a checkpoint that is older than cards; None: its config is no longer one."""
+    try:
+        config = load_config(file)
+    except UserError:
+        return None
+    return ModelCard(
+        task=config.model.task,
+        model=section_of(config),
+        class_names=config.data.class_names,
+        image_size=config.model.image_size,
+        resize=resize_section(config.data.resize, config.model.task),
+        nms=config.suppression if config.model.task == "detect" else None,
+    )
+
+
+def _of_export(file: Path) -> ModelCard:
+    """Of infer.yml, which is JSON; `ppdist.export.spec` writes it."""
+    try:
+        found = json.loads(read_file(file, _MOST_BYTES))
+        taken = {key: found[key] for key in ModelCard.model_fields if key in found}
+        taken |= {"model": found.get("network"), "image_size": found["input"]["size"]}
+        taken |= {"normalised": found["input"].get("normalised")}
+        return _parse(json.dumps(taken).encode(), file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise _no_card(file, shown(repr(error))) from error
+
+
+# Where ultralytics' programs keep their classes.  Their weights come under the licence of the code.
+_ULTRALYTICS = ("models.yolo", "ultralytics.")
+_YOLOV5_NMS = NMSConfig(score_threshold=0.001, iou_threshold=0.6, candidates=10000, keep=300)
+
+
+def _of_torch(content: object) -> ModelCard | None:
+    """Of a pickled model, or of a dict that holds one; None: a state dict says nothing."""
+    saved = mapping(content) or {}
+    for each in (saved.get("ema"), saved.get("model"), content):
+        if isinstance(each, Made) and each.maker.module.startswith(_ULTRALYTICS):
+            return _of_ultralytics(each, saved)
+    return None
+
+
+def _of_ultralytics(model: Made, saved: Mapping[str, object]) -> ModelCard:
+    state = mapping(model.state) or {}
+    names = _names(state.get("names"))
+    section = None
+    if model.maker.module == "models.yolo":
+        section = _yolov5(mapping(state.get("yaml")) or {}, len(names), saved.get("opt"))
+    return ModelCard(
+        model=section.model_dump(mode="json") if section else None,
+        class_names=names,
+        image_size=section.image_size if section else None,
+        resize=resize_section("letterbox") if section else None,
+        normalised=NormalisationSection(mean=(0, 0, 0), std=(1, 1, 1)) if section else None,
+        nms=_YOLOV5_NMS if section else None,
+        licence=AGPL,
+        source="made by ultralytics' software",
+        made_with=shown(str(model.maker)),
+    )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """Class names, a list or a dict from 0, 1, ...; () where they are neither."""
+    if isinstance(value, Made):
+        value = [name for _, name in sorted((k, v) for k, v in value.items if type(k) is int)]
+    if not isinstance(value, list) or len(value) > _MOST_CLASSES:
+        return ()
+    found = [name for name in value if isinstance(name, str) and len(name) <= _MOST_LETTERS]
+    return tuple(found) if len(found) == len(value) else ()
+
+
+def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
+    """The `model` section of a YOLOv5 from the description pickled with it; None: it is another."""
+    head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
+    try:
+        froms, _, kind = head[-1][:3]  # type: ignore[index]
+        levels = len(froms)
+    except (TypeError, IndexError, ValueError):
+        return None
+    count = named or rows.get("nc")
+    numbers = all(isinstance(each, int | float) and 0 < each < 100 for each in (depth, width))
+    if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
+        return None
+    suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
+    settings = mapping(opt) or mapping(opt.state if isinstance(opt, Made) else None) or {}
+    given = settings.get("imgsz", settings.get("img_size"))
+    given = given[0] if isinstance(given, list) and given else given
+    if type(given) is int and 0 < given <= 8192:
+        side = math.ceil(given / step) * step
+    size = next((name for name, both in DEPTH_WIDTH.items() if both == (depth, width)), None)
+    custom = {} if size else {"depth_multiple": float(depth), "width_multiple": float(width)}  # type: ignore[arg-type]
+    section: dict[str, Any] = {"size": f"{size or 's'}{suffix}", "num_classes": count, **custom}
+    try:
+        return YOLOv5Config.model_validate({**section, "image_size": (side, side)})
+    except ValidationError:
+        return None
+
+
+_NO_DATA = "data"  # `data.root` of a config that is made of a card
+
+
+def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """The configuration that weights bring along.
+
+    Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
+    not there (`data.root: data`).
+
+    Args: overrides: items of -o.
+    Raises: WeightsError: they do not say which model they are of; ConfigError: see `load_config`.
+    """
+    path = checkpoint_of(Path(weights))
+    folder = path if path.is_dir() else path.parent
+    if (folder / "manifest.json").is_file() and (folder / "config.yml").is_file():
+        return load_config(folder / "config.yml", overrides)
+    card = read_card(path)
+    if card is None or card.model is None:
+        raise WeightsError(
+            "these weights do not say which model they are of",
+            code="weights_without_card",
+            where=str(path),
+            fix="give -c CONFIG, that of their training",
+        )
+    letterbox = card.resize is not None and card.resize.mode == "letterbox"
+    data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}
+    data["class_names"] = list(card.class_names)
+    data["resize"] = "letterbox" if letterbox else "stretch"
+    if card.task == "classify":
+        data["format"] = "folder"
+    tree: dict[str, Any] = {"data": data, "model": {**card.model, "pretrained": None}}
+    if card.nms is not None:
+        tree["nms"] = card.nms.model_dump(mode="json")
+    defaults = {"output_dir": f"output/{path.stem}"}
+    return parse_tree(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)

@@ -1,0 +1,167 @@
+"""Model cards: written beside weights, read back from every kind, bounded."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import UserError, WeightsError
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import dump_yaml, parse_tree
+from ppdist.models import build_model
+from ppdist.models.model_card import (
+    AGPL,
+    CARD_NOTE,
+    ModelCard,
+    card_of,
+    config_of_weights,
+    origin,
+    read_card,
+)
+from ppdist.models.weights import check_arrays, write_arrays
+from tests.unit.models.torch_lookalikes import FakeTorch
+
+ARRAYS = {"a": np.ones([2, 3], "float32")}
+NAMES = ("cat", "dög \u2028?")
+
+
+def experiment(**model: object) -> ExperimentConfig:
+    data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
+    section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
+    return parse_tree({"data": data, "model": section}, "test", (), ExperimentConfig)
+
+
+def card() -> ModelCard:
+    config = experiment()
+    given = {"licence": "Apache-2.0", "source": "trained from scratch on pets"}
+    names = [name.replace("?", "\ud800") for name in NAMES]  # half a character
+    return card_of(config, build_model(config.model), names, (3, 9), **given)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.npz"])
+def test_a_card_travels_in_a_weight_file(tmp_path, name) -> None:
+    written = card()
+    write_arrays(tmp_path / name, ARRAYS, {CARD_NOTE: written.text()})
+    check_arrays(tmp_path / name, ARRAYS)  # no array more
+    found = read_card(tmp_path / name)
+    assert found == written and found.class_names == NAMES
+    assert found.normalised.std == (1, 1, 1) and found.resize.mode == "letterbox"
+
+
+def test_the_config_of_a_card_is_the_one_of_training(tmp_path) -> None:
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: card().text()})
+    config = config_of_weights(tmp_path / "w.npz", ["data.root=mine"])
+    assert config.model == experiment().model and config.data.resize == "letterbox"
+    assert config.data.class_names == NAMES and config.data.root == "mine"
+    assert config.loss.name == "yolov5"
+
+
+@pytest.mark.parametrize("name", ["w.pdparams", "w.pt", "w.npz", "w.safetensors"])
+def test_weights_without_a_card_have_none(tmp_path, name) -> None:
+    write_arrays(tmp_path / name, ARRAYS)
+    assert read_card(tmp_path / name) is None
+    with pytest.raises(WeightsError) as error:
+        config_of_weights(tmp_path / name)
+    assert error.value.code == "weights_without_card"
+
+
+def checkpoint(folder: Path, config_yaml: str) -> Path:
+    """One of a version without cards."""
+    folder.mkdir()
+    write_arrays(folder / "model.safetensors", ARRAYS)
+    (folder / "manifest.json").write_text(json.dumps({"files": {}}))
+    (folder / "config.yml").write_text(config_yaml)
+    return folder
+
+
+def test_an_older_checkpoint_takes_it_from_its_config(tmp_path) -> None:
+    folder = checkpoint(tmp_path / "old", dump_yaml(experiment(num_classes=4)))
+    for path in (folder, folder / "model.safetensors"):
+        found = read_card(path)
+        assert found.model["num_classes"] == 4 and found.class_names == ()
+    assert config_of_weights(folder) == config_of_weights(folder / "model.safetensors")
+    assert read_card(checkpoint(tmp_path / "odd", "no: config\n")) is None
+
+
+def pickled(torch: FakeTorch, **state: object) -> object:
+    model = torch.model({"model.0.conv.weight": np.ones(3, "float32")})
+    rows = {"nc": 3, "depth_multiple": 0.33, "width_multiple": 0.25}
+    model.yaml = {**rows, "head": [[[17, 20, 23], 1, "Detect", ["nc", "anchors"]]]}
+    model.names = {0: "a", 1: "b", 2: "c"}
+    for key, value in state.items():
+        setattr(model, key, value)
+    return model
+
+
+def test_a_pickled_yolov5_says_names_size_and_licence(tmp_path, monkeypatch) -> None:
+    torch = FakeTorch(monkeypatch)
+    content = {"model": pickled(torch), "ema": None, "opt": {"imgsz": 416}}
+    torch.save(tmp_path / "best.pt", content)
+    found = read_card(tmp_path / "best.pt")
+    assert found.class_names == ("a", "b", "c") and found.licence == AGPL
+    assert (found.model["size"], found.model["width_multiple"]) == ("n", None)
+    assert found.model["num_classes"] == 3 and found.image_size == (416, 416)
+    assert found.resize.mode == "letterbox" and found.nms.iou_threshold == 0.6
+    assert config_of_weights(tmp_path / "best.pt").model.num_classes == 3
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"names": ["a", 3]}, {"names": 5}, {"yaml": ["x"]}, {"yaml": {"head": [[]]}},
+     {"yaml": {"head": [[[1, 2, 3], 1, "Segment"]]}}, {"names": {"x": "y"}}],
+)  # fmt: skip
+def test_odd_pickled_models_say_less(tmp_path, monkeypatch, state) -> None:
+    torch = FakeTorch(monkeypatch)
+    torch.save(tmp_path / "w.pt", {"model": pickled(torch, **state), "opt": {"imgsz": "big"}})
+    found = read_card(tmp_path / "w.pt")
+    assert found.licence == AGPL
+    assert found.model is None or found.class_names == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "[" * 100_000, '{"class_names": [1]}', '{"version": 2}', '{"licence": null}',
+     '{"model": 5}', json.dumps({"source": "x" * 2000}), " " * (1 << 22) + "{}"],
+)  # fmt: skip
+def test_cards_of_strangers_are_refused(tmp_path, text) -> None:
+    write_arrays(tmp_path / "w.safetensors", ARRAYS, {CARD_NOTE: text})
+    with pytest.raises(WeightsError) as error:
+        read_card(tmp_path / "w.safetensors")
+    assert error.value.code == "model_card_invalid"
+
+
+def test_the_config_of_a_stranger_is_checked(tmp_path) -> None:
+    text = json.dumps({"model": {"name": "yolov5", "pretrained": "x", "size": {"_BASE_": "/etc"}}})
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: text})
+    with pytest.raises(UserError) as error:
+        config_of_weights(tmp_path / "w.npz")
+    assert "w.npz: model card" in str(error.value) and "model.size" in str(error.value)
+
+
+def test_keys_of_later_versions_are_left_out(tmp_path) -> None:
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: '{"mood": 1, "licence": "MIT"}'})
+    assert read_card(tmp_path / "w.npz") == ModelCard(licence="MIT")
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt"])
+def test_broken_files_end_with_a_code(tmp_path, name) -> None:
+    with pytest.raises(WeightsError) as error:
+        read_card(tmp_path / name)
+    assert error.value.code == "weights_not_found"
+    (tmp_path / name).write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError) as error:
+        read_card(tmp_path / name)
+    assert error.value.code in ("weights_damaged", "weights_format")
+
+
+def test_a_licence_stays_with_what_is_tuned_from_it(tmp_path) -> None:
+    assert origin("pets", None, None) == ("", "trained from scratch on pets")
+    start = tmp_path / "yolov5n.pt"
+    start.touch()
+    licence, source = origin("pets", start, ModelCard(licence=AGPL, source="made there"))
+    assert licence == AGPL
+    assert source == "fine-tuned on pets from yolov5n.pt (AGPL-3.0), made there"
+    licence, again = origin("cats", tmp_path, SimpleNamespace(licence=licence, source=source))
+    assert licence == AGPL and again.endswith(source)
