@@ -40,7 +40,7 @@ setup(
     python_requires=">=3.10",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.report": ["templates/*"]},
+    package_data={"ppdist": ["py.typed"], "ppdist.report": ["templates/*"]},
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
@@ -62,6 +62,7 @@ setup(
         "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
+        "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
             "fastapi>=0.121",

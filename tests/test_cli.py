@@ -73,6 +73,12 @@ def test_page_of_commands_is_up_to_date():
     assert page == config.commands_text(), "run `ppdist config commands`"
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="signatures are shown otherwise")
+def test_page_of_python_is_up_to_date():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert page == config.python_text(), "run `ppdist config python`"
+
+
 def test_every_config_that_ships_says_what_it_is():
     lines = config.listing().splitlines()
     assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)

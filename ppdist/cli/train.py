@@ -13,11 +13,7 @@ from ppdist.common import process
 from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
-    from ppdist.engine.build import Experiment
     from ppdist.engine.callbacks import Callback
-
-_DRAWING_SECONDS = 600.0  # some ten are usual
 
 
 def parse() -> argparse.Namespace:
@@ -49,10 +45,8 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         callbacks: called in this order at the moments of the training.
     """
     process.hold_signals()
-    from ppdist.common.logging import commands
     from ppdist.config import load_config
-    from ppdist.distributed import comm, heartbeat
-    from ppdist.engine.build import build_training
+    from ppdist.engine.run import run_training
     from ppdist.engine.state import AUTO
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
@@ -60,46 +54,17 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     until_first_step()
     config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
-    comm.init(config.device, config.distributed)
-    heartbeat.tell_run(output_dir)
     word = arguments.resume
-    experiment = build_training(
+    return run_training(
         config,
-        output_dir=output_dir,
+        output_dir,
         evaluate=arguments.eval,
         resume=word if word in (None, AUTO) else Path(word or output_dir),
         command=command_line(),
         resume_changed=arguments.resume_changed,
         callbacks=callbacks,
+        notice=started_by_stock_launcher,
     )
-    with experiment.log:
-        notice = started_by_stock_launcher()
-        if notice:
-            experiment.log.warning(notice)
-        status = experiment.trainer.fit()
-        if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
-            if failed:
-                experiment.log.warning(
-                    f"the training is complete, its pictures in {output_dir / 'plots'} are not "
-                    f"({failed}); again: {commands(output_dir)[0]}"
-                )
-        try:
-            experiment.log.run_summary()
-        except Exception as error:  # no table is worth a run that is complete
-            experiment.log.warn_once("the summary", error)
-        return status
-
-
-def _draw(output_dir: Path, experiment: "Experiment", config: "ExperimentConfig") -> None:
-    """Pictures of the run and of its sets; a decoder may die of an image in them."""
-    import cv2
-
-    from ppdist.viz.run_plots import draw_labels, draw_run
-
-    cv2.setNumThreads(0)  # its threads are not in a copy of the process
-    draw_run(output_dir)
-    draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
 
 def main() -> int:
