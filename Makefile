@@ -66,8 +66,8 @@ soak: install
 	$(PY) tools/faults.py soak --minutes 30 --json output/faults/soak.json
 
 check: install
-	$(PY) -m ruff check ppdist tools tests deploy benchmarks
-	$(PY) -m ruff format --check ppdist tools tests deploy benchmarks
+	$(PY) -m ruff check ppdist tools tests deploy benchmarks examples
+	$(PY) -m ruff format --check ppdist tools tests deploy benchmarks examples
 	$(PY) -m mypy
 
 bench: install

@@ -59,7 +59,7 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
-        "tensorboard": ["tensorboardX>=2.6.4"],  # log.tensorboard
+        "tensorboard": ["tensorboardX>=2.6.4", "tensorboard>=2.16"],  # log.tensorboard, and its viewer
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python

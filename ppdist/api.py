@@ -27,8 +27,10 @@ from PIL import Image
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, quiet_paddle
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import parse_tree
+from ppdist.config.base import parse_plain
 from ppdist.config.export import ExportOptions
+from ppdist.config.migration import is_data_yaml
+from ppdist.config.yaml import Reader
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame, Source, as_image, expand, frames_of, is_many, read_source
 
@@ -183,6 +185,7 @@ class Detector:
         epochs: float | None = None,
         batch: int | None = None,
         output_dir: Place | None = None,
+        recipe: str | None = None,
         overrides: Sequence[str] = (),
         evaluate: bool = True,
         callbacks: Sequence["Callback"] = (),
@@ -192,17 +195,24 @@ class Detector:
         Classes whose names agree keep what they know.  On several cards use `fleetrun`.
 
         Args:
-            data: the `data` section of a configuration, a configuration that has one, or None: the
-                data of the weights' own training.
+            data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML
+                or YOLO's labels; a configuration, or its `data` section; None: the data of the
+                weights' own training.
             batch: images on this card.
             output_dir: of the run; None: `output/<name of the data>`.
+            recipe: a shipped one whose learning rate and the like are fitted to a data.yaml or a
+                folder, as `ppdist train DATA --model RECIPE` does; None: the settings of the
+                weights' own training.
             overrides: more keys of the configuration, such as "optimizer.lr=0.001".
             evaluate: on the validation split, and keep the best.
             callbacks: see `ppdist.Callback`.
         Returns: the detector with the best weights of the run.
         Raises: UserError: data or configuration are wrong, or the run was stopped.
         """
-        config = self._fine_tuning(data, epochs, batch, output_dir, overrides)
+        if recipe is None:
+            config = self._fine_tuning(data, epochs, batch, output_dir, overrides)
+        else:
+            config = self._fitted(recipe, data, epochs, batch, output_dir, overrides)
         run = train(config, evaluate=evaluate, callbacks=callbacks)
         return Detector(run, device=self._device)
 
@@ -230,7 +240,8 @@ class Detector:
 
         self._config = config_for(self.weights, self._given)
         device.choose(self._config.device if self._device == "auto" else self._device)
-        return load_weights(self._config, self.weights, _warn)
+        alone = self._given is None
+        return load_weights(self._config, self.weights, _warn, names_alone=alone)
 
     def _own_config(self) -> ExperimentConfig:
         if self._config is None:
@@ -260,6 +271,33 @@ class Detector:
         items += [] if epochs is None else [f"train.epochs={epochs:g}"]
         items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
         return changed(config, [*items, *overrides])
+
+    def _fitted(
+        self,
+        recipe: str,
+        data: Config | Mapping[str, Any] | None,
+        epochs: float | None,
+        batch: int | None,
+        output_dir: Place | None,
+        overrides: Sequence[str],
+    ) -> ExperimentConfig:
+        if not isinstance(data, str | Path) or not _is_layout(data):
+            raise ConfigError(
+                "a recipe is fitted to a data.yaml or a folder",
+                code="options_conflict",
+                where=f"recipe={recipe!r}",
+                fix="give data= as one, or leave recipe out",
+            )
+        from ppdist.data.datasets.layout import find_layout
+        from ppdist.distributed import comm
+        from ppdist.engine.recipe import Wishes, fit_recipe
+
+        self._own_config()  # of an export there is none
+        size = self._model.spec.input.size
+        wishes = Wishes(recipe, epochs, batch, str(self.weights), size)
+        items = [] if output_dir is None else [f"output_dir={output_dir}"]
+        layout = find_layout(str(data))
+        return fit_recipe(layout, wishes, [*items, *overrides], comm.world_size()).config
 
     def _predict(
         self, iou_threshold: float | None, slice: int | None, overlap: float, batch: int
@@ -405,16 +443,19 @@ def export(
     quiet_paddle()
     file = _weights_file(weights)
     settled = config_for(file, config)
-    chosen = parse_tree({**options, "formats": list(formats)}, "export()", (), ExportOptions)
+    chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_model
+    from ppdist.export.spec import describe, validation_set
+    from ppdist.models.model_card import read_card_or_warn
     from ppdist.models.weights import load_all_weights
-    from ppdist.predict.model import spec_of
 
     with _on_cpu():
         model = build_model(settled)
+        card = read_card_or_warn(file, _warn)
         load_all_weights(model, file)
-        spec, dataset = spec_of(settled, file, _warn)
+        dataset = validation_set(settled, _warn, card)
+        spec = describe(settled, dataset, card)
         return export_model(settled, model, spec, dataset, Path(out), chosen, _warn).directory
 
 
@@ -440,7 +481,7 @@ def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCon
     """The configuration with other values, checked again."""
     if not overrides:
         return config
-    return parse_tree(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
+    return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
 
 
 def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> ExperimentConfig:
@@ -451,19 +492,37 @@ def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> Exp
     from ppdist.data.datasets.build import read_split
 
     tree = config.model_dump(mode="json")
-    tree["data"] = dict(_data_section(data))
+    tree["data"] = {"resize": config.data.resize, **_data_section(data)}  # resize is the model's
     tree["model"]["num_classes"] = 1
-    section = parse_tree(tree, "data", (), ExperimentConfig).data
-    classes = len(read_split(section, "train").class_names)
-    tree["model"]["num_classes"] = classes
-    return parse_tree(tree, "data", (), ExperimentConfig)
+    section = parse_plain(tree, "data", (), ExperimentConfig).data
+    tree["model"]["num_classes"] = len(read_split(section, "train").class_names)
+    return parse_plain(tree, "data", (), ExperimentConfig)
 
 
 def _data_section(data: Config | Mapping[str, Any]) -> Mapping[str, Any]:
     """The one place that says what `data=` may be."""
     if isinstance(data, Mapping):
         return data
-    return _settled(data, ()).data.model_dump(mode="json")
+    if isinstance(data, ExperimentConfig):
+        return data.data.model_dump(mode="json")
+    if not _is_layout(data):
+        return load_config(data).data.model_dump(mode="json")
+    from ppdist.data.datasets.layout import VAL_FRACTION, find_layout
+
+    layout = find_layout(str(data))
+    section: dict[str, Any] = {"format": layout.format, "root": str(layout.root)}
+    section |= {"train": layout.train.model_dump(mode="json")}
+    if layout.val is None:
+        section |= {"val_fraction": VAL_FRACTION}
+    else:
+        section |= {"val": layout.val.model_dump(mode="json")}
+    return {**section, "class_names": list(layout.class_names)}
+
+
+def _is_layout(data: Place) -> bool:
+    """Whether a path is a data set as it comes, not a configuration."""
+    path = Path(data)
+    return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
 
 
 def _weights_file(weights: Place) -> Path:

@@ -55,13 +55,61 @@ _LAST_SECONDS = 0.5  # for requests on connections that were accepted just befor
 _OTHER_FILES = 64  # open ones besides connections
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
+_DESCRIPTION = "Objects in images, by a model that ppdist has exported."
+_DETECT = {  # of the body, which `detect` reads itself, and of what comes back
+    "summary": "The objects of an image",
+    "parameters": [
+        {
+            "name": "threshold",
+            "in": "query",
+            "description": "least score of an object; default: --threshold",
+            "schema": {"type": "number", "minimum": 0, "maximum": 1},
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "image/*": {"schema": {"type": "string", "format": "binary"}},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"image": {"type": "string", "format": "binary"}},
+                }
+            },
+        },
+    },
+    "responses": {
+        "200": {
+            "description": "objects, best first; box: left, top, right, bottom in pixels of the "
+            "upright image.  A classifier answers `classes` instead.",
+            "content": {
+                "application/json": {
+                    "example": {
+                        "width": 640,
+                        "height": 480,
+                        "objects": [
+                            {
+                                "class": "RBC",
+                                "category_id": 1,
+                                "score": 0.91234,
+                                "box": [12.5, 30.25, 101.0, 118.75],
+                            }
+                        ],
+                    }
+                }
+            },
+        }
+    },
+}
+
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
     """The routes.  Nothing in a request names a file or an address that is opened.
 
     Args: token: what /detect and /metrics ask for; the others show nothing worth hiding.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # those pages load from a CDN
+    # /docs loads Swagger UI from a CDN; who must not reach one has /openapi.json.
+    app = FastAPI(title="ppdist serving", description=_DESCRIPTION, redoc_url=None)
     page, page_headers = _page()
 
     def require_token(request: Request) -> None:
@@ -72,7 +120,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         if token is not None and (kind.lower() != "bearer" or not matches):
             raise Refused(401, "send the header: Authorization: Bearer TOKEN")
 
-    @app.post("/detect")
+    @app.post("/detect", openapi_extra=_DETECT)
     async def detect(request: Request) -> JSONResponse:
         started, status = time.perf_counter(), 500
         try:
@@ -90,24 +138,24 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
             service.counts.requests.labels(str(status)).inc()
             service.counts.seconds.observe(time.perf_counter() - started)
 
-    @app.get("/health")
+    @app.get("/health", summary="200 while the process can still answer; 503: start it anew")
     async def health() -> JSONResponse:
         ill = service.ill()
         return JSONResponse({"alive": ill is None, "reason": ill}, 503 if ill else 200)
 
-    @app.get("/ready")
+    @app.get("/ready", summary="200 once the model is loaded and warm")
     async def ready() -> JSONResponse:
         is_ready = service.batcher.model is not None
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", summary="For Prometheus")
     async def metrics(request: Request) -> PlainTextResponse:
         require_token(request)
         return PlainTextResponse(
             generate_latest(service.counts.registry), media_type="text/plain; version=0.0.4"
         )
 
-    @app.get("/")
+    @app.get("/", summary="A page: drop an image, see its boxes")
     async def index() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers)
 
@@ -246,6 +294,8 @@ def serve(
     except (OSError, OverflowError) as error:
         print(f"serving: error: --host {host} --port {port}: {error}", file=sys.stderr)
         return 2
+    address = f"[{host}]" if ":" in host else host
+    print(f"serving: http://{address}:{listener.getsockname()[1]}/  (the API: /docs)", flush=True)
     service = Service(load, limits)
     server = _Server(
         uvicorn.Config(

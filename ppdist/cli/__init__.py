@@ -111,6 +111,10 @@ def _configs(prefix: str, **_: Any) -> Iterable[str]:
     return [*argcomplete.FilesCompleter()(prefix), *short_names(), *recipes()]
 
 
+# `config` of add_config where weights bring their configuration along.
+OR_OF_WEIGHTS = "YAML file of the experiment, or the name of a shipped one (default: that of -w)"
+
+
 def add_config(
     parser: argparse.ArgumentParser,
     *,

@@ -1,22 +1,25 @@
 """Converts weights.
 
-tools/convert.py -c cfg.yml -w IN --out OUT [--keys ours|official]
+tools/convert.py [-c cfg.yml] -w IN --out OUT [--keys ours|official]
 
+Without -c the configuration is the one in the checkpoint or its model card.
 IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth, .ckpt,
 .safetensors, .npz, or a checkpoint directory.  OUT ends in .pdparams, .pt, .pth, .safetensors or
-.npz; a .pt or .pth is a state dict that torch loads with weights_only=True.
+.npz; a .pt or .pth is a state dict that torch loads with weights_only=True.  A .safetensors or .npz
+takes the model card along: class names, preprocessing, licence.
 """
 
 import argparse
 from pathlib import Path
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
+from ppdist.common import process
 from ppdist.common.arguments import described
 
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=True)
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write")
     parser.add_argument("--keys", choices=["ours", "official"],
@@ -30,6 +33,13 @@ def main() -> int:
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
+    from ppdist.models.model_card import (
+        CARD_NOTE,
+        ModelCard,
+        card_of,
+        config_of_weights,
+        read_card_or_warn,
+    )
     from ppdist.models.weights import (
         arrays_of,
         check_arrays,
@@ -41,14 +51,24 @@ def main() -> int:
 
     out: Path = arguments.out
     check_writable(out)
-    config = load_config(arguments.config, arguments.override)
+    weights = Path(arguments.weights)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(weights, arguments.override)
     comm.init("cpu", config.distributed)
     model = build_model(config)
-    load_all_weights(model, Path(arguments.weights))
+    card = read_card_or_warn(weights, process.warn) or ModelCard()
+    load_all_weights(model, weights)
     of_torch = out.suffix.lower() in (".pt", ".pth")
     keys = arguments.keys or ("official" if of_torch else "ours")
     arrays = official_arrays_of(model) if keys == "official" else arrays_of(model)
-    write_arrays(out, arrays)
+    names = card.class_names or config.data.class_names
+    card = card_of(
+        config, model, names if len(names) == config.model.num_classes else (),
+        card.category_ids, licence=card.licence, source=card.source or f"converted from {weights}",
+    )  # fmt: skip
+    write_arrays(out, arrays, {CARD_NOTE: card.text()})
     check_arrays(out, arrays)
     megabytes = out.stat().st_size / 1e6
     print(f"{out}: {len(arrays)} tensors, {megabytes:.1f} MB, {keys} keys; read back and equal")

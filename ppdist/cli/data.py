@@ -102,7 +102,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=_FORMATS, help="of data without a YAML file")
     parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
     parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
-    parser.add_argument("--annotations", metavar="PATH", help="file, list or folder")
+    parser.add_argument(
+        "--annotations", metavar="PATH", help="file, list or folder (voc, yolo: beside the images)"
+    )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="of the classes, in order")
 
 
@@ -146,7 +148,7 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
             "--root, --images, --annotations and --names say",
             code="options_conflict",
         )
-    if not arguments.annotations and arguments.format != "folder":
+    if not arguments.annotations and arguments.format in ("coco", "csv"):
         raise errors.ConfigError(
             f"--annotations is missing: format {arguments.format} needs it", code="option_missing"
         )
@@ -363,7 +365,7 @@ def split(arguments: argparse.Namespace) -> int:
     else:
         shares = shares_of(arguments.parts)
         wanted = {name: {part} for part, name in enumerate(shares)}
-    config = source_of(arguments)
+    config = source_of(arguments).model_copy(update={"val_fraction": None})  # all of it
     dataset = read_split(config, "train", whole=True)
     group_N = groups_of_one_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]

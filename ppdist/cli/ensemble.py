@@ -236,6 +236,7 @@ def average(arguments: argparse.Namespace) -> None:
     from ppdist.distributed import comm
     from ppdist.engine.data import read_sets
     from ppdist.ensemble import model_soup
+    from ppdist.models.model_card import CARD_NOTE, average_of, card_of
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
 
     config = load_config(arguments.config, arguments.override)
@@ -259,7 +260,12 @@ def average(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
 
     def write() -> None:
-        write_arrays(arguments.out, arrays_of(model))
+        licence, source = average_of([Path(path) for path in report["averaged"]], process.warn)
+        card = card_of(
+            config, model, sets.train.class_names, sets.train.category_ids,
+            licence=licence, source=source,
+        )  # fmt: skip
+        write_arrays(arguments.out, arrays_of(model), {CARD_NOTE: card.text()})
         if arguments.json:
             write_json(arguments.json, report, indent=1)
         print(json.dumps(report, indent=1))

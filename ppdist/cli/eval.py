@@ -1,7 +1,8 @@
 """Evaluates weights on the validation split.
 
-tools/eval.py -c cfg.yml -w WEIGHTS [--out DIR]
+tools/eval.py [-c cfg.yml] -w WEIGHTS [--out DIR]
 
+Without -c the configuration is the one in the checkpoint.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import described
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=True)
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
@@ -50,21 +51,26 @@ def main() -> int:
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
+    from ppdist.models.model_card import config_of_weights, read_card_or_warn
 
-    config = load_config(arguments.config, arguments.override)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(arguments.weights, arguments.override, needs_data=True)
     comm.init(config.device, config.distributed)
 
-    def make_places() -> None:  # not only when the work is done
+    def prepare() -> None:
         for file in (arguments.json, arguments.save_detections):
             if file and comm.is_main():
-                make_parent(file)
+                make_parent(file)  # not only when the work is done
         for folder in (arguments.out, arguments.vdl):
             if folder and comm.is_main():
                 make_folder(folder)
+        read_card_or_warn(arguments.weights, process.warn if comm.is_main() else lambda _: None)
 
     ready = prepare_evaluation(
         config, Path(arguments.weights),
-        pictures=config.log.images if arguments.vdl else 0, prepare=make_places,
+        pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
     )  # fmt: skip
     evaluator, dataset = ready.evaluator, ready.dataset
     for note in ready.notes if comm.is_main() else ():
@@ -111,7 +117,8 @@ def write_out(
     with writing(folder / "tables.txt"):
         (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
     evaluator.save(folder / "detections.json", found)
-    draw_run(folder, image_folders=[Path(data.root), Path(data.root) / data.val.images])
+    root = Path(data.root)
+    draw_run(folder, image_folders=[root, *(root / name for name in data.val.image_folders)])
     process.say(f"ppdist: wrote {folder}")
 
 

@@ -1,7 +1,8 @@
 """Exports weights for deployment.
 
-tools/export.py -c cfg.yml -w WEIGHTS --out DIR [--format ...]
+tools/export.py [-c cfg.yml] -w WEIGHTS --out DIR [--format ...]
 
+Without -c the configuration is the one in the checkpoint or its model card.
 DIR gets model.json and model.pdiparams (Paddle Inference), model.onnx where asked, and infer.yml,
 which says how to prepare an image and read the outputs (of a classifier: probabilities).  Nothing
 is kept that does not compute what the model computes.
@@ -12,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
 from ppdist.config.export import ACCURACY, CALIBRATION, ExportOptions
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=True)
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--format", default="paddle", metavar="LIST",
@@ -58,10 +59,14 @@ def main() -> int:
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_model
     from ppdist.export.spec import describe, validation_set
+    from ppdist.models.model_card import config_of_weights, read_card_or_warn
     from ppdist.models.weights import load_all_weights
 
     formats = formats_of(arguments)
-    config = load_config(arguments.config, arguments.override)
+    if arguments.config:
+        config = load_config(arguments.config, arguments.override)
+    else:
+        config = config_of_weights(arguments.weights, arguments.override)
     if config.model.task == "classify" and (
         arguments.without_nms or arguments.accuracy is not None
     ):
@@ -74,9 +79,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     model = build_model(config)
+    card = read_card_or_warn(arguments.weights, process.warn)
     load_all_weights(model, Path(arguments.weights))
-    dataset = validation_set(config, process.warn)
-    spec = describe(config, dataset)
+    dataset = validation_set(config, process.warn, card)
+    spec = describe(config, dataset, card)
     if arguments.class_names:
         spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
     options = ExportOptions(

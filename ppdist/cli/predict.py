@@ -1,12 +1,13 @@
 """Finds objects in images, videos and cameras.
 
-ppdist predict -w WEIGHTS [-c cfg.yml] --source X [X ...] --out DIR
+ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] --out DIR
 
-With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime; all
-give the same boxes.  Weights that say which model they are of need no -c.  DIR gets every picture
-with its boxes drawn, and detections.json: a COCO data set of what was found (`annotations` is also
-a COCO result list).  A classifier draws its five surest classes instead, and writes them to
-classes.json.  Of a camera or a stream, Ctrl-C ends the recording; what was found is written.
+Without -c the configuration is the one in the checkpoint or its model card.
+With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime;
+all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
+data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
+surest classes instead, and writes them to classes.json.  Of a camera or a stream, Ctrl-C ends the
+recording; what was found is written.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
 
@@ -33,7 +34,7 @@ _BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
-    add_config(parser, required=False)
+    add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", help="weight file or checkpoint")
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, instead of -c and -w")  # fmt: skip
@@ -234,9 +235,7 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     """The eager model."""
     if not arguments.weights:
         raise errors.ConfigError(
-            "give -w WEIGHTS (and -c CONFIG where they do not say which model they are of), or "
-            "--model DIR (an export)",
-            code="option_missing",
+            "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
         )
     if arguments.backend or arguments.int8:
         raise errors.ConfigError(
@@ -251,7 +250,6 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.models.model_card import config_of_weights
-    from ppdist.models.weights import checkpoint_of
     from ppdist.predict.model import load_weights
 
     if arguments.config:
@@ -261,7 +259,8 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     if config.model.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)
-    return load_weights(config, checkpoint_of(Path(arguments.weights)), process.warn)
+    alone = not arguments.config
+    return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
 
 
 def of_export(arguments: argparse.Namespace) -> "LoadedModel":

@@ -1,24 +1,50 @@
 """Trains a detector.
 
+ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights FILE] [--eval]
+ppdist train -c cfg.yml [--eval] [-o k=v]
 fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
+
+DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
+labels.  Everything else is decided, shown, and written to the output_dir as a configuration.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppdist.cli import add_config, command_line
 from ppdist.common import process
-from ppdist.common.arguments import described
+from ppdist.common.arguments import at_least, described
+from ppdist.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ppdist.common.logging import RunLog
     from ppdist.engine.callbacks import Callback
+    from ppdist.engine.recipe import Recipe
 
 
 def parse() -> argparse.Namespace:
+    if not {"-h", "--help"} & {*sys.argv}:  # which answers without reading a configuration
+        from ppdist.config.migration import refuse_options
+
+        refuse_options(sys.argv[1:])
     parser = described(__doc__)
-    add_config(parser, required=True)
+    parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
+    add_config(parser, required=False)
+    fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
+    fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: ppyoloe_plus_s, "
+                        "yolov5n, ... (ppdist config list)")  # fmt: skip
+    fitted.add_argument("--epochs", type=at_least(1), metavar="N",
+                        help="passes over the training images (by their number)")  # fmt: skip
+    fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
+                        "train.batch_size_per_card, or auto; the rate follows the total of all "
+                        "cards (as the recipe)")  # fmt: skip
+    fitted.add_argument("--weights", metavar="FILE", help="start from these, as model.pretrained")
+    fitted.add_argument("--image-size", type=at_least(32), nargs="+", metavar="N",
+                        help="pixels: one number is a square, two are height and width (as the "
+                        "recipe)")  # fmt: skip
     parser.add_argument(
         "--eval", action="store_true", help="evaluate during training and keep the best"
     )
@@ -34,7 +60,55 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.resume_changed and arguments.resume is None:
         parser.error("--resume-changed goes with --resume")
+    _check_source(arguments)
     return arguments
+
+
+def _batch(text: str) -> int | str:
+    return text if text == "auto" else at_least(1)(text)
+
+
+_FITTED = {
+    "model": "choose it by -c NAME",
+    "epochs": "-o train.epochs=N",
+    "batch": "-o train.batch_size_per_card=N",
+    "weights": "-o model.pretrained=FILE",
+    "image_size": "-o model.image_size=N",
+}
+
+
+def _check_source(arguments: argparse.Namespace) -> None:
+    """DATA with its options, or -c.  Raises: ConfigError."""
+    if bool(arguments.data) == bool(arguments.config):
+        both = " and ".join(filter(None, (arguments.data, arguments.config)))
+        raise ConfigError(
+            f"expected one of DATA and -c, found {f'both ({both})' if both else 'neither'}",
+            code="options_conflict" if both else "option_missing",
+            where="train",
+            fix="`ppdist train data.yaml --model ppyoloe_plus_s`, or `ppdist train -c cfg.yml`",
+        )
+    if arguments.data and not arguments.model:
+        raise ConfigError(
+            "--model is missing",
+            code="option_missing",
+            where=f"train {arguments.data}",
+            fix="name a recipe: --model ppyoloe_plus_s, --model yolov5n, ... (ppdist config list)",
+        )
+    given = [name for name in _FITTED if getattr(arguments, name) is not None]
+    if arguments.config and given:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(
+            f"{shown} goes with DATA, not with -c",
+            code="options_conflict",
+            where=f"train -c {arguments.config}",
+            fix="; ".join(_FITTED[name] for name in given),
+        )
+    if arguments.image_size and len(arguments.image_size) > 2:
+        raise ConfigError(
+            f"{len(arguments.image_size)} numbers; expected one, or height and width",
+            code="bad_value",
+            where="--image-size",
+        )
 
 
 def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -> int:
@@ -46,14 +120,24 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     process.hold_signals()
     from ppdist.config import load_config
+    from ppdist.distributed import comm
     from ppdist.engine.run import run_training
     from ppdist.engine.state import AUTO
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
     until_first_step()
-    config = load_config(arguments.config, arguments.override)
+    recipe = _fitted(arguments) if arguments.data else None
+    config = recipe.config if recipe else load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
+
+    def begin(log: "RunLog") -> None:
+        if recipe:
+            log.info(comm.run_on_main(lambda: _write(recipe, output_dir, arguments.eval)))
+        notice = started_by_stock_launcher()
+        if notice:
+            log.warning(notice)
+
     word = arguments.resume
     return run_training(
         config,
@@ -63,8 +147,53 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         command=command_line(),
         resume_changed=arguments.resume_changed,
         callbacks=callbacks,
-        notice=started_by_stock_launcher,
+        joined=lambda: _show(recipe) if recipe and comm.is_main() else None,
+        begin=begin,
     )
+
+
+def _fitted(arguments: argparse.Namespace) -> "Recipe":
+    """The same on every rank, from files that are the same."""
+    from ppdist.data.datasets.layout import find_layout
+    from ppdist.distributed import comm
+    from ppdist.engine.recipe import Wishes, fit_recipe
+
+    size = arguments.image_size
+    wishes = Wishes(
+        model=arguments.model,
+        epochs=arguments.epochs,
+        batch=arguments.batch,
+        weights=arguments.weights,
+        image_size=None if size is None else (size[0], size[-1]),
+    )
+    layout = find_layout(arguments.data)
+    return fit_recipe(layout, wishes, arguments.override, comm.world_size())
+
+
+def _show(recipe: "Recipe") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("decided", "value", "why")
+    for row in recipe.rows:
+        table.add_row(*map(escape, row))
+    Console(stderr=True).print(table)
+
+
+def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
+    """Writes the configuration beside its run; returns a line that says so."""
+    from ppdist.common.files import replace_file, writing
+    from ppdist.engine.recipe import FILE
+
+    file = output_dir / FILE
+    content = recipe.text.encode()
+    with writing(file):
+        if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
+            file.replace(file.with_name(f"{FILE}.old"))
+        replace_file(file, content)
+    again = f"ppdist train -c {file}{' --eval' if evaluate else ''}"
+    return f"wrote {file}, a configuration to edit; `{again}` is this run"
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.process import printable, say
+from ppdist.common.process import log_line, printable, say
 from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
@@ -87,6 +87,7 @@ class RunLog:
         self._steps_per_epoch = max(1, steps_per_epoch)
         self._every_steps = every_steps
         self._handlers: list[logging.Handler] = []
+        self._handlers_before = [*_LOGGER.handlers]
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
         self._eta = ETA(total_steps, steps_per_epoch)
@@ -239,9 +240,8 @@ class RunLog:
             self._bar = None
         self.writers.close()
         if self._handlers:
-            sys.stdout = self._stdout_before
+            sys.stdout, _LOGGER.handlers = self._stdout_before, self._handlers_before
         for handler in self._handlers:
-            _LOGGER.removeHandler(handler)
             handler.close()
         self._handlers = []
         _LOGGER.setLevel(self._level_before)
@@ -249,7 +249,7 @@ class RunLog:
 
     def _open_handlers(self) -> None:
         _LOGGER.setLevel(logging.INFO)
-        _LOGGER.propagate = False
+        _LOGGER.propagate, _LOGGER.handlers = False, []
         sys.stdout = self._screen  # also for whoever prints without asking the log
         self._handlers.append(ConsoleHandler(self._console, self._screen))
         _LOGGER.addHandler(self._handlers[0])
@@ -377,11 +377,9 @@ class ConsoleHandler(logging.Handler):
         self._said = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         style = "" if record.levelno < logging.WARNING else "yellow"
         self._console.print(
-            f"{clock} {mark}{printable(record.getMessage())}",
+            log_line(record),
             style=style,
             markup=False,
             highlight=False,

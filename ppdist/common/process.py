@@ -18,8 +18,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -77,7 +77,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     quiet_paddle()
     code, failure = 0, Failure("", "", "")
     try:
-        code = main() or 0
+        with _plain_log():
+            code = main() or 0
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
@@ -104,6 +105,34 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+@contextmanager
+def _plain_log() -> Iterator[None]:
+    """What is logged goes to stderr as a run's log shows it, and not through Paddle's handler."""
+    logger, handler = logging.getLogger("ppdist"), _PlainHandler()
+    before = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate, level = before
+        logger.setLevel(level)
+
+
+class _PlainHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(log_line(record))
+
+
+def log_line(record: logging.LogRecord) -> str:
+    """`18:57:59 warning: text`, as users see every message."""
+    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+    mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+    return f"{clock} {mark}{printable(record.getMessage())}"
 
 
 def _crash() -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
+from ppdist.config.migration import refuse_file
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
@@ -59,10 +60,11 @@ def parse_config(
     """
     reader = Reader()
     file = find_config(str(path))
+    refuse_file(Reader().read_alone(file), file)  # before the files that it names are opened
     return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
 
 
-def parse_tree(
+def parse_plain(
     tree: Mapping[str, Any],
     source: str,
     overrides: Sequence[str],
@@ -92,8 +94,16 @@ def _parsed(
             tree = merge(tree, node)
     place = Place(source, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    tree = schema.completed(merge(Node(given, place, place), tree))
-    return _check(tree, schema, reader.problems)
+    return parse_tree(merge(Node(given, place, place), tree), schema, reader.problems)
+
+
+def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
+    """The Section that a tree of files and -o items stands for.
+
+    Args: problems: found in reading them.
+    Raises: ConfigError: as `parse_config`.
+    """
+    return _check(schema.completed(tree), schema, [*problems])
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

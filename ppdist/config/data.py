@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, Task
@@ -13,18 +13,20 @@ Resize = Literal["stretch", "letterbox"]  # `data.resize`
 class SplitConfig(Section):
     """Where the images and annotations of one split are."""
 
-    images: str = Field(
+    images: str | tuple[str, ...] = Field(
         default="images",
         description="Folder of the images, relative to data.root; folder: it holds one folder "
-        "per class.",
+        "per class. yolo: also a list of folders.",
     )
-    annotations: str = Field(
+    annotations: str | tuple[str, ...] = Field(
         default="",
         description="Relative to data.root. coco: the JSON file. voc: the list of images "
         "(ImageSets/Main/train.txt: names whose XML files are in Annotations/, or lines "
-        "`IMAGE XML`). yolo: the folder of label files, or a list of image paths whose labels "
-        "are in labels/ in place of images/. csv: a file of lines `path,label`, paths relative "
-        "to images. folder: not used.",
+        "`IMAGE XML`), or a folder: every XML file in it or below is an image; empty: they lie "
+        "among the images. yolo: the folder of label files, or a file of image paths, or several "
+        "such files; empty: the labels of the images in `images`. Labels of a file or of `images` "
+        "are in labels/ in place of images/, else beside the image. csv: a file of lines "
+        "`path,label`, paths relative to images. folder: not used.",
     )
     limit: int | None = Field(
         default=None,
@@ -34,6 +36,18 @@ class SplitConfig(Section):
         "among those of a larger one, and with an object of every class where so few suffice for "
         "that. null: all.",
     )
+
+    @property
+    def image_folders(self) -> tuple[str, ...]:
+        """Where the images are, relative to data.root."""
+        return (self.images,) if isinstance(self.images, str) else self.images
+
+    @property
+    def annotation_files(self) -> tuple[str, ...]:
+        """Files or folders, relative to data.root; none: they are found by the images."""
+        if isinstance(self.annotations, str):
+            return (self.annotations,) if self.annotations else ()
+        return self.annotations
 
 
 class SamplingConfig(Section):
@@ -64,6 +78,14 @@ class DataConfig(Section):
     root: str = Field(description="Folder that everything below is relative to.")
     train: SplitConfig = Field(description="The training split.")
     val: SplitConfig = Field(description="The validation split.")
+    val_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="For a set without a validation split: this share of the images of data.train "
+        "is not trained on but validates, and what data.val says of files does not count. Which "
+        "ones follows from their names below data.root alone, whatever `seed` is. null: data.val.",
+    )
     class_names: tuple[str, ...] = Field(
         default=(),
         description="Names of the classes in the order of their numbers; coco: as the file has "
@@ -134,6 +156,19 @@ class DataConfig(Section):
     augment: AugmentConfig = Field(
         default=AugmentConfig(), description="Random changes of training images."
     )
+
+    @model_validator(mode="after")
+    def _splits_fit(self) -> "DataConfig":
+        for key, part in (("train", self.train), ("val", self.val)):
+            several = len(part.image_folders) > 1 or len(part.annotation_files) > 1
+            if several and self.format != "yolo":
+                raise ValueError(f"{key}: a list of folders or files is for format: yolo")
+            if not part.image_folders:
+                raise ValueError(f"{key}.images: an empty list, expected a folder or several")
+        places = [(part.images, part.annotations) for part in (self.train, self.val)]
+        if self.val_fraction is not None and places[0] != places[1]:
+            raise ValueError("val_fraction divides the images of train; leave val out")
+        return self
 
     @property
     def task(self) -> Task:

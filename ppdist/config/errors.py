@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ppdist.config.migration import answer_key
 from ppdist.config.schema import (
     SectionType,
     all_keys,
@@ -38,7 +39,9 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
         is_a_type = detail["type"].endswith("_type")
         if path not in problems and not (deeper and is_a_type):
             problems[path] = Problem(
-                _place(detail, path, tree), _message(detail, path, tree, schema), _code(detail)
+                _place(detail, path, tree),
+                _message(detail, path, tree, schema),
+                _code(detail, path, tree),
             )
     return list(problems.values())
 
@@ -91,9 +94,9 @@ def _place(detail: Any, path: Path, tree: Node) -> Place:
     return node.key_place if at_key or isinstance(node.value, dict) else node.place
 
 
-def _code(detail: Any) -> str:
+def _code(detail: Any, path: Path, tree: Node) -> str:
     if detail["type"] == "extra_forbidden":
-        return "unknown_key"
+        return "foreign_key" if answer_key(path, _nearest(tree, path)) else "unknown_key"
     if detail["type"] == "union_tag_not_found" or _is_absent(detail):
         return "missing_key"
     return "bad_value"
@@ -103,6 +106,8 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     kind = detail["type"]
     name = _dotted(path)
     node = _nearest(tree, path)
+    if kind == "extra_forbidden" and (answer := answer_key(path, node)):
+        return answer
     if kind == "extra_forbidden":
         return f"{name}: unknown key; {_suggest_key(path, tree, schema)}"
     if kind in ("value_error", "assertion_error"):

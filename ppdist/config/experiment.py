@@ -67,13 +67,21 @@ class ExperimentConfig(Section):
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """`loss.name` need not be written: it is the model's."""
-        model = tree.child("model")
+        """`loss.name` need not be written, nor what `data.val_fraction` says of `data.val`."""
+        model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
-        if name is None or name.value not in LOSS_NAMES:
-            return tree
-        implied = Node({"name": name}, name.place, name.key_place)
-        return merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+        if name is not None and name.value in LOSS_NAMES:
+            implied = Node({"name": name}, name.place, name.key_place)
+            tree = merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+        train = data.child("train") if data is not None else None
+        fraction = data.child("val_fraction") if data is not None else None
+        if train is not None and fraction is not None and fraction.value is not None:
+            of_train = {key: train.child(key) for key in ("images", "annotations")}
+            places = {key: node for key, node in of_train.items() if node is not None}
+            val = Node({**places}, train.place, train.key_place)
+            divided = Node({"val": val}, train.place, train.key_place)
+            tree = merge(tree, Node({"data": divided}, tree.place, tree.key_place))
+        return tree
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "ExperimentConfig":

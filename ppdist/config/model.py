@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from ppdist.config.base import Section, Task
 
@@ -10,7 +10,27 @@ YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing f
 _Side = Annotated[float, Field(gt=0)]
 _Anchor = tuple[_Side, _Side]
 
+
+def _square(size: object) -> object:
+    """One number is a square; a list becomes the tuple that strict checks want."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size, size
+    return tuple(size) if isinstance(size, list) else size
+
+
 # Keys that the families share.
+ImageSize = Annotated[
+    tuple[int, int],
+    BeforeValidator(_square),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer"},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+            ]
+        }
+    ),
+]
 DepthMultiple = Annotated[
     float | None,
     Field(gt=0, description="blocks per stage as a multiple of size l; null: from size"),
@@ -71,9 +91,10 @@ class PPYOLOEConfig(Section):
         description="weight file (.pdparams, .pt, .safetensors, .npz), "
         "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
-    image_size: tuple[int, int] = Field(
+    image_size: ImageSize = Field(
         default=(640, 640),
-        description="input [height, width] in pixels, multiples of the largest stride",
+        description="input [height, width] in pixels, multiples of the largest stride; one number: "
+        "a square",
     )
 
     @property
@@ -117,9 +138,10 @@ class YOLOv5Config(Section):
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
         "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
-    image_size: tuple[int, int] = Field(
+    image_size: ImageSize = Field(
         default=(640, 640),
-        description="input [height, width] in pixels, multiples of 32 (of 64 with four levels)",
+        description="input [height, width] in pixels, multiples of 32 (of 64 with four levels); "
+        "one number: a square",
     )
     anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
         default=None,
@@ -161,8 +183,9 @@ class YOLOv5ClsConfig(Section):
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
         "checkpoint folder, or output_dir of a run (its best, else its last)",
     )
-    image_size: tuple[int, int] = Field(
-        default=(224, 224), description="input [height, width] in pixels, multiples of 32"
+    image_size: ImageSize = Field(
+        default=(224, 224),
+        description="input [height, width] in pixels, multiples of 32; one number: a square",
     )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="chance to drop a feature before the last layer, 0..1"

@@ -72,6 +72,16 @@ class Node:
         return self.value
 
 
+def tree_of(value: object, place: Place) -> Node:
+    """The tree of plain data, all of it from one place; inverse of `Node.plain`."""
+    if isinstance(value, dict):
+        return Node({key: tree_of(each, place) for key, each in value.items()}, place, place)
+    if isinstance(value, list | tuple):
+        return Node([tree_of(each, place) for each in value], place, place)
+    assert value is None or isinstance(value, str | int | float)
+    return Node(value, place, place, "" if value is None else str(value))
+
+
 class Problem(NamedTuple):
     """One line of an InvalidConfig: the place, and `key.path: what is wrong; what to do`.
 

@@ -305,9 +305,9 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
         return os.path.join(real(folder), name)
 
     listed = {place(path) for validated in splits.values() for path, _ in validated.images}
-    folders = {"train": config.train.images, "val": config.val.images}
+    folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
-    for split, name in folders.items():
+    for split, name in ((split, name) for split, names in folders.items() for name in names):
         for path in files_below(Path(config.root) / name):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))

@@ -48,7 +48,7 @@ from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.layers import synchronize_batch_norm
-from ppdist.models.model_card import ModelCard, card_of, licence_warning, origin, read_card
+from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
@@ -176,10 +176,10 @@ def _load_pretrained(
     """
 
     def load() -> tuple[LoadReport, list[str]]:
-        card, doubt = _card_of_start(weights)
+        warnings: list[str] = []
+        card = read_card_or_warn(weights, warnings.append)
         names = ClassNames(card.class_names, class_names) if card else None
-        warnings = [doubt, licence_warning(weights, card)]
-        return load_weights(model, weights, names), [line for line in warnings if line]
+        return load_weights(model, weights, names), warnings
 
     report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors:
@@ -187,16 +187,6 @@ def _load_pretrained(
         if model.given_anchors_LA2 is not None:  # they win over those of the file
             model.set_anchors(model.given_anchors_LA2)
     return report, warnings
-
-
-def _card_of_start(weights: Path) -> tuple[ModelCard | None, str]:
-    """The card of the weights that a run starts from, and why there is none it can read."""
-    try:
-        return read_card(weights), ""
-    except WeightsError as error:
-        if error.code != "model_card_invalid":
-            raise
-        return None, f"{error}; its classes are taken in their order"
 
 
 def _describe_model(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common import process
-from ppdist.common.logging import commands
+from ppdist.common.logging import RunLog, commands
 from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet
@@ -35,15 +35,19 @@ def run_training(
     command: list[str],
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
-    notice: Callable[[], str | None] = lambda: None,
+    joined: Callable[[], object] = lambda: None,
+    begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
     """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
 
-    Args: notice: a warning for the log, where there is one; for the others see `build_training`.
+    Args:
+        joined: called once the ranks have joined.
+        begin: called with the log, before the first step; for the others see `build_training`.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
+    joined()
     experiment = build_training(
         config,
         output_dir=output_dir,
@@ -54,9 +58,7 @@ def run_training(
         callbacks=callbacks,
     )
     with experiment.log:
-        said = notice()
-        if said:
-            experiment.log.warning(said)
+        begin(experiment.log)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
             failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)

@@ -31,7 +31,6 @@ from paddle import Tensor, nn
 import ppdist
 from ppdist.common.errors import DataError, ExportError
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.preprocess import NormalisationSection
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet, ImageRecord
@@ -51,6 +50,7 @@ from ppdist.export.spec import (
     ModelFileSection,
     OutputSection,
     SampleSection,
+    card_of_spec,
     read_spec,
     write_spec,
 )
@@ -67,6 +67,7 @@ from ppdist.export.verify import (
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.coco import evaluate_boxes
 from ppdist.models.base import Detector, ImageModel
+from ppdist.models.model_card import CARD_NOTE
 from ppdist.models.onednn.convert import plain_convolutions
 
 Model = TypeVar("Model", bound=ImageModel)
@@ -234,12 +235,13 @@ def _write_onnx(
     scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases, nms_in_graph: bool
 ) -> Agreement:
     """Writes and checks the ONNX model; scratch: as _write_paddle."""
-    from ppdist.export.onnx import append_nms
+    from ppdist.export.onnx import add_metadata, append_nms
 
     file = draft / "model.onnx"
     raw_file = scratch / "model.onnx"
     names = ("probabilities",) if spec.nms is None else ("scores", "boxes")
     convert_to_onnx(scratch, raw_file, names)
+    add_metadata(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
     raw = load_onnx(raw_file)
     agreement = compare_raw(raw, cases.images, cases.expected)
     if nms_in_graph and spec.nms is not None:
@@ -258,11 +260,12 @@ def _write_int8(
     calibration: Sequence[np.ndarray],
 ) -> ModelFileSection:
     """Writes the ONNX model in 8-bit integers; scratch: holds it in float32 without suppression."""
-    from ppdist.export.onnx import append_nms, quantize_onnx
+    from ppdist.export.onnx import add_metadata, append_nms, quantize_onnx
 
     assert spec.onnx is not None
     raw_file, file = scratch / "model_int8.onnx", draft / "model_int8.onnx"
     quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec)
+    add_metadata(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
     raw = load_onnx(raw_file)
     off = measure_raw(raw, cases.images, cases.expected)
     if spec.onnx.nms_in_graph and spec.nms is not None:
@@ -484,13 +487,6 @@ def deployed(model: Model, normalised_input: bool) -> Model:
     else:
         copied.fold_pixel_scale()
     return copied
-
-
-def normalisation_of(model: ImageModel) -> NormalisationSection:
-    """The normalisation of a model's pixels, for `input.normalised` of infer.yml."""
-    mean = [round(value / 255, 9) for value in model.pixel_mean]
-    std = [round(value / 255, 9) for value in model.pixel_std]
-    return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
 
 
 def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:

@@ -19,7 +19,7 @@ tried.
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,17 @@ class _Builder:
     def column(self, name_M3: str, index: int) -> str:
         """One column of [M, 3] as [M]."""
         return self.add("Gather", name_M3, self.constant(index), axis=1)
+
+
+def add_metadata(file: Path, texts: Mapping[str, str]) -> None:
+    """Sets entries of `metadata_props`, in place; other ones stay."""
+    import onnx
+    from onnx import helper
+
+    model = onnx.load(str(file))
+    there = {entry.key: entry.value for entry in model.metadata_props}
+    helper.set_model_props(model, {**there, **texts})
+    onnx.save(model, str(file))
 
 
 def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:

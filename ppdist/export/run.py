@@ -13,12 +13,12 @@ from ppdist.export.export import (
     Pictures,
     export_classifier,
     export_detector,
-    normalisation_of,
     readable,
     spread,
 )
 from ppdist.export.spec import InferenceSpec
 from ppdist.models.base import Detector, ImageModel
+from ppdist.models.model_card import normalisation_of
 
 SAMPLES = 20  # validation images that take part in the check, when they are there
 

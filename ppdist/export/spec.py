@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+import ppdist
 from ppdist.common.errors import ConfigError, ExportError, UserError
 from ppdist.config.base import Section, parse_config
 from ppdist.config.evaluate import NMSConfig
@@ -25,6 +26,7 @@ from ppdist.config.preprocess import (
 )
 from ppdist.data.datasets.build import read_annotations
 from ppdist.data.types import DetectionSet
+from ppdist.models.model_card import ModelCard, section_of
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -110,6 +112,11 @@ class InferenceSpec(Section):
     )
     class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
+    network: dict[str, Any] | None = Field(
+        default=None, description="The `model` section of the configuration."
+    )
+    licence: str = Field(default="", description="Of the weights, as in their model card.")
+    source: str = Field(default="", description="Of the weights, as in their model card.")
     paddle: ModelFileSection | None = Field(default=None, description="For Paddle Inference.")
     onnx: ModelFileSection | None = Field(default=None, description="For ONNX runtimes.")
     onnx_int8: ModelFileSection | None = Field(
@@ -133,28 +140,40 @@ class InferenceSpec(Section):
         return self
 
 
-def validation_set(config: "ExperimentConfig", warn: Callable[[str], None]) -> DetectionSet | None:
+def validation_set(
+    config: "ExperimentConfig", warn: Callable[[str], None], card: ModelCard | None = None
+) -> DetectionSet | None:
     """The set whose class names a model has; None, and a warning, where it is not at hand.
 
     Its annotations are enough: the images may be absent.
+
+    Args: card: of the weights, see `describe`; the warning says what then comes from it.
     """
-    data = config.data
+    data, count = config.data, config.model.num_classes
     try:
-        return read_annotations(data, "val", config.model.num_classes)
+        return read_annotations(data, "val", count)
     except UserError as error:
-        named = (
-            "are those of data.class_names" if data.class_names else "are made up (class 0, ...)"
-        )
+        named = "are made up (class 0, ...)"
+        if data.class_names:
+            named = "are those of data.class_names"
+        elif card is not None and len(card.class_names) == count:
+            named = "are those of the model card"
         ids = ", category ids are made up (1, 2, ...)" if data.format == "coco" else ""
+        if card is not None and len(card.category_ids) == count:
+            ids = ids if data.class_names not in ((), card.class_names) else ""
         warn(f"class names {named}{ids}: the validation set cannot be read: {error}")
         return None
 
 
-def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> InferenceSpec:
+def describe(
+    config: "ExperimentConfig", dataset: DetectionSet | None, card: ModelCard | None = None
+) -> InferenceSpec:
     """The description of an experiment's model, as evaluation uses it; nothing exported yet.
 
-    Args: dataset: gives class names and ids; None: what the config names, and 1, 2, ... (classes
-        of whole images: 0, 1, ...).
+    Args:
+        dataset: gives class names and ids; None: what the config or else the card names, and the
+            card's ids, or 1, 2, ... (classes of whole images: 0, 1, ...).
+        card: of the weights; also gives licence and source.
     Raises: ConfigError: data.class_names has not a name for each class of the model.
     """
     given = len(config.data.class_names)
@@ -167,9 +186,15 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
         )
     shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
-    names = config.data.class_names or tuple(f"class {i}" for i in range(count))
+    card = card or ModelCard()
+    names = config.data.class_names
+    if not names and len(card.class_names) == count:
+        names = card.class_names
+    names = names or tuple(f"class {i}" for i in range(count))
     task = config.model.task
-    default_ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
+    ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
+    if len(card.category_ids) == count and names == card.class_names:
+        ids = card.category_ids
     return InferenceSpec(
         task=task,
         model=", ".join(f"{key}: {value}" for key, value in shown.items()),
@@ -177,7 +202,24 @@ def describe(config: "ExperimentConfig", dataset: DetectionSet | None) -> Infere
         resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
         class_names=dataset.class_names if dataset else names,
-        category_ids=dataset.category_ids if dataset else default_ids,
+        category_ids=dataset.category_ids if dataset else ids,
+        network=section_of(config),
+        licence=card.licence,
+        source=card.source,
+    )
+
+
+def card_of_spec(spec: InferenceSpec) -> ModelCard:
+    """The model card of an export."""
+    shared = {key: value for key, value in spec if key in ModelCard.model_fields}
+    return ModelCard(
+        **{
+            **shared,
+            "model": spec.network,
+            "image_size": spec.input.size,
+            "normalised": spec.input.normalised,
+            "made_with": f"ppdist {ppdist.__version__}",
+        }
     )
 
 

@@ -4,6 +4,7 @@
     ModelCard.text          -> model_card.json of a checkpoint; the entry `model_card` of
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
+    read_card_or_warn       the same, for whoever can do without
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
 Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
@@ -22,7 +23,7 @@ import ppdist
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, Task, parse_tree
+from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
@@ -62,7 +63,9 @@ class ModelCard(Section):
     )
     resize: ResizeSection | None = Field(default=None, description="Image to input.")
     normalised: NormalisationSection | None = Field(
-        default=None, description="What the first convolution takes instead of pixels."
+        default=None,
+        description="What the layers take instead of pixels. Of an export: what its graph takes; "
+        "null: pixels.",
     )
     nms: NMSConfig | None = Field(
         default=None, description="Which predictions stay, as in infer.yml. classify: none."
@@ -115,7 +118,7 @@ def card_of(
         resize=resize_section(config.data.resize, task),
         normalised=normalisation_of(model),
         nms=config.suppression if task == "detect" else None,
-        licence=licence,
+        licence=licence[:_MOST_LETTERS],
         source=source[:_MOST_LETTERS],
         made_with=f"ppdist {ppdist.__version__}",
     )
@@ -151,6 +154,14 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
     return licence, f"{source}, {before}" if before else source
 
 
+def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[str, str]:
+    """Licence and source of weights that average others; each licence of a member stays."""
+    cards = [card for path in members if (card := read_card_or_warn(path, warn)) is not None]
+    licences = list(dict.fromkeys(card.licence for card in cards if card.licence))
+    sources = list(dict.fromkeys(card.source for card in cards if card.source))
+    return " AND ".join(licences), "; ".join([f"average of {len(members)} weights", *sources])
+
+
 def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
     """A line for whoever loads weights whose licence reaches what is made of them; "" for others.
 
@@ -181,7 +192,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     if path.is_dir():
         if (path / "infer.yml").is_file():
             return _of_export(path / "infer.yml")
-        return _of_checkpoint(path)
+        return _of_checkpoint(path) if (path / "manifest.json").is_file() else None
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
         return _guarded(path, lambda: _of_torch(read_torch_content(path)))
     text = read_notes(path).get(CARD_NOTE)
@@ -189,6 +200,25 @@ def read_card(path: Path | str) -> ModelCard | None:
         return _parse(text.encode(), path)
     beside = path.parent / "manifest.json"  # model.safetensors of a checkpoint
     return _of_checkpoint(path.parent) if beside.is_file() else None
+
+
+def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
+    """As `read_card`, for whoever can do without: a card that is none, and a licence that reaches
+    what is made of the weights, are warnings.
+
+    Raises: WeightsError: no such file, or damaged.
+    """
+    try:
+        card = read_card(path)
+    except WeightsError as error:
+        if error.code != "model_card_invalid":
+            raise
+        warn(f"{error}")
+        return None
+    line = licence_warning(path, card)
+    if line:
+        warn(line)
+    return card
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:
@@ -232,12 +262,11 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
 
 def _of_checkpoint(folder: Path) -> ModelCard | None:
     file = folder / CARD_FILE
-    if not file.is_file():
-        return _of_config(folder / "config.yml")
     try:
-        text = read_file(file, _MOST_BYTES)
         files = json.loads(read_file(folder / "manifest.json", _MOST_BYTES))["files"]
-        expected = files[CARD_FILE]["sha256"]
+        if CARD_FILE not in files:
+            return _of_config(folder / "config.yml")
+        text, expected = read_file(file, _MOST_BYTES), files[CARD_FILE]["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
             f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)
@@ -354,14 +383,19 @@ def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | 
 _NO_DATA = "data"  # `data.root` of a config that is made of a card
 
 
-def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def config_of_weights(
+    weights: Path | str, overrides: Sequence[str] = (), *, needs_data: bool = False
+) -> ExperimentConfig:
     """The configuration that weights bring along.
 
     Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
-    not there (`data.root: data`).
+    not there.
 
-    Args: overrides: items of -o.
-    Raises: WeightsError: they do not say which model they are of; ConfigError: see `load_config`.
+    Args:
+        overrides: items of -o.
+        needs_data: those data are needed, so -o must name them.
+    Raises: WeightsError: they do not say which model they are of, or not which data; ConfigError:
+        see `load_config`.
     """
     path = checkpoint_of(Path(weights))
     folder = path if path.is_dir() else path.parent
@@ -375,6 +409,14 @@ def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> Exp
             where=str(path),
             fix="give -c CONFIG, that of their training",
         )
+    if needs_data and not any(item.startswith("data.root=") for item in overrides):
+        raise WeightsError(
+            "these weights do not say which data to take",
+            code="weights_without_data",
+            where=str(path),
+            fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "
+            "data.val.annotations=FILE and what else data: needs",
+        )
     letterbox = card.resize is not None and card.resize.mode == "letterbox"
     data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}
     data["class_names"] = list(card.class_names)
@@ -385,4 +427,4 @@ def config_of_weights(weights: Path | str, overrides: Sequence[str] = ()) -> Exp
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
     defaults = {"output_dir": f"output/{path.stem}"}
-    return parse_tree(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)
+    return parse_plain(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)

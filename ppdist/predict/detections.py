@@ -20,7 +20,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import make_parent, writing
-from ppdist.viz.draw import draw_boxes
+from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
 
 class Detection(NamedTuple):
@@ -82,11 +82,10 @@ class Detections:
         return f"<Detections{where}{at}: {self}>"
 
     def plot(self) -> np.ndarray:
-        """A copy of the image with every box drawn, uint8 RGB [H, W, 3]."""
-        names = self.names
+        """The image with every box drawn, uint8 RGB; one of fewer than 480 pixels is enlarged."""
         if self.track_ids is not None:
             return _draw_tracks(self)
-        return draw_boxes(self.image, self.boxes_xyxy, self.class_ids, names, self.scores)
+        return draw_boxes(self.image, self.boxes_xyxy, self.class_ids, self.names, self.scores)
 
     def save(self, path: str | Path) -> Path:
         """Writes `plot()` to a file; its suffix says the format.  A file there is replaced.
@@ -204,10 +203,13 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
 
 def _draw_tracks(found: Detections) -> np.ndarray:
     """Boxes named `person #3`, in the colour of the object."""
-    assert found.track_ids is not None
-    names = tuple(f"{one.name} #{one.track_id}" for one in found)
-    labels = np.arange(len(found))
-    return draw_boxes(found.image, found.boxes_xyxy, labels, names, found.scores)
+    objects = list(found)[::-1]  # the surest on top
+    boxes_N4 = found.boxes_xyxy[::-1]
+    texts = [
+        f"{readable(one.name, one.class_id)} #{one.track_id} {one.score:.2f}" for one in objects
+    ]
+    colours = [PALETTE[(one.track_id or 0) % len(PALETTE)] for one in objects]
+    return draw_labelled(found.image, boxes_N4, texts, colours)
 
 
 def _xml(text: str) -> str:

@@ -21,7 +21,6 @@ from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config import ExperimentConfig
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.data.types import DetectionSet
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.predictor import Graph, open_exported
@@ -29,7 +28,7 @@ from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, va
 from ppdist.export.standalone import Predictor, PredictorError
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
-from ppdist.models.model_card import read_card
+from ppdist.models.model_card import read_card_or_warn
 from ppdist.models.weights import load_all_weights
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame
@@ -95,37 +94,28 @@ class LoadedModel:
 
 
 def load_weights(
-    config: ExperimentConfig, weights: Path, warn: Callable[[str], None]
+    config: ExperimentConfig,
+    weights: Path,
+    warn: Callable[[str], None],
+    *,
+    names_alone: bool = False,
 ) -> LoadedModel:
     """A model of a config with weights, fused, on the device that was chosen before.
 
-    Args: warn: told where class names are made up.
+    Args:
+        weights: see `models.weights.load_weights`.
+        warn: told where class names are made up, and of a licence that reaches further.
+        names_alone: where the weights name their classes, data are not looked at.
     Raises: WeightsError: they do not fit; ConfigError: names do not fit the model.
     """
     model = build_model(config)
+    card = read_card_or_warn(weights, warn)
     load_all_weights(model, weights)
     model.fuse()
-    spec, _ = spec_of(config, weights, warn)
+    known = card is not None and len(card.class_names) == config.model.num_classes
+    dataset = None if names_alone and known else validation_set(config, warn, card)
+    spec = describe(config, dataset, card)
     return _loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
-
-
-def spec_of(
-    config: ExperimentConfig, weights: Path, warn: Callable[[str], None]
-) -> tuple[InferenceSpec, DetectionSet | None]:
-    """As `describe`, with the classes that the weights know; and the validation set, if at hand.
-
-    Args: warn: told where class names are made up.
-    """
-    card = read_card(weights)
-    count = config.model.num_classes
-    if card is None or len(card.class_names) != count:
-        dataset = validation_set(config, warn)
-        return describe(config, dataset), dataset
-    dataset = validation_set(config, lambda reason: None)
-    spec = describe(config, dataset)
-    ids = card.category_ids if len(card.category_ids) == count else spec.category_ids
-    names = {"class_names": card.class_names, "category_ids": ids}
-    return spec.model_copy(update=names), dataset
 
 
 def load_export(directory: Path, options: RuntimeOptions | None = None) -> LoadedModel:

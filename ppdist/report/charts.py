@@ -12,7 +12,7 @@ from typing import Any
 from ppdist.common.process import printable
 
 WIDTH, HEIGHT = 480, 280
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 38  # room for the numbers of the axes
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 38  # room for the numbers of the axes
 _MOST_POINTS = 400  # of a curve: more than it has pixels
 _MOST_MARKED = 120  # so few in a picture are shown as points, too
 COLOURS = 8  # of style.css

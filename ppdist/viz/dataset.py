@@ -16,8 +16,6 @@ from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.viz.draw import draw_boxes, draw_classes
 
-_READABLE = 640  # pixels; smaller inputs are shown with each pixel as a square of several
-
 
 def training_pictures(
     dataset: DetectionSet,
@@ -107,13 +105,10 @@ def drawn_samples(batch: Batch, class_names: tuple[str, ...], task: Task) -> Ite
             continue
         image_HW3, real_M = images_BHW3[position], real_BM[position]
         labels_M = labels_BM[position, real_M]
-        zoom = max(1, _READABLE // max(image_HW3.shape))
-        image_HW3 = image_HW3.repeat(zoom, axis=0).repeat(zoom, axis=1)
         if task == "classify":
             yield draw_classes(image_HW3, labels_M, class_names)
         else:
-            boxes_M4 = boxes_BM4[position, real_M] * zoom
-            yield draw_boxes(image_HW3, boxes_M4, labels_M, class_names)
+            yield draw_boxes(image_HW3, boxes_BM4[position, real_M], labels_M, class_names)
 
 
 def png(image_HW3: np.ndarray) -> bytes:

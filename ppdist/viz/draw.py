@@ -39,6 +39,7 @@ CJK_FONTS = (
 _PADDING = 2
 _GAP = 6  # pixels between the pictures of a grid
 _WHITE = 255
+_LEAST_PIXELS = 480  # across or down, of a picture with text in it
 _MOST_PIXELS = 1920  # across or down, of a picture that is written for looking at
 _JPEG_QUALITY = 90
 _JPEG_PIXELS = 65500  # across or down: libjpeg's limit
@@ -51,11 +52,10 @@ def draw_boxes(
     class_names: tuple[str, ...],
     scores_N: np.ndarray | None = None,
 ) -> np.ndarray:
-    """A copy of the image with each box outlined in its class's colour and labelled.
+    """A picture of the image with each box outlined in its class's colour and labelled.
 
-    Boxes are drawn in the order of rising score, so the surest lie on top.  A box that is not
-    finite is left out; parts outside the image are cut off.  A class name with letters that no
-    font here has is shown as `#index`.
+    The surest lie on top.  A class name with letters that no font here has is shown as `#index`.
+    See `draw_labelled`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -63,17 +63,106 @@ def draw_boxes(
         labels_N: class indices in [0, C).
         class_names: C names.
         scores_N: in [0, 1], written behind the name; None writes the name alone.
-
-    Returns: uint8 RGB [H, W, 3].
     """
-    canvas = np.ascontiguousarray(image_HW3).copy()
     order = np.arange(len(boxes_N4)) if scores_N is None else np.argsort(scores_N, kind="stable")
-    for index in order:
-        label = int(labels_N[index])
-        score = None if scores_N is None else float(scores_N[index])
-        text = _label_text(label, class_names, score)
-        outline(canvas, boxes_N4[index], text, PALETTE[label % len(PALETTE)])
+    labels = np.asarray(labels_N)[order].astype(int).tolist()
+    scores = [None] * len(order) if scores_N is None else scores_N[order].tolist()
+    texts = [_label_text(label, class_names, score) for label, score in zip(labels, scores)]
+    colours = [PALETTE[label % len(PALETTE)] for label in labels]
+    return draw_labelled(image_HW3, np.asarray(boxes_N4).reshape(-1, 4)[order], texts, colours)
+
+
+def draw_labelled(
+    image_HW3: np.ndarray, boxes_N4: np.ndarray, texts: Sequence[str], colours: Sequence[Colour]
+) -> np.ndarray:
+    """A picture of the image with boxes, then with their labels where they hide least.
+
+    An image of fewer than 480 pixels across and down is drawn so many times as large.  A box that
+    is not finite is left out; parts outside the image are cut off.
+
+    Args:
+        image_HW3: uint8 RGB; not changed.
+        boxes_N4: xyxy in pixels of this image, what is to lie on top last.
+        texts: that are `readable`.
+
+    Returns: uint8 RGB [zoom * H, zoom * W, 3].
+    """
+    canvas, zoom = _enlarged(image_HW3)
+    height, width = canvas.shape[:2]
+    finite_N = np.isfinite(boxes_N4).all(axis=1)
+    limits = np.array([width - 1, height - 1, width - 1, height - 1])
+    shown_N4 = np.clip(np.rint(np.where(finite_N[:, None], boxes_N4, 0) * zoom), 0, limits)
+    thickness = max(2, round(max(height, width) / 320))
+    drawn = [index for index in range(len(texts)) if finite_N[index]]
+    for index in drawn:
+        x1, y1, x2, y2 = shown_N4[index].astype(int).tolist()
+        cv2.rectangle(canvas, (x1, y1), (x2, y2), colours[index], thickness)
+    corners: dict[int, tuple[int, int]] = {}
+    plates: list[tuple[int, int, int, int]] = []  # xyxy
+    for index in reversed(drawn):  # the surest choose first
+        others_M4 = shown_N4[[each for each in drawn if each != index]]
+        size = _plate_size(canvas, texts[index])
+        left, top = _place(shown_N4[index], size, others_M4, np.array(plates), (width, height))
+        corners[index] = left, top
+        plates.append((left, top, left + size[0], top + size[1]))
+    for index in drawn:
+        _draw_plate(canvas, corners[index], texts[index], colours[index])
     return canvas
+
+
+def _enlarged(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
+    """A copy in which text can be read, and how many times as large it is."""
+    zoom = max(1, math.ceil(_LEAST_PIXELS / max(image_HW3.shape[:2])))
+    image_HW3 = np.ascontiguousarray(image_HW3)
+    if zoom == 1:
+        return image_HW3.copy(), 1
+    height, width = image_HW3.shape[:2]
+    size = zoom * width, zoom * height
+    return cv2.resize(image_HW3, size, interpolation=cv2.INTER_CUBIC), zoom
+
+
+def _place(
+    box_4: np.ndarray,
+    plate: tuple[int, int],
+    others_M4: np.ndarray,
+    plates_P4: np.ndarray,
+    size: tuple[int, int],
+) -> tuple[int, int]:
+    """The corner at or in a box at which a label hides least: labels first, then objects.
+
+    Args:
+        plate: width and height of the label.
+        others_M4: the other boxes, xyxy.
+        plates_P4: labels that are placed, xyxy.
+        size: width and height of the picture, which the label does not leave.
+    """
+    (x1, y1, x2, y2), (w, h) = box_4.tolist(), plate
+    corners_K2 = np.array(
+        [
+            (x1, y1 - h), (x2 - w, y1 - h), (x1, y2 + 1), (x2 - w, y2 + 1),  # above, below
+            (x2 + 1, y1), (x1 - w, y1), (x2 + 1, y2 - h), (x1 - w, y2 - h),  # beside
+            (x1, y1), (x2 - w, y1), (x1, y2 - h), (x2 - w, y2 - h),  # in it
+        ]
+    )  # fmt: skip
+    corners_K2 = np.clip(corners_K2, 0, np.maximum(0, np.array(size) - plate))
+    candidates_K4 = np.concatenate([corners_K2, corners_K2 + plate], axis=1)
+    hidden_K = (
+        100 * _covered(candidates_K4, plates_P4)
+        + _covered(candidates_K4, others_M4)
+        + _covered(candidates_K4, box_4[None])
+        + np.arange(len(corners_K2)) * 0.01 * w * h
+    )
+    left, top = corners_K2[np.argmin(hidden_K)].astype(int).tolist()
+    return left, top
+
+
+def _covered(boxes_K4: np.ndarray, others_M4: np.ndarray) -> np.ndarray:
+    """The area that each box shares with others, summed over them; pixels [K]."""
+    if not len(others_M4):
+        return np.zeros(len(boxes_K4))
+    low_KM2 = np.maximum(boxes_K4[:, None, :2], others_M4[None, :, :2])
+    high_KM2 = np.minimum(boxes_K4[:, None, 2:], others_M4[None, :, 2:])
+    return np.clip(high_KM2 - low_KM2, 0, None).prod(axis=2).sum(axis=1)
 
 
 def draw_classes(
@@ -82,9 +171,10 @@ def draw_classes(
     class_names: tuple[str, ...],
     scores_K: np.ndarray | None = None,
 ) -> np.ndarray:
-    """A copy of the image with classes of the whole of it in its corner, one below the other.
+    """A picture of the image with classes of the whole of it in its corner, below each other.
 
-    Lines for which there is no room are left out; for names see `draw_boxes`.
+    Lines for which there is no room are left out; for names see `draw_boxes`, for the size
+    `draw_labelled`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -92,9 +182,9 @@ def draw_classes(
         class_names: C names.
         scores_K: in [0, 1], written behind the names; None writes the names alone.
 
-    Returns: uint8 RGB [H, W, 3].
+    Returns: uint8 RGB [zoom * H, zoom * W, 3].
     """
-    canvas = np.ascontiguousarray(image_HW3).copy()
+    canvas, _ = _enlarged(image_HW3)
     top = 0
     for position, label in enumerate(labels_K.astype(int).tolist()):
         score = None if scores_K is None else float(scores_K[position])
@@ -105,28 +195,6 @@ def draw_classes(
         _draw_plate(canvas, (0, top), text, PALETTE[label % len(PALETTE)])
         top = bottom
     return canvas
-
-
-def outline(canvas_HW3: np.ndarray, box_4: np.ndarray, text: str, colour: Colour) -> None:
-    """Outlines a box with a text at its corner, in place; none where it is not finite.
-
-    Args:
-        canvas_HW3: uint8 RGB.
-        box_4: xyxy in its pixels; parts outside are cut off.
-    """
-    if not np.isfinite(box_4).all():
-        return
-    height, width = canvas_HW3.shape[:2]
-    limits = np.array([width - 1, height - 1, width - 1, height - 1])
-    x1, y1, x2, y2 = np.clip(np.rint(box_4), 0, limits).astype(int).tolist()
-    thickness = max(2, round(max(height, width) / 320))
-    cv2.rectangle(canvas_HW3, (x1, y1), (x2, y2), colour, thickness)
-    if not text:
-        return
-    plate_width, plate_height = _plate_size(canvas_HW3, text)
-    left = max(0, min(x1, width - plate_width))
-    top = y1 - plate_height if y1 >= plate_height else y1  # inside, where there is no room above
-    _draw_plate(canvas_HW3, (left, top), text, colour)
 
 
 def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:

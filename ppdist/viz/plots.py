@@ -39,9 +39,9 @@ from ppdist.viz.draw import (
     VERMILION,
     Colour,
     caption,
+    draw_labelled,
     grid,
     installed,
-    outline,
     readable,
 )
 
@@ -192,7 +192,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 _MOST_EXAMPLES = 12  # images
 _ACROSS = 4
-_TILE_WIDTH = 474  # pixels of one, so that four with their gaps are as wide as a screen
+_TILE_WIDTH = 480  # pixels of one; four of them are about as wide as a screen
 _MOST_TILE_HEIGHT = 2 * _TILE_WIDTH
 _FOUND, _MISSED, _WRONG = GREEN, VERMILION, SKY_BLUE
 
@@ -229,7 +229,7 @@ def _tile(
     image_HW3 = cv2.resize(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
-    _verdicts(image_HW3, entry, class_names, scale)
+    image_HW3 = _verdicts(image_HW3, entry, class_names, scale)
     room = max(0, _TILE_WIDTH - size[0])  # beside a narrow one, to write below
     white = (255, 255, 255)
     image_HW3 = cv2.copyMakeBorder(image_HW3, 0, 0, 0, room, cv2.BORDER_CONSTANT, value=white)
@@ -240,19 +240,24 @@ def _tile(
 
 def _verdicts(
     image_HW3: np.ndarray, entry: Mapping[str, Any], class_names: Sequence[str], scale: float
-) -> None:
-    """Outlines what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
+) -> np.ndarray:
+    """A picture with what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
+    boxes: list[Sequence[float]] = []
+    texts: list[str] = []
+    colours: list[Colour] = []
 
-    def draw(box_4: Sequence[float], colour: Colour, label: int, score: float | None) -> None:
+    def add(box_4: Sequence[float], colour: Colour, label: int, score: float | None) -> None:
         name = readable(str(class_names[label]), label)
-        text = name if score is None else f"{name} {score:.2f}"
-        outline(image_HW3, scale * np.array(box_4, np.float64), text, colour)
+        boxes.append(box_4)
+        texts.append(name if score is None else f"{name} {score:.2f}")
+        colours.append(colour)
 
     for label, *box_4, found in entry.get("true") or ():
-        draw(box_4, _FOUND if found else _MISSED, label, None)
+        add(box_4, _FOUND if found else _MISSED, label, None)
     for label, score, *box_4, kind in entry.get("predicted") or ():
         if kind != "correct":
-            draw(box_4, _WRONG, label, score)
+            add(box_4, _WRONG, label, score)
+    return draw_labelled(image_HW3, scale * np.array(boxes).reshape(-1, 4), texts, colours)
 
 
 def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:

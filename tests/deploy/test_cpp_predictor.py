@@ -21,7 +21,8 @@ from PIL import Image
 
 from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
-from ppdist.export.export import export_classifier, export_detector, normalisation_of
+from ppdist.export.export import export_classifier, export_detector
+from ppdist.models.model_card import normalisation_of
 from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
 
 REPOSITORY = Path(__file__).resolve().parents[2]

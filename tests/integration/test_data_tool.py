@@ -258,9 +258,9 @@ def test_show_draws_training_and_evaluation_inputs(made, tmp_path):
         assert done.returncode == 0, done.stderr
         assert str(file) in done.stdout
         pictures[name] = np.asarray(Image.open(file))
-        # Two across, two down; each of 128 pixels five times as large, six of white between.
-        assert pictures[name].shape == (2 * 640 + 6, 2 * 640 + 6, 3)
-        assert (pictures[name][650:, 650:] == 255).all()  # there is no fourth
+        # Two across, two down; each of 128 pixels four times as large, six of white between.
+        assert pictures[name].shape == (2 * 512 + 6, 2 * 512 + 6, 3)
+        assert (pictures[name][520:, 520:] == 255).all()  # there is no fourth
     assert (pictures["one"] == pictures["again"]).all()
     assert (pictures["one"] != pictures["later"]).any()
     assert (pictures["one"] != pictures["eval"]).any()

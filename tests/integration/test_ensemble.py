@@ -14,6 +14,7 @@ from ppdist.config import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_evaluator, build_model
+from ppdist.models.model_card import read_card
 from ppdist.models.weights import load_all_weights, read_arrays
 from tests.forked import run_on_two_ranks, run_tool, succeeded
 
@@ -129,6 +130,8 @@ def test_model_soup_has_own_statistics_and_loads(project: Path) -> None:
     assert norms > 100, "made anew from images"
     content = json.loads(report.read_text())
     assert len(content["averaged"]) == 3 and content["statistics_images"] == 5
+    card = read_card(one)
+    assert len(card.class_names) == 3 and card.source == "average of 3 weights"
     config = load_config(str(project / "ppyoloe.yml"), [])
     model = build_model(config)
     load_all_weights(model, one)

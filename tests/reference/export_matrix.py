@@ -21,7 +21,6 @@ from ppdist.export.export import (
     deployment_copy,
     export_classifier,
     export_detector,
-    normalisation_of,
     precision_on,
 )
 from ppdist.export.predictor import ExportedPredictor, graph_input, open_exported
@@ -37,6 +36,7 @@ from ppdist.export.verify import (
     raw_differences,
 )
 from ppdist.models.base import Detector
+from ppdist.models.model_card import normalisation_of
 from tests.reference.export_subjects import Subject, batches
 
 MAP_LIMIT = 0.001  # 0..1; those of scores and boxes are export_check's

@@ -1,13 +1,16 @@
 """The `data:` section read: one entrance to every annotation format.
 
-    read_split -> reader of the format -> subset (`data.*.limit`) -> DetectionSet
+    read_split -> reader of the format -> its part (`data.val_fraction`)
+               -> subset (`data.*.limit`) -> DetectionSet
 
-A subset is the same in every run and on every rank.  Before training the splits must agree on
-their classes, and their images must be on disk.
+A part and a subset are the same in every run and on every rank.  Before training the splits must
+agree on their classes, and their images must be on disk.
 """
 
+import hashlib
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,15 +90,18 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
 
 
 def _check_folder(config: DataConfig, split: Split) -> None:
-    _, images = _places(config, split)
-    if not images.is_dir():
-        raise DataError(
-            f"{images} is not a folder", code="image_folder_missing", where=f"data.{split}.images"
-        )
+    _, folders = _places(config, split)
+    for images in folders:
+        if not images.is_dir():
+            raise DataError(
+                f"{images} is not a folder",
+                code="image_folder_missing",
+                where=f"data.{split}.images",
+            )
 
 
-def _places(config: DataConfig, split: Split) -> tuple[Path, Path]:
-    """data.root, and the folder of a split's images."""
+def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
+    """data.root, and the folders of a split's images: one, unless the format is YOLO."""
     root = Path(config.root)
     if not root.is_dir():
         raise DataError(
@@ -104,7 +110,7 @@ def _places(config: DataConfig, split: Split) -> tuple[Path, Path]:
             where="data.root",
             fix="set -o data.root=PATH",
         )
-    return root, root / _section(config, split).images
+    return root, tuple(root / name for name in _section(config, split).image_folders)
 
 
 def _section(config: DataConfig, split: Split) -> SplitConfig:
@@ -125,60 +131,87 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Dete
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
-    root, images = _places(config, split)
+    root, (images, *more) = _places(config, split)
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
-        raw = read_coco(images, annotations, complain, everything=everything)
+        raw = read_coco(images, annotations[0], complain, everything=everything)
     elif config.format == "yolo":
-        raw = read_yolo(root, images, annotations, names, complain)
+        raw = read_yolo(root, (images, *more), annotations, names, complain)
     else:
-        raw = read_voc(
-            root, images, annotations, names, complain, naming_list=naming, everything=everything
-        )
+        source = annotations[0] if annotations else images
+        raw = read_voc(root, images, source, names, complain, naming=naming, everything=everything)
     find_alike(raw.class_names, raw.source, complain)
-    return raw
+    kept = _in_part(config, split, [str(image.path) for image in raw.images])
+    return replace(raw, images=[each for each, keep in zip(raw.images, kept) if keep])
 
 
 def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
-    root, images = _places(config, split)
+    root, (images,) = _places(config, split)
     if config.format == "folder":
-        naming = root / config.train.images
+        naming = root / config.train.image_folders[0]
         dataset = read_folder(root, images, config.class_names, naming_folder=naming)
     else:
-        naming, table = _annotation_files(config, split)
+        naming, (table,) = _annotation_files(config, split)
         dataset = read_csv(root, images, table, config.class_names, naming_table=naming)
     find_alike(dataset.class_names, dataset.source, complain)
-    return dataset
+    kept = _in_part(config, split, [record.path for record in dataset.records])
+    records = [each for each, keep in zip(dataset.records, kept) if keep]
+    return replace(dataset, records=records)
 
 
-_ANNOTATIONS = {"coco": "JSON file", "voc": "list of images", "csv": "CSV file"}
+def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[bool]:
+    """Which images of a set that `data.val_fraction` divides belong to a split.
+
+    Images in the order of a digest of (seed, path below data.root): the first ones validate.  So an
+    image that is added or removed moves one other from one split to the other at most.
+    """
+    if config.val_fraction is None:
+        return [True] * len(paths)
+    top = os.path.join(os.path.abspath(config.root), "")
+    digests = [
+        hashlib.blake2b(
+            os.fsencode(f"{_SEED} {os.path.abspath(path).removeprefix(top)}"), digest_size=8
+        ).digest()
+        for path in paths
+    ]
+    distinct = sorted(set(digests))  # an image that is listed twice stays in one split
+    held = set(distinct[: max(1, round(config.val_fraction * len(distinct)))])
+    return [(digest in held) == (split == "val") for digest in digests]
 
 
-def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, Path]:
-    """Of the training split, which may name the classes, and this one."""
+_ANNOTATIONS = {"coco": "JSON file", "csv": "CSV file"}
+
+
+def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
+    """What may name the classes, of the training split, and the files or folders of this one.
+
+    None of this split: they are found by its images.
+    """
     root = Path(config.root)
     for key, part in (("train", config.train), ("val", config.val)):
-        if not part.annotations:
+        if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(
                 f"data.{key}.annotations is missing: format {config.format} needs it",
                 code="missing_key",
             )
-    naming = root / config.train.annotations
-    annotations = root / _section(config, split).annotations
-    if not annotations.exists():
-        raise DataError(
-            f"{annotations} does not exist",
-            code="annotation_file_missing",
-            where=f"data.{split}.annotations",
-        )
-    if annotations.is_dir() and config.format != "yolo":
-        raise DataError(
-            f"{annotations} is a folder; expected a {_ANNOTATIONS[config.format]}",
-            code="annotation_file_expected",
-            where=f"data.{split}.annotations",
-        )
-    return naming, annotations
+    naming = root / (*config.train.annotation_files, *config.train.image_folders)[0]
+    found = tuple(root / name for name in _section(config, split).annotation_files)
+    for annotations in found:
+        if not annotations.exists():
+            raise DataError(
+                f"{annotations} does not exist",
+                code="annotation_file_missing",
+                where=f"data.{split}.annotations",
+            )
+        expected = _ANNOTATIONS.get(config.format, "file of image paths")
+        if annotations.is_dir() and (config.format in _ANNOTATIONS or len(found) > 1):
+            raise DataError(
+                f"{annotations} is a folder; expected a {expected}",
+                code="annotation_file_expected",
+                where=f"data.{split}.annotations",
+            )
+    return naming, found
 
 
 def _raw_of(dataset: DetectionSet) -> RawSet:
@@ -352,19 +385,22 @@ def check_objects(dataset: DetectionSet) -> None:
 
 def same_sets(config: DataConfig) -> str:
     """Where training and validation are read from one place, a line that says so; else ""."""
+    if config.val_fraction is not None:
+        return ""
     root = Path(config.root)
     train, val = (
-        [os.path.realpath(root / name) for name in names]
-        for names in (
-            (part.annotations or part.images, part.images) for part in (config.train, config.val)
-        )
+        [
+            [os.path.realpath(root / name) for name in names]
+            for names in (part.annotation_files or part.image_folders, part.image_folders)
+        ]
+        for part in (config.train, config.val)
     )
-    folders = config.format == "folder" or os.path.isdir(train[0])
+    folders = config.format == "folder" or os.path.isdir(train[0][0])
     if train != val if folders else train[0] != val[0]:
         return ""
     return (
-        f"{train[0]}: both data.train and data.val: scores say how well training images are "
-        f"remembered, nothing about others; `tools/data.py split` divides a set"
+        f"{', '.join(train[0])}: both data.train and data.val: scores say how well training images "
+        f"are remembered, nothing about others; `tools/data.py split` divides a set"
     )
 
 

@@ -14,6 +14,7 @@ from ppdist.data.datasets.annotations import (
     find_repeats,
     listed,
     outlines_in,
+    quietly,
     read_text,
     write_text,
 )
@@ -76,6 +77,17 @@ def read_coco(
         raw.extra = _further(content, _NEEDED)
         raw.class_extras = _class_extras(content["categories"])
     return raw
+
+
+def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
+    """File names of the images and names of the classes, without the objects.
+
+    Raises: DataError: the file as a whole is not COCO.
+    """
+    content = _load(annotations, quietly)
+    classes = _categories(content["categories"], annotations, quietly)
+    entries = (entry for entry in content["images"] if isinstance(entry, dict))
+    return [str(entry.get("file_name", "")) for entry in entries], tuple(classes.values())
 
 
 def _load(path: Path, complain: Complain) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from ppdist.data.datasets.annotations import (
     read_text,
     write_text,
 )
+from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
@@ -595,12 +596,13 @@ def write_parts(
             fix="give it a larger share, or make fewer parts",
         )
     root = Path(config.root)
-    source = root / config.train.annotations
-    if config.format == "folder" or source.is_dir():
-        origin = root / config.train.images if config.format == "folder" else source
-        folder, stem = out or root, origin.name
+    sources = [root / name for name in config.train.annotation_files]
+    if config.format != "folder" and len(sources) == 1 and not sources[0].is_dir():
+        folder, stem = out or sources[0].parent, sources[0].stem
     else:
-        folder, stem = out or source.parent, source.stem
+        images = root / config.train.image_folders[0]
+        origin = images if config.format == "folder" else [*sources, images][0]
+        folder, stem = out or root, origin.stem if origin.is_file() else origin.name
     suffix = {"coco": ".json", "folder": ".csv", "csv": ".csv"}.get(config.format, ".txt")
     files = [folder / f"{stem}_{name}{suffix}" for name in wanted]
     there = [str(file) for file in files if file.exists()]
@@ -623,30 +625,36 @@ def _texts(
     config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, wanted: list[Collection[int]]
 ) -> list[str]:
     root = Path(config.root)
-    source = root / config.train.annotations
+    sources = [root / name for name in config.train.annotation_files]
+    named = ", ".join(map(str, sources)) or str(root / config.train.image_folders[0])
     if config.format == "coco":
         part_of = {record.image_id: int(part) for record, part in zip(dataset.records, part_N)}
-        content = json.loads(read_text(source, quietly))
+        content = json.loads(read_text(sources[0], quietly))
         return [_part_of_coco(content, part_of, parts) for parts in wanted]
     if config.format == "folder":
-        images = Path(os.path.abspath(root / config.train.images))
+        images = Path(os.path.abspath(root / config.train.image_folders[0]))
         names = [dataset.class_names[int(record.labels_M[0])] for record in dataset.records]
         rows = [[os.path.relpath(r.path, images), name] for r, name in zip(dataset.records, names)]
         header, lines = "path,label\n", [_csv_line(row) for row in rows]
     elif config.format == "csv":
-        header, lines = _csv_lines(source, len(dataset.records))
-    elif source.is_dir():
-        _require_labels_beside_images(config)
-        header = ""
-        lines = [os.path.relpath(record.path, os.path.abspath(root)) for record in dataset.records]
+        header, lines = _csv_lines(sources[0], len(dataset.records))
+    elif sources and not sources[0].is_dir():
+        header, lines = "", [line for source in sources for line in read_list(source, quietly)]
     else:
-        header, lines = "", read_list(source, quietly)
+        header, top = "", os.path.abspath(root)
+        lines = [os.path.relpath(record.path, top) for record in dataset.records]
+        if config.format == "voc":  # a line is an image and its XML file
+            annotated = read_raw(config, "train", quietly).images
+            files = [os.path.relpath(os.path.abspath(image.where), top) for image in annotated]
+            lines = [f"{line} {file}" for line, file in zip(lines, files, strict=True)]
+        elif sources:
+            _require_labels_beside_images(config)
     if len(lines) != len(dataset.records):
         raise DataError(
             f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
             f"line",
             code="list_not_divisible",
-            where=str(source),
+            where=named,
             fix="`tools/data.py check` says what is wrong with it",
         )
     texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
@@ -680,14 +688,15 @@ def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
 
 def _require_labels_beside_images(config: DataConfig) -> None:
     """A list finds the labels of `images/a.jpg` in `labels/`, wherever the folder says they are."""
-    *above, last = Path(config.train.images).parts
+    (images, *_), (labels, *_) = config.train.image_folders, config.train.annotation_files
+    *above, last = Path(images).parts
     expected = Path(*above, "labels") if last == "images" else None
-    if Path(config.train.annotations) != expected:
+    if Path(labels) != expected:
         raise DataError(
             "a list of images finds their labels only in `labels` beside `images`",
             code="labels_not_beside_images",
-            where=str(Path(config.root) / config.train.annotations),
-            fix=f"rename the folders {config.train.images} and {config.train.annotations} so",
+            where=str(Path(config.root) / labels),
+            fix=f"rename the folders {images} and {labels} so",
         )
 
 
@@ -708,7 +717,9 @@ def settings(
         place = os.path.abspath(file)
         inside = place.startswith(os.path.join(root, ""))
         annotations = os.path.relpath(place, root) if inside else place
-        data[key] = {"images": config.train.images, "annotations": annotations}
+        several = len(config.train.image_folders) > 1  # the paths in a list of YOLO say where
+        images = "." if several else config.train.image_folders[0]
+        data[key] = {"images": images, "annotations": annotations}
     text = yaml.safe_dump(
         {"data": data}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000
     )

@@ -3,13 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     Encodings,
     Malformed,
@@ -24,7 +27,7 @@ from ppdist.data.datasets.annotations import (
     read_text_of_image,
     write_text,
 )
-from ppdist.data.image import IMAGE_SUFFIXES, image_size
+from ppdist.data.image import IMAGE_SUFFIXES, image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -37,34 +40,38 @@ _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # 
 def read_voc(
     root: Path,
     images: Path,
-    image_list: Path,
+    annotations: Path,
     names: tuple[str, ...],
     complain: Complain,
     *,
-    naming_list: Path | None = None,
+    naming: Path | None = None,
     everything: bool = True,
 ) -> RawSet:
-    """The images a list names; their XML files are in root/Annotations.
+    """The images that a list names, or those of a folder's XML files.
 
-    A line of the list is an image's name without suffix, or `IMAGE XML`, both relative to root.
+    A line of the list is an image's name without suffix, whose XML file is in root/Annotations, or
+    `IMAGE XML`, both relative to root.  The image of a folder's a/b.xml lies beside it, or is
+    images/a/b.jpg, or else the only one below `images` that is called so or as <filename> says.
     Corners are used as they stand: xmax is an edge, not the last pixel.  Objects marked difficult
     are treated like COCO's crowds: not learned, ignored in evaluation.  All other tags are in
     `extra`; what `write_voc` added for sets of other formats becomes again what it was.
 
     Args:
         images: the folder of the images.
+        annotations: the list, or the folder of XML files, also below it.
         names: of the classes, by number; none: see `class_names`, else the sorted names that
-            the images of `naming_list` (the training split; by default `image_list`) use.
+            the images of `naming` (the training split; by default `annotations`) use.
         everything: also outlines and `extra`, which training without masks has no use for.
-    Raises: DataError: the list cannot be read, class names contradict each other.
+    Raises: DataError: the list cannot be read, the folder has no XML file, class names contradict
+        each other.
     """
-    found = _read(root, images, image_list, complain, everything)
+    found = _read(root, images, annotations, complain, everything)
     known = class_names(root, names, complain)
     if not known:
-        naming = found
-        if naming_list is not None and naming_list != image_list:
-            naming = _read(root, images, naming_list, quietly, False)
-        known = tuple(sorted({name for _, labels in naming for name in labels}))
+        naming_set = found
+        if naming is not None and naming != annotations:
+            naming_set = _read(root, images, naming, quietly, False)
+        known = tuple(sorted({name for _, labels in naming_set for name in labels}))
     label_of = {name: label for label, name in enumerate(known)}
     for image, labels in found:
         for thing, name in zip(image.objects, labels):
@@ -78,19 +85,45 @@ def read_voc(
     kept = [image for image, _ in found]
     _take_ids(kept)
     find_repeats(kept, complain)
-    return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(image_list))
+    return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(annotations))
 
 
 def _read(
-    root: Path, images: Path, image_list: Path, complain: Complain, everything: bool
+    root: Path, images: Path, annotations: Path, complain: Complain, everything: bool
 ) -> list[tuple[RawImage, list[str]]]:
     """Each image with the names of its objects' classes; the objects have no label yet."""
     result: list[tuple[RawImage, list[str]]] = []
-    encodings = Encodings(
-        lambda: (f for f in files_below(root / "Annotations") if f.endswith(".xml"))
-    )
-    for position, line in enumerate(read_list(image_list, complain), start=1):
+    is_folder = annotations.is_dir()
+    folder = annotations if is_folder else root / "Annotations"
+    encodings = Encodings(lambda: xml_files(folder))
+    entries = _of_folder if is_folder else _of_list
+    for position, entry in enumerate(entries(root, images, annotations, complain), start=1):
+        if entry is None:
+            continue
+        file, path, image_of = entry
+        try:
+            tree = _parse(file, complain, encodings)
+            if path is None:
+                path = image_of(tree)
+            if path is not None:
+                image = _image(tree, file, path, position, complain, everything)
+                result.append((image, _add_objects(image, tree, complain, everything)))
+        except Malformed as wrong:
+            complain(replace(wrong.issue, image=str(path or "")))
+    return result
+
+
+# An XML file, and its image where that is known without opening the file, else how to find it.
+_Entry = tuple[Path, Path | None, Callable[[ElementTree.Element], Path | None]]
+
+
+def _of_list(
+    root: Path, images: Path, image_list: Path, complain: Complain
+) -> Iterator[_Entry | None]:
+    """One for each line of a list; None: what the line names is left out."""
+    for line in read_list(image_list, complain):
         path: Path | None = None
+        stem = ""
         words = line.rsplit(maxsplit=1)
         paired = line.lower().endswith(".xml") and len(words) == 2
         if paired:
@@ -100,17 +133,66 @@ def _read(
             stem = _stem(root, line)
             file = find_image(root / "Annotations", f"{stem}.xml", str(image_list), complain)
         if file is None or (paired and path is None):
+            yield None
             continue
-        try:
-            tree = _parse(file, complain, encodings)
-            if path is None:
-                path = _named(tree, images, stem, file, complain)
-            if path is not None:
-                image = _image(tree, file, path, position, complain, everything)
-                result.append((image, _add_objects(image, tree, complain, everything)))
-        except Malformed as wrong:
-            complain(replace(wrong.issue, image=str(path or "")))
-    return result
+        yield file, path, partial(_named, images=images, stem=stem, file=file, complain=complain)
+
+
+def _of_folder(
+    root: Path, images: Path, annotations: Path, complain: Complain
+) -> Iterator[_Entry | None]:
+    """One for each XML file of a folder."""
+    files = [Path(file) for file in xml_files(annotations)]
+    if not files:
+        raise DataError(
+            "holds no XML file, nor does a folder in it",
+            code="annotation_file_missing",
+            where=str(annotations),
+            fix="name the folder of the XML files, or a list of images, as data.*.annotations",
+        )
+    below: defaultdict[str, list[Path]] = defaultdict(list)  # by name, with and without suffix
+    for image in map(Path, files_below(images)):
+        if is_image_name(image.name):
+            below[image.name].append(image)
+            below[image.stem].append(image)
+    start = Path(os.path.abspath(annotations))
+    for file in files:
+        mirrored = Path(os.path.abspath(images)) / file.relative_to(start).parent
+        beside = [each for each in below[file.stem] if each.parent in (file.parent, mirrored)]
+        beside = beside or _with_suffix(file.parent / file.stem)
+        only = beside or below[file.stem]
+        yield (
+            file,
+            only[0] if len(only) == 1 else None,
+            partial(_called, below=below, images=images, file=file),
+        )
+
+
+def _with_suffix(stem: Path) -> list[Path]:
+    """The images that are called so."""
+    suffixes = (each for suffix in IMAGE_SUFFIXES for each in (suffix, suffix.upper()))
+    found = (stem.with_name(f"{stem.name}{suffix}") for suffix in suffixes)
+    return [path for path in found if path.is_file()]
+
+
+def _called(
+    tree: ElementTree.Element, *, below: Mapping[str, list[Path]], images: Path, file: Path
+) -> Path:
+    """The image that <filename> means.  Raises: Malformed: there is none, or several."""
+    name = (tree.findtext("filename") or "").strip().replace("\\", "/").rpartition("/")[2]
+    found = below.get(name, []) if name else []
+    if len(found) != 1:
+        several = found or below.get(file.stem, [])
+        what = f"no image below {images} is called {file.stem} or {name or 'as <filename> says'}"
+        if several:
+            what = f"{len(several)} images may be meant: {', '.join(map(str, several[:3]))}"
+        raise Malformed(Issue("image_missing", what, where=str(file)))
+    return found[0]
+
+
+def xml_files(folder: Path) -> Iterator[str]:
+    """Absolute paths of all XML files in a folder and below it, in the order of their names."""
+    return (file for file in files_below(folder) if file.lower().endswith(".xml"))
 
 
 def _stem(root: Path, line: str) -> str:

@@ -32,17 +32,22 @@ _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from 
 
 
 def read_yolo(
-    root: Path, images: Path, annotations: Path, names: tuple[str, ...], complain: Complain
+    root: Path,
+    folders: Sequence[Path],
+    annotations: Sequence[Path],
+    names: tuple[str, ...],
+    complain: Complain,
 ) -> RawSet:
-    """The images of a list, or of a folder of label files.
+    """The images of folders, or of files that list them.
 
-    Paths in a list are relative to root.  With a folder, the label of images/a/b.jpg is
-    annotations/a/b.txt; with a list, that of .../images/a/b.jpg is .../labels/a/b.txt.  An image
-    without a label file shows no object.
+    Paths in a list are relative to root, or else to the list.  The label of .../images/a/b.jpg is
+    .../labels/a/b.txt, without a folder `images` below root it lies beside the image; where a
+    folder of labels is given, that of images/a/b.jpg is annotations/a/b.txt.  An image without a
+    label file shows no object.
 
     Args:
-        images: the folder of the images; with a list, of no concern.
-        annotations: the folder or the list.
+        folders: of the images; with lists, of no concern.
+        annotations: none, the folder of the labels of the only folder of images, or lists.
         names: of the classes, by number; none: see `class_names`.
     Raises: DataError: no names of classes, no label file at all.
     """
@@ -54,35 +59,34 @@ def read_yolo(
             where=str(root),
             fix=f"set data.class_names: [...] or write them, one a line, to {root / 'classes.txt'}",
         )
-    if annotations.is_dir():
-        start = len(os.path.join(os.path.abspath(images), ""))
-        names_below = [Path(file[start:]) for file in files_below(images)]
-        below = sorted(name for name in names_below if is_image_name(name.name))
-        paths = [images / name for name in below]
-        labels = [annotations / name.with_suffix(".txt") for name in below]
-        unread = [name for name in names_below if unread_kind(name.name)]
-        for name in unread:
-            _say_unread(images / name, complain)
-        known_labels = [*labels, *(annotations / name.with_suffix(".txt") for name in unread)]
-        _find_unused(annotations, known_labels, images, complain)
+    paths: list[Path] = []
+    labels: list[Path] = []
+    if not annotations or annotations[0].is_dir():
+        for images in folders:
+            label_folder = annotations[0] if annotations else None
+            for path, label in _in_folder(root, images, label_folder, complain):
+                paths.append(path)
+                labels.append(label)
     else:
-        lines = read_list(annotations, complain)
-        found = [find_image(root, line, str(annotations), complain) for line in lines]
-        paths = [path for path in found if path is not None]
+        for listing in annotations:
+            lines = read_list(listing, complain)
+            found = [_listed_image(root, line, listing, complain) for line in lines]
+            paths += [path for path in found if path is not None]
         labels = [_label_file(path, root) for path in paths]
+    source = ", ".join(map(str, annotations or folders))
     if labels and not any(map(os.path.isfile, labels)):
         absent = [path for path in paths if not os.path.isfile(path)]
         if absent:
             raise DataError(
                 f"{len(absent)} of its {len(paths)} images do not exist, first {absent[0]}",
                 code="image_missing",
-                where=str(annotations),
+                where=source,
                 fix="paths in a list are relative to data.root: check both",
             )
         raise DataError(
             f"none of {len(labels)} images has a label file; expected the first at {labels[0]}",
             code="label_files_missing",
-            where=str(annotations),
+            where=source,
         )
     kept = [
         _image(path, label, position, known, complain)
@@ -90,7 +94,37 @@ def read_yolo(
     ]
     find_repeats(kept, complain)
     _find_shared(kept, complain)
-    return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(annotations))
+    return RawSet(kept, known, tuple(range(1, len(known) + 1)), source)
+
+
+def _in_folder(
+    root: Path, images: Path, annotations: Path | None, complain: Complain
+) -> list[tuple[Path, Path]]:
+    """Each image of a folder, and those below it, with its label file."""
+    start = len(os.path.join(os.path.abspath(images), ""))
+    names_below = [Path(file[start:]) for file in files_below(images)]
+    below = sorted(name for name in names_below if is_image_name(name.name))
+    unread = [name for name in names_below if unread_kind(name.name)]
+    for name in unread:
+        _say_unread(images / name, complain)
+
+    def label_of(name: Path) -> Path:
+        if annotations is None:
+            return _label_file(images / name, root)
+        return annotations / name.with_suffix(".txt")
+
+    known_labels = [label_of(name) for name in (*below, *unread)]
+    _find_unused(annotations or _label_folder(images, root), known_labels, images, complain)
+    return [(images / name, label_of(name)) for name in below]
+
+
+def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> Path | None:
+    """The image of a line; `./a.jpg` may also be meant from where the list is."""
+    path = find_image(root, line, str(listing), complain)
+    beside = os.path.normpath(listing.parent / line)
+    if path is not None and not os.path.isfile(path) and os.path.isfile(beside):
+        return find_image(root, beside, str(listing), complain)
+    return path
 
 
 def _say_unread(path: Path, complain: Complain) -> None:
@@ -107,12 +141,17 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
 
 
 def _label_file(image: Path, root: Path) -> Path:
+    return _label_folder(image.parent, root) / f"{image.stem}.txt"
+
+
+def _label_folder(images: Path, root: Path) -> Path:
     """The last folder `images` below root becomes `labels`."""
-    folders = [*image.relative_to(root).parent.parts]
+    below = os.path.relpath(images, root)  # with .. where images are elsewhere
+    folders = [*Path(below).parts]
     if "images" in folders:
         last = len(folders) - 1 - folders[::-1].index("images")
         folders[last] = "labels"
-    return root.joinpath(*folders, f"{image.stem}.txt")
+    return root.joinpath(*folders)
 
 
 def _image(

@@ -155,3 +155,16 @@ def test_ambiguous_epoch_window_is_warned_about(tmp_path):
     for other in ("[0.0, 1.0]", "[0, 2]", "[0, 0.5]", "null"):
         assert not said_of(tmp_path, window.format(other)), other
     assert not said_of(tmp_path, window.format("[0, 1]"), "train.epochs=1")
+
+
+def test_image_size_may_be_one_number(tmp_path):
+    assert tiny_config(tmp_path, ["model.image_size=96"]).model.image_size == (96, 96)
+    with pytest.raises(ConfigError) as error:
+        tiny_config(tmp_path, ["model.image_size=true"])
+    assert error.value.code == "bad_value"
+
+
+def test_val_fraction_needs_no_val_and_wins(tmp_path):
+    divided = tiny_config(tmp_path, ["data.val_fraction=0.2", "data.train.annotations=all.json"])
+    assert divided.data.val.annotations == "all.json" == divided.data.train.annotations
+    assert divided.data.val_fraction == 0.2

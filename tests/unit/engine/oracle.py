@@ -12,6 +12,7 @@ from ppdist.models.base import Detector, ImageModel
 
 IMAGES, CLASSES = 5, 2
 HEIGHT, WIDTH = 32, 64  # input; originals are 320 x 256 (y, x), so the scales are 0.1 and 0.25
+ZOOM = 8  # with which pictures of so small inputs are drawn
 SCALE_YX = (0.1, 0.25)
 
 

@@ -1,6 +1,7 @@
 """Runs with frozen parts, rates by layer and few images: what stays, resumes, and ranks do."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ppdist.config.validate import surprises
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock
+from ppdist.models.model_card import AGPL, CARD_NOTE, read_card
+from ppdist.models.weights import read_arrays, write_arrays
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
@@ -97,6 +100,35 @@ def test_a_fine_tuned_run_resumes_bit_for_bit(shapes, pretrained, tuned, tmp_pat
             assert np.array_equal(value, second[key]), (group, key)
     assert losses(tuned) == losses(tmp_path)
     assert "not trained before" not in said(tmp_path)
+
+
+def test_a_card_says_whence_the_weights_come(pretrained, tuned):
+    first, second = read_card(pretrained), read_card(tuned)
+    assert first.class_names == ("circle", "square", "triangle")
+    assert first.category_ids == (1, 2, 3) and first.licence == ""
+    assert first.source.startswith("trained from scratch on shapes") and "10 images" in first.source
+    assert second.source.startswith("fine-tuned on ") and second.source.endswith(first.source)
+    folder = tuned / "checkpoints" / "last"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files["model_card.json"]["bytes"] == (folder / "model_card.json").stat().st_size
+    shutil.copy(folder / "ema.safetensors", tuned / "alone.safetensors")
+    assert read_card(tuned / "alone.safetensors") == second
+
+
+def test_agpl_and_other_names_travel(shapes, pretrained, tmp_path):
+    """Through a file of another order of classes, a run from it and its resumption."""
+    names = ("triangle", "circle", "square")
+    card = read_card(pretrained).model_copy(update={"class_names": names, "licence": AGPL})
+    write_arrays(tmp_path / "w.npz", read_arrays(pretrained), {CARD_NOTE: card.text()})
+    start = f"model.pretrained={tmp_path / 'w.npz'}"
+    run(shapes, tmp_path / "run", start, "train.max_steps=1")
+    text = said(tmp_path / "run")
+    assert "3 of 3 classes kept by name, in another order" in text
+    assert text.count("these weights come under AGPL-3.0") == 1
+    (tmp_path / "w.npz").unlink()
+    run(shapes, tmp_path / "run", start, "train.max_steps=2", resume=tmp_path / "run")
+    found = read_card(tmp_path / "run")
+    assert found.licence == AGPL and "from w.npz (AGPL-3.0), trained from scratch" in found.source
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.unit.engine.oracle import (
     HEIGHT,
     IMAGES,
     WIDTH,
+    ZOOM,
     Loader,
     Oracle,
     evaluator,
@@ -137,7 +138,8 @@ def test_untrained_model_gives_bounded_box_count():
 def test_images_show_truth_and_boxes_up_to_limit():
     under_test = evaluator(max_pictures=3)
     under_test.evaluate(Oracle(five_images()))
-    assert [picture.shape for picture in under_test.pictures] == [(HEIGHT, 2 * WIDTH + 4, 3)] * 3
+    shown = (ZOOM * HEIGHT, 2 * ZOOM * WIDTH + 4, 3)  # with text, so 480 pixels at least
+    assert [picture.shape for picture in under_test.pictures] == [shown] * 3
     assert under_test.pictures[1].dtype == np.uint8
     under_test.evaluate(Oracle(five_images()))
     assert len(under_test.pictures) == 3, "drawn anew at each evaluation"

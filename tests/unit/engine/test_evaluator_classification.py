@@ -8,7 +8,7 @@ from ppdist.distributed import comm
 from ppdist.engine.evaluator import ClassificationEvaluator
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import classified_set
-from tests.unit.engine.oracle import HEIGHT, WIDTH, Loader, SeesNumbers
+from tests.unit.engine.oracle import HEIGHT, WIDTH, ZOOM, Loader, SeesNumbers
 from tests.unit.engine.tiny import init_cpu
 
 NAMES = tuple("abcdefg")
@@ -99,4 +99,4 @@ def test_images_are_limited_redrawn_and_omit_padding():
         for _ in range(2):
             under_test.evaluate(Lookup())
             shapes = [picture.shape for picture in under_test.pictures]
-            assert shapes == [(HEIGHT, 2 * WIDTH + 4, 3)] * expected
+            assert shapes == [(ZOOM * HEIGHT, 2 * ZOOM * WIDTH + 4, 3)] * expected

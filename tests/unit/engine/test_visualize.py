@@ -56,7 +56,7 @@ def test_first_and_newly_augmented_batches_are_drawn(tmp_path):
 def test_a_picture_shows_the_images_with_their_boxes(tmp_path):
     look(pictures(tmp_path), 0, 1)
     image_HW3 = cv2.imread(str(tmp_path / "train_batch_0.jpg"))[:, :, ::-1].astype(int)
-    zoom = 640 // 96
+    zoom = 480 // 96
     edge = image_HW3[35 * zoom, 10 * zoom]
     assert np.abs(edge - PALETTE[0]).max() < 25
     assert np.abs(image_HW3[35 * zoom, 30 * zoom] - 114).max() < 10

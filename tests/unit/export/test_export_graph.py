@@ -16,12 +16,12 @@ from ppdist.export.export import (
     deployed,
     deployment_copy,
     export_detector,
-    normalisation_of,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import ConvBNLayer
+from ppdist.models.model_card import normalisation_of
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
 from tests.unit.export.tiny import (

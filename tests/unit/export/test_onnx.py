@@ -27,6 +27,7 @@ from ppdist.export.predictor import (
     suppress,
 )
 from ppdist.export.spec import read_spec
+from ppdist.models.model_card import CARD_NOTE, ModelCard, read_card
 from tests.unit.export.tiny import (
     NMS,
     assert_same_boxes,
@@ -53,6 +54,15 @@ def converter() -> None:
 def with_nms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("paddle2onnx")
     return exported_detector(tmp_path_factory)
+
+
+def test_the_model_card_travels_in_the_file(with_nms: Path) -> None:
+    there = {each.key: each.value for each in onnx.load(with_nms / "model.onnx").metadata_props}
+    found = ModelCard.model_validate_json(there[CARD_NOTE])
+    spec = read_spec(with_nms)
+    assert found.class_names == spec.class_names == ("red", "green", "blue")
+    assert found.image_size == spec.input.size and found.nms == NMS
+    assert found == read_card(with_nms).model_copy(update={"made_with": found.made_with})
 
 
 def raw_model(file: Path, classes: int) -> Path:

@@ -9,18 +9,29 @@ import pytest
 
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml, parse_tree
+from ppdist.config.base import dump_yaml, parse_plain
+from ppdist.config.model import YOLOv5Config
+from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
 from ppdist.models.model_card import (
     AGPL,
     CARD_NOTE,
     ModelCard,
+    average_of,
     card_of,
     config_of_weights,
     origin,
     read_card,
 )
-from ppdist.models.weights import check_arrays, write_arrays
+from ppdist.models.weights import (
+    ClassNames,
+    arrays_of,
+    check_arrays,
+    load_all_weights,
+    load_weights,
+    official_arrays_of,
+    write_arrays,
+)
 from tests.unit.models.torch_lookalikes import FakeTorch
 
 ARRAYS = {"a": np.ones([2, 3], "float32")}
@@ -30,7 +41,7 @@ NAMES = ("cat", "dög \u2028?")
 def experiment(**model: object) -> ExperimentConfig:
     data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
     section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
-    return parse_tree({"data": data, "model": section}, "test", (), ExperimentConfig)
+    return parse_plain({"data": data, "model": section}, "test", (), ExperimentConfig)
 
 
 def card() -> ModelCard:
@@ -82,7 +93,22 @@ def test_an_older_checkpoint_takes_it_from_its_config(tmp_path) -> None:
         found = read_card(path)
         assert found.model["num_classes"] == 4 and found.class_names == ()
     assert config_of_weights(folder) == config_of_weights(folder / "model.safetensors")
+    (folder / "model_card.json").write_text("not in the manifest")
+    assert read_card(folder).model["num_classes"] == 4
     assert read_card(checkpoint(tmp_path / "odd", "no: config\n")) is None
+
+
+def test_an_altered_card_of_a_checkpoint_is_damage(tmp_path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"model": ARRAYS}, {"step": 1}, "", card().text())
+    assert read_card(path) == card()
+    (path / "model_card.json").write_text(ModelCard().text())
+    with pytest.raises(WeightsError) as error:
+        read_card(path)
+    assert error.value.code == "checkpoint_damaged"
+    (path / "model_card.json").unlink()
+    with pytest.raises(WeightsError) as error:
+        read_card(path)
+    assert error.value.code == "checkpoint_damaged"
 
 
 def pickled(torch: FakeTorch, **state: object) -> object:
@@ -105,6 +131,26 @@ def test_a_pickled_yolov5_says_names_size_and_licence(tmp_path, monkeypatch) -> 
     assert found.model["num_classes"] == 3 and found.image_size == (416, 416)
     assert found.resize.mode == "letterbox" and found.nms.iou_threshold == 0.6
     assert config_of_weights(tmp_path / "best.pt").model.num_classes == 3
+
+
+def test_a_pt_is_loaded_and_tuned_by_what_it_says(tmp_path, monkeypatch) -> None:
+    section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 3}
+    source = build_model(YOLOv5Config.model_validate(section))
+    torch = FakeTorch(monkeypatch)
+    model = torch.model(official_arrays_of(source))
+    rows = {"nc": 3, "depth_multiple": 0.33, "width_multiple": 0.0625}
+    model.yaml = {**rows, "head": [[[17, 20, 23], 1, "Detect", ["nc", "anchors"]]]}
+    model.names = ["cat", "dog", "bus"]
+    torch.save(tmp_path / "w.pt", {"model": model, "ema": None})
+    found = read_card(tmp_path / "w.pt")
+    config = config_of_weights(tmp_path / "w.pt")
+    assert config.model.image_size == (640, 640)  # where nobody says
+    load_all_weights(build_model(config.model), tmp_path / "w.pt")
+    names = ClassNames(found.class_names, ("bus", "cow"))
+    target = build_model(config.model.model_copy(update={"num_classes": 2}))
+    assert load_weights(target, tmp_path / "w.pt", names).by_name.startswith("1 of 2 classes")
+    mine, theirs = (arrays_of(each)["head.predict4.weight"] for each in (target, source))
+    assert np.array_equal(mine.reshape(3, 7, -1)[:, 5], theirs.reshape(3, 8, -1)[:, 7])
 
 
 @pytest.mark.parametrize(
@@ -154,6 +200,16 @@ def test_broken_files_end_with_a_code(tmp_path, name) -> None:
     with pytest.raises(UserError) as error:
         read_card(tmp_path / name)
     assert error.value.code in ("weights_damaged", "weights_format")
+
+
+def test_an_average_keeps_the_licences_of_its_members(tmp_path) -> None:
+    paths = [tmp_path / f"{name}.npz" for name in "abc"]
+    for path, licence in zip(paths, ("", AGPL, "MIT")):
+        text = ModelCard(licence=licence, source="from there").text()
+        write_arrays(path, ARRAYS, {CARD_NOTE: text})
+    warned: list[str] = []
+    expected = ("AGPL-3.0 AND MIT", "average of 3 weights; from there")
+    assert average_of(paths, warned.append) == expected and len(warned) == 1
 
 
 def test_a_licence_stays_with_what_is_tuned_from_it(tmp_path) -> None:

@@ -19,7 +19,7 @@ NAMES = ("cat", "狗")
 
 
 def grey() -> np.ndarray:
-    return np.full((100, 200, 3), 128, np.uint8)
+    return np.full((240, 480, 3), 128, np.uint8)
 
 
 def draw(boxes, labels=None, scores=None, image_HW3=None) -> np.ndarray:
@@ -34,7 +34,7 @@ def test_the_outline_has_the_colour_of_its_class():
     drawn = draw([[20, 40, 120, 90]], labels=[1])
     for x, y in ((120, 60), (60, 90), (20, 70)):
         assert tuple(drawn[y, x]) == PALETTE[1]
-    assert (drawn[60:80, 40:100] == 128).all()
+    assert (drawn[45:85, 25:115] == 128).all()  # its label hides nothing of it
 
 
 def test_the_image_given_stays_as_it_was():
@@ -51,7 +51,7 @@ def test_no_box_gives_an_equal_copy():
 
 def test_boxes_over_the_edge_are_no_error():
     drawn = draw([[-50, -50, 500, 500], [900, 900, 950, 950], [np.nan, 0, 5, 5], [0, 0, np.inf, 9]])
-    assert tuple(drawn[50, 0]) == PALETTE[0] and tuple(drawn[50, 199]) == PALETTE[0]
+    assert tuple(drawn[50, 0]) == PALETTE[0] and tuple(drawn[50, 479]) == PALETTE[0]
 
 
 def test_the_surest_box_lies_on_top():
@@ -59,12 +59,45 @@ def test_the_surest_box_lies_on_top():
     assert tuple(drawn[60, 120]) == PALETTE[0]
 
 
-def test_the_label_stays_inside_the_image_at_its_corner():
-    drawn = draw([[180, 0, 199, 60]], scores=[0.5])
-    plate = (drawn[:20] == PALETTE[0]).all(axis=2)
-    assert plate[:10, 140:].sum() > 200 and not plate[:, 100:120].any(), (
-        "moved left and down, not cut off"
+def _plates(drawn: np.ndarray, colour) -> list[tuple[int, int, int, int]]:
+    """xyxy of each ground of the colour with letters on it: labels, no outlines."""
+    mask = (drawn == colour).all(axis=2).astype(np.uint8)
+    mask = cv2.morphologyEx(mask, cv2.MORPH_CLOSE, np.ones((5, 5)))  # letters
+    mask = cv2.morphologyEx(mask, cv2.MORPH_OPEN, np.ones((8, 8)))  # outlines
+    _, _, stats, _ = cv2.connectedComponentsWithStats(mask)
+    return [(x, y, x + width, y + height) for x, y, width, height, _ in stats[1:].tolist()]
+
+
+def _inside(box, other) -> bool:
+    """Whether two boxes share more than their edges."""
+    return min(box[2], other[2]) - max(box[0], other[0]) > 4 and (
+        min(box[3], other[3]) - max(box[1], other[1]) > 4
     )
+
+
+def test_the_label_stays_inside_the_image():
+    (plate,) = _plates(draw([[460, 0, 479, 60]], scores=[0.5]), PALETTE[0])
+    assert plate[2] - plate[0] > 40 and plate[0] > 350 and plate[2] <= 480, "moved, not cut off"
+
+
+def test_labels_hide_neither_each_other_nor_objects():
+    boxes = [[100, 100, 200, 180], [120, 110, 230, 200], [96, 40, 200, 90], [240, 100, 330, 180]]
+    labels = [0, 1, 2, 3]
+    drawn = draw_boxes(
+        grey(), np.array(boxes), np.array(labels), ("a", "b", "c", "d"), np.array([9, 8, 7, 6]) / 10
+    )
+    plates = [plate for label in labels for plate in _plates(drawn, PALETTE[label])]
+    assert len(plates) == 4, "none on another"
+    assert not any(_inside(plate, box) for plate in plates for box in boxes)
+
+
+@pytest.mark.parametrize(("shape", "zoom"), [((64, 48), 8), ((479, 10), 2), ((480, 640), 1)])
+def test_small_images_are_drawn_large_enough_to_read(shape, zoom):
+    image_HW3 = np.full((*shape, 3), 128, np.uint8)
+    drawn = draw([[10, 20, 40, 44]], image_HW3=image_HW3)
+    assert drawn.shape == (zoom * shape[0], zoom * shape[1], 3)
+    if zoom == 8:
+        assert tuple(drawn[240, 80]) == PALETTE[0]
 
 
 def test_a_name_without_a_font_is_its_index(monkeypatch):
@@ -76,13 +109,13 @@ def test_a_name_without_a_font_is_its_index(monkeypatch):
 
 
 def test_two_images_stand_side_by_side():
-    both = side_by_side(grey(), np.zeros((100, 50, 3), np.uint8))
-    assert both.shape == (100, 254, 3)
-    assert (both[:, 200:204] == 255).all() and (both[:, 204:] == 0).all()
+    both = side_by_side(grey(), np.zeros((240, 50, 3), np.uint8))
+    assert both.shape == (240, 534, 3)
+    assert (both[:, 480:484] == 255).all() and (both[:, 484:] == 0).all()
 
 
 def test_classes_are_written_below_each_other():
-    image_HW3 = np.full((120, 160, 3), 7, np.uint8)
+    image_HW3 = np.full((120, 480, 3), 7, np.uint8)
     drawn = draw_classes(image_HW3, np.array([1, 0]), ("cat", "dog"), np.array([0.75, 0.25]))
     assert drawn.shape == image_HW3.shape and (image_HW3 == 7).all()
     assert tuple(drawn[0, 0]) == PALETTE[1]
@@ -107,8 +140,8 @@ def test_only_large_pictures_are_made_smaller(tmp_path):
 
 def test_a_caption_lies_below_and_is_cut_at_the_edge():
     captioned = caption(grey(), "a long line of text " * 20)
-    assert captioned.shape[0] > 110 and captioned.shape[1:] == (200, 3)
-    assert (captioned[:100] == 128).all() and captioned[100:].min() < 60
+    assert captioned.shape[0] > 250 and captioned.shape[1:] == (480, 3)
+    assert (captioned[:240] == 128).all() and captioned[240:].min() < 60
 
 
 def test_a_jpeg_has_the_colours_of_the_image(tmp_path):
@@ -125,7 +158,7 @@ def test_a_jpeg_has_the_colours_of_the_image(tmp_path):
 
 
 def test_the_surest_class_is_never_left_out():
-    low = np.full((20, 160, 3), 7, np.uint8)
+    low = np.full((20, 480, 3), 7, np.uint8)
     drawn = draw_classes(low, np.array([0, 1, 2]), ("a", "b", "c"))
     colours = {tuple(pixel) for pixel in drawn[:, 0].tolist()}
     assert PALETTE[0] in colours and PALETTE[2] not in colours

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import (
     check_classes,
     check_same_classes,
     read_annotations,
+    read_raw,
     read_split,
+    same_sets,
 )
 from tests.unit.data.corpus import write_clean_coco
 from tests.unit.data.datasets.messages import message_of
@@ -127,3 +130,21 @@ def test_classes_are_read_without_images(tmp_path):
     with pytest.raises(DataError) as caught:
         read_annotations(config, "val", 4)
     assert caught.value.code == "num_classes_differ"
+
+
+def test_val_fraction_divides_by_file_name_alone(tmp_path):
+    settings = write_coco(tmp_path, 20).model_copy(update={"val_fraction": 0.25})
+
+    def names(split, config=settings) -> set[str]:
+        return {Path(record.path).name for record in read_split(config, split).records}
+
+    train, val = names("train"), names("val")
+    assert len(val) == 5 and len(train) == 15 and not train & val
+    raws = [read_raw(settings, split, quietly) for split in ("train", "val")]
+    assert [len(raw.images) for raw in raws] == [15, 5]
+    moved = shutil.copytree(tmp_path, tmp_path.with_name("moved"))
+    elsewhere = settings.model_copy(update={"root": str(moved)})
+    assert names("val", elsewhere) == val  # and so on every host
+    write_coco(moved, 21)
+    assert len(names("val", elsewhere) ^ val) <= 2
+    assert same_sets(settings) == "" and same_sets(write_coco(tmp_path, 20))

@@ -168,6 +168,20 @@ def test_a_voc_list_is_divided_by_its_lines(tmp_path):
     assert_is_every_second(config, divided)
 
 
+def test_a_folder_of_xml_becomes_lists_of_pairs(tmp_path):
+    for position, name in enumerate(write_images(tmp_path / "all", 5)):
+        (tmp_path / "all" / name.replace("jpg", "xml")).write_text(
+            f"<annotation><filename>{name}</filename><size><width>64</width><height>48</height>"
+            f"</size><object><name>{NAMES[position % 3]}</name><bndbox><xmin>2</xmin>"
+            f"<ymin>3</ymin><xmax>20</xmax><ymax>30</ymax></bndbox></object></annotation>"
+        )
+    part = SplitConfig(images="all")
+    config = DataConfig(format="voc", root=str(tmp_path), train=part, val=part)
+    files, divided = halves(config)
+    assert files[1].read_text() == "all/001.jpg all/001.xml\nall/003.jpg all/003.xml\n"
+    assert_is_every_second(config, divided)
+
+
 def write_yolo(root: Path, images: str, labels: str) -> DataConfig:
     names = write_images(root / images, 5)
     (root / labels).mkdir(parents=True)

@@ -1,13 +1,17 @@
 """VOC: what only this format has, and the exact words for what is wrong there."""
 
+from pathlib import Path
+
 import pytest
 
+from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import (
     check_same_classes,
     read_split,
 )
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.datasets.small import voc_set
+from tests.unit.data.sets import write_images
 
 
 def test_voc_names_are_sorted_from_training_split(tmp_path):
@@ -80,3 +84,53 @@ def test_stale_xml_file_name_keeps_listed_image(tmp_path, filename):
     file.write_text(file.read_text().replace("stale.jpg", filename))
     (record,) = read_split(config, "train", 1).records
     assert record.path == str(tmp_path / "images" / "a.JPG")
+
+
+def xml_of(stem: str, name: str = "cat") -> str:
+    return (
+        f"<annotation><filename>{stem}.jpg</filename><size><width>64</width><height>48</height>"
+        f"</size><object><name>{name}</name><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax>"
+        f"<ymax>40</ymax></bndbox></object></annotation>"
+    )
+
+
+def voc_folder(root: Path, images: str, annotations: str) -> DataConfig:
+    """Two images of a cat and a dog whose XML files are in a folder, without any list."""
+    part = SplitConfig(images=images, annotations=annotations)
+    return DataConfig(format="voc", root=str(root), train=part, val=part)
+
+
+@pytest.mark.parametrize(
+    ("image", "xml", "images", "annotations"),
+    [
+        ("a/000.jpg", "a/000.xml", "a", ""),  # side by side
+        ("pictures/x/000.jpg", "labels/x/000.xml", "pictures", "labels"),  # two trees alike
+        ("pictures/y/000.jpg", "labels/x/000.xml", "pictures", "labels"),  # one is called so
+        ("pictures/000.jpg", "labels/other.XML", "pictures", "labels"),  # <filename> says
+    ],
+)
+def test_folder_of_xml_needs_no_list(tmp_path, image, xml, images, annotations):
+    write_images((tmp_path / image).parent, 1)
+    (tmp_path / xml).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / xml).write_text(xml_of("000"))
+    (record,) = read_split(voc_folder(tmp_path, images, annotations), "train", 1).records
+    assert record.path == str(tmp_path / image)
+    assert record.boxes_M4.tolist() == [[1, 2, 30, 40]]
+
+
+def test_xml_without_one_image_of_its_name_is_named(tmp_path):
+    config = voc_folder(tmp_path, "images", "labels")
+    for folder in ("images/a", "images/b"):
+        write_images(tmp_path / folder, 1)
+    (tmp_path / "labels").mkdir()
+    assert message_of(config, "annotation_file_missing").startswith(f"{tmp_path / 'labels'}: holds")
+    file = tmp_path / "labels" / "000.xml"
+    file.write_text(xml_of("000"))
+    assert message_of(config, "image_missing").startswith(f"{file}: 2 images may be meant: ")
+    (tmp_path / "images" / "a" / "000.jpg").unlink()
+    assert len(read_split(config, "train", 1).records) == 1
+    file.rename(file.with_name("c.xml")).write_text(xml_of("d"))
+    assert message_of(config, "image_missing") == (
+        f"{tmp_path / 'labels' / 'c.xml'}: no image below {tmp_path / 'images'} is called c or "
+        f"d.jpg"
+    )

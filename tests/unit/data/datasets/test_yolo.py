@@ -10,6 +10,7 @@ from tests.unit.data.datasets.small import yolo_set
 from tests.unit.data.sets import (
     NAMES,
     bccd,
+    write_images,
 )
 
 
@@ -103,3 +104,30 @@ def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
 
 def test_yolo_class_names_come_from_yaml_file(shared_dir):
     assert read_split(bccd(shared_dir, "yolo"), "val", 3).class_names == NAMES
+
+
+def test_yolo_takes_several_folders_or_lists(tmp_path):
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    places = {"a/images": "a/labels", "images/b": "labels/b", "beside": "beside"}
+    for number, (folder, labels) in enumerate(places.items()):
+        (name,) = write_images(tmp_path / folder, 1)
+        (tmp_path / labels).mkdir(parents=True, exist_ok=True)
+        (tmp_path / labels / f"{name[:-4]}.txt").write_text(f"1 0.5 0.5 0.25 {(number + 1) / 4}\n")
+        (tmp_path / f"{number}.txt").write_text(f"{folder}/{name}\n")
+    (tmp_path / "a" / "1.txt").write_text("./images/000.jpg\n")  # from where the list is
+
+    def heights(**places) -> list[float]:
+        part = SplitConfig(**places)
+        config = DataConfig(format="yolo", root=str(tmp_path), train=part, val=part)
+        records = read_split(config, "train", 2).records
+        return [record.boxes_M4[0, 3] - record.boxes_M4[0, 1] for record in records]
+
+    assert heights(images=tuple(places)) == [12, 24, 36]
+    assert heights(images=("a", "beside")) == [12, 36]  # folders that hold images/ and labels/
+    assert heights(images=".", annotations=("2.txt", "a/1.txt")) == [36, 12]
+
+
+def test_several_folders_are_yolos_alone(tmp_path):
+    part = SplitConfig(images=("a", "b"), annotations="labels")
+    with pytest.raises(ValueError, match="train: a list of folders or files is for format: yolo"):
+        DataConfig(format="coco", root=str(tmp_path), train=part, val=part)

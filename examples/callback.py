@@ -1,0 +1,45 @@
+"""A callback of one's own: notes the slowest steps of each rank.
+
+    fleetrun --nproc_per_node 2 examples/callback.py -c demo -o data.root=output/demo_data
+
+Every rank has its callbacks and calls them at the same moments, so that they may use collectives.
+They look on; what changes the numbers is a key of the configuration.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppdist.cli.train import parse, train
+from ppdist.common import process
+from ppdist.distributed import comm
+from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
+from ppdist.engine.train_step import StepResult
+
+
+class SlowestSteps(Callback):
+    """Notes the steps of this rank that took longest, and why."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.count = count
+        self.seconds: dict[int, StepSeconds] = {}
+        self.folder = Path()
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self.folder = run.output_dir
+
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self.seconds[step] = seconds
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        print(f"after step {step}: mAP {metrics['mAP']:.3f}{', the best' if is_best else ''}")
+
+    def on_train_end(self, step: int, reason: str) -> None:
+        slowest = sorted(self.seconds, key=lambda each: -self.seconds[each].wall)[: self.count]
+        rows = [{"step": each, **self.seconds[each]._asdict()} for each in slowest]
+        file = self.folder / f"slowest_steps_{comm.rank()}.json"
+        file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    process.run(lambda: train(parse(), callbacks=[SlowestSteps()]))

@@ -1,0 +1,540 @@
+"""Dataset layout: format, splits and classes of a folder or data.yaml.
+
+data.yaml of ultralytics and Roboflow    path, train, val: a folder, several, or a .txt list
+COCO folder                              annotations/*.json, or train/_annotations.coco.json
+VOC folder                               XML anywhere, with or without ImageSets
+YOLO folder                              images/, labels/ and classes.txt
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.migration import is_data_yaml
+from ppdist.config.yaml import Node, Reader, found, problems_error
+from ppdist.data.datasets.annotations import (
+    class_names,
+    files_below,
+    is_no_data,
+    quietly,
+    read_list,
+)
+from ppdist.data.datasets.build import read_raw
+from ppdist.data.datasets.coco import read_index
+from ppdist.data.datasets.voc import xml_files
+from ppdist.data.image import is_image_name
+
+_PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
+_DEEPEST = 4  # folders in one another, each alone
+VAL_FRACTION = 0.2  # of a set without a validation split
+_KINDS = (
+    "expected a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML, "
+    "or YOLO's images/ and labels/"
+)
+_BY_HAND = "say which in a configuration: copy configs/examples/my_data.yml (docs/data.md)"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A set as it was found.
+
+    root: absolute; the paths of train and val are relative to it.  val None: no validation split.
+    images: of train, those of a later validation split too.
+    notes: (what, why) of what its owner may not expect.
+    """
+
+    name: str
+    format: Literal["coco", "voc", "yolo"]
+    root: Path
+    train: SplitConfig
+    val: SplitConfig | None
+    class_names: tuple[str, ...]
+    images: int
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+def find_layout(source: str) -> Layout:
+    """What a path is, by its files alone; the same on every host that has the same files.
+
+    Args: source: a data.yaml or a folder.
+    Raises: DataError: no data set that can be read, or not plainly one; ConfigError: not YAML.
+    """
+    path = Path(source)
+    if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+        return _of_yaml(path)
+    if not path.is_dir():
+        what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
+        raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
+    for folder in _nested(path):
+        for file in sorted(folder.glob("*.y*ml")):
+            if _holds_data(file):
+                return _of_yaml(file)
+        for reader in (_of_coco, _of_voc, _of_yolo):
+            layout = reader(folder)
+            if layout is not None:
+                return layout
+    seen = sorted(each.name for each in path.iterdir())[:8]
+    what = f"holds no annotations that are known here (it has: {', '.join(seen) or 'nothing'})"
+    raise DataError(what, code="data_kind_unknown", where=source, fix=_KINDS)
+
+
+def _nested(path: Path) -> Iterator[Path]:
+    """A folder without those that an archive put around it, then the only one in it, and so on."""
+    for _ in range(_DEEPEST):
+        entries = [each for each in path.iterdir() if not is_no_data(each.name)]
+        below = [each for each in entries if each.is_dir()]
+        inner = below[0] if len(below) == 1 else None
+        if inner is not None and (inner.name.lower() in _PARTS or _split_of(inner.name)):
+            inner = None
+        if inner is None or len(entries) > 1:
+            yield path
+        if inner is None:
+            return
+        path = inner
+
+
+def _holds_data(file: Path) -> bool:
+    try:
+        return is_data_yaml(Reader().read_alone(str(file)))
+    except ConfigError:  # some other file that happens to lie here
+        return False
+
+
+def _named(folder: Path) -> str:
+    return Path(os.path.abspath(folder)).name
+
+
+# --- the split that a name speaks of --------------------------------------------------------------
+
+_SPLIT_WORDS = {
+    "train": "train", "training": "train", "trainval": "train",
+    "val": "val", "valid": "val", "validation": "val", "minival": "val",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+
+
+def _split_of(name: str) -> str:
+    """train, val or test as a name says it: `instances_train2017`; "": it says none."""
+    words = re.findall("[a-z]+", name.lower())
+    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "")
+
+
+def _split_folders(folder: Path) -> dict[str, list[Path]]:
+    """The folders in a folder whose names say a split, by split."""
+    result: dict[str, list[Path]] = {}
+    below = sorted(folder.iterdir()) if folder.is_dir() else []
+    for each in below:
+        if each.is_dir() and _split_of(each.name):
+            result.setdefault(_split_of(each.name), []).append(each)
+    return result
+
+
+def _one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
+    if len(candidates) > 1:
+        shown = ", ".join(str(each.relative_to(folder)) for each in candidates)
+        what = f"several may be its {split} split: {shown}"
+        raise DataError(what, code="split_ambiguous", where=str(folder), fix=_BY_HAND)
+    return candidates[0]
+
+
+def _tests_note(present: bool) -> tuple[tuple[str, str], ...]:
+    why = "evaluate it later by data.val of the written configuration"
+    return (("test split: not used in training", why),) if present else ()
+
+
+def _relative(path: Path, root: Path) -> str:
+    return os.path.relpath(path, root)
+
+
+def _is_image(path: str) -> bool:
+    return is_image_name(os.path.basename(path))
+
+
+def _holds_images(folder: Path) -> bool:
+    return folder.is_dir() and any(map(_is_image, files_below(folder)))
+
+
+# --- data.yaml ------------------------------------------------------------------------------------
+
+_SPLIT_KEYS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+
+
+def _of_yaml(file: Path) -> Layout:
+    reader = Reader()
+    tree = reader.read_alone(str(file))
+    if reader.problems:
+        raise problems_error(reader.problems)
+    keys = tree.value
+    assert isinstance(keys, dict)  # read_alone
+    if "kpt_shape" in keys:
+        what = "kpt_shape: labels of keypoints; only boxes and outlines are learned here"
+        raise DataError(what, code="data_kind_unknown", where=str(keys["kpt_shape"].key_place))
+    names, notes = _names(file, keys)
+    base = Path(os.path.abspath(file)).parent
+    given = keys.get("path")
+    if given is not None and isinstance(given.value, str):
+        base = Path(os.path.normpath(base / given.value))
+        if not base.is_dir():
+            notes.append((f"path {given.value}: not there", f"taken: the folder of {file.name}"))
+            base = Path(os.path.abspath(file)).parent
+    places = {
+        split: [_place(base, entry, keys, notes) for entry in _entries(keys, split)]
+        for split in ("train", "val")
+    }
+    if not places["train"]:
+        what = "names no training images"
+        fix = "add `train: FOLDER` (or a list of folders, or a .txt file of image paths)"
+        raise DataError(what, code="split_missing", where=str(file), fix=fix)
+    root = _root_of(base, [place for split in places.values() for place in split])
+    train, val = (_yolo_split(root, places[split], file) for split in ("train", "val"))
+    assert train is not None
+    if "download" in keys:
+        notes.append(("download: not run", "nothing in a data file is, and the images are there"))
+    stem = file.stem if file.stem.lower() not in ("data", "dataset") else _named(base)
+    notes += _tests_note(bool(_entries(keys, "test")))
+    return Layout(
+        name=stem,
+        format="yolo",
+        root=root,
+        train=train,
+        val=val,
+        class_names=names,
+        images=sum(map(_count, places["train"])),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _entries(keys: Mapping[str, Node], split: str) -> list[Node]:
+    node = next((keys[key] for key in _SPLIT_KEYS[split] if key in keys), None)
+    if node is None or node.value is None or node.value == "":
+        return []
+    entries = node.value if isinstance(node.value, list) else [node]
+    for entry in entries:
+        if not isinstance(entry.value, str):
+            what = f"{split}: found {found(entry)}, expected a folder, or a .txt file, or several"
+            raise DataError(what, code="bad_data_yaml", where=str(entry.place))
+    return entries
+
+
+def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[str, str]]) -> Path:
+    """The folder or list that an entry means."""
+    text = str(entry.value)
+    # Roboflow's `../train/images` means train/images beside the file.
+    bare = re.sub(r"^(\.\./)+", "", text)
+    tried = [Path(os.path.normpath(base / each)) for each in dict.fromkeys((text, bare))]
+    for path in tried:
+        if path.exists():
+            if path != tried[0]:
+                notes.append((f"{text}: read as {bare}", "as Roboflow means it"))
+            return path
+    if "download" in keys:
+        raise DataError(
+            f"does not exist (from `{text}`), and `download` is not run: ppdist neither fetches "
+            f"data nor runs what a data file says",
+            code="download_refused",
+            where=str(tried[0]),
+            fix=f"download it yourself: {found(keys['download'])}, then set `path`",
+        )
+    raise DataError(
+        f"{' and '.join(map(str, tried))}: does not exist",
+        code="split_missing",
+        where=str(entry.place),
+        fix="`path` is relative to the data file, and what stands under train and val to `path`",
+    )
+
+
+def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+    node, count = keys.get("names"), keys.get("nc")
+    number = count.value if count is not None else None
+    if count is not None and (type(number) is not int or number < 1):
+        what = f"nc: found {found(count)}, expected the number of classes"
+        raise DataError(what, code="bad_data_yaml", where=str(count.place))
+    if node is None:
+        if not isinstance(number, int):
+            raise DataError("has no names of classes", code="class_names_missing", where=str(file))
+        note = ("names: class_0, class_1, ...", "the file gives nc alone")
+        return tuple(f"class_{label}" for label in range(number)), [note]
+    if isinstance(node.value, dict):
+        items = {key: each for key, each in node.value.items() if key.isdecimal()}
+        ordered = [items.get(str(label)) for label in range(len(node.value))]
+        if None in ordered:
+            what = f"names: expected the numbers 0 to {len(node.value) - 1} as keys"
+            raise DataError(what, code="bad_class_numbers", where=str(node.place))
+        entries = [each for each in ordered if each is not None]
+    elif isinstance(node.value, list):
+        entries = node.value
+    else:
+        what = f"names: found {found(node)}, expected a list of names"
+        raise DataError(what, code="bad_data_yaml", where=str(node.place))
+    wrong = next((each for each in entries if isinstance(each.value, list | dict)), None)
+    if wrong is not None or not entries:
+        what = f"names: found {found(wrong or node)}, expected a name for each class"
+        raise DataError(what, code="bad_data_yaml", where=str((wrong or node).place))
+    if isinstance(number, int) and number != len(entries):
+        assert count is not None
+        raise DataError(
+            f"nc is {number}, but names has {len(entries)}",
+            code="class_count_differs",
+            where=str(count.place),
+            fix="correct the one that is wrong, or remove nc",
+        )
+    return class_names(file.parent, tuple(each.text for each in entries)), []
+
+
+def _root_of(base: Path, places: Sequence[Path]) -> Path:
+    """data.root: above all places, and above the folders `images` whose labels are beside them."""
+    if all(place.is_relative_to(base) for place in places):
+        return base
+    root = Path(os.path.commonpath([place.parent for place in places]))
+    for place in places:
+        parts = place.parts
+        if "images" in parts:
+            last = len(parts) - 1 - parts[::-1].index("images")
+            root = Path(*parts[: min(last, len(root.parts))])
+    return root
+
+
+def _yolo_split(root: Path, places: Sequence[Path], file: Path) -> SplitConfig | None:
+    if not places:
+        return None
+    lists = [_relative(place, root) for place in places if place.is_file()]
+    folders = [_relative(place, root) for place in places if place.is_dir()]
+    if lists and folders:
+        what = f"folders ({folders[0]}) and lists ({lists[0]}) in one split"
+        fix = "name folders alone, or .txt files alone"
+        raise DataError(what, code="bad_data_yaml", where=str(file), fix=fix)
+    images: str | tuple[str, ...] = folders[0] if len(folders) == 1 else tuple(folders)
+    listed: str | tuple[str, ...] = lists[0] if len(lists) == 1 else tuple(lists)
+    return SplitConfig(images=images or ".", annotations=listed or "")
+
+
+def _count(place: Path) -> int:
+    if place.is_file():
+        return len(read_list(place, quietly))
+    return sum(map(_is_image, files_below(place)))
+
+
+# --- COCO -----------------------------------------------------------------------------------------
+
+_OTHER_TASKS = ("captions", "person_keypoints", "panoptic", "stuff", "image_info")
+
+
+def _of_coco(root: Path) -> Layout | None:
+    files = [*root.glob("*.json"), *root.glob("*/*.json")]
+    boxes = [file for file in sorted(files) if not file.name.startswith((*_OTHER_TASKS, "."))]
+    index_of: dict[Path, tuple[list[str], tuple[str, ...]]] = {}
+    by_split: dict[str, list[Path]] = {}
+    for file in boxes:
+        split = _split_of(file.stem) or _split_of(str(file.parent.relative_to(root)))
+        if split == "test":
+            by_split.setdefault(split, []).append(file)
+            continue
+        try:
+            index_of[file] = read_index(file)
+        except DataError as error:
+            if error.code in ("not_coco", "not_json", "not_utf8"):
+                continue  # some other JSON
+            raise
+        by_split.setdefault(split, []).append(file)
+    if not index_of:
+        return None
+    if "" in by_split and "train" not in by_split:  # as tools call the only file of a set
+        by_split["train"] = by_split.pop("")
+    if "train" not in by_split:
+        what = f"no file of training images; found {', '.join(map(str, index_of))}"
+        raise DataError(what, code="split_missing", where=str(root), fix=_BY_HAND)
+    chosen = {
+        split: _one(by_split[split], split, root) for split in ("train", "val") if split in by_split
+    }
+    absolute = Path(os.path.abspath(root))
+    parts = {
+        split: SplitConfig(
+            images=_relative(_images_of(root, file, index_of[file][0]), root),
+            annotations=_relative(file, root),
+        )
+        for split, file in chosen.items()
+    }
+    names_of_images, names = index_of[chosen["train"]]
+    return Layout(
+        name=_named(root),
+        format="coco",
+        root=absolute,
+        train=parts["train"],
+        val=parts.get("val"),
+        class_names=names,
+        images=len(names_of_images),
+        notes=_tests_note("test" in by_split),
+    )
+
+
+def _images_of(root: Path, file: Path, names: Sequence[str]) -> Path:
+    """The folder that a COCO file's `file_name`s are relative to."""
+    stem = file.stem.removeprefix("instances_")
+    split = _split_of(stem) or _split_of(file.parent.name)
+    candidates = [
+        *(file.parent, root / stem, root / "images" / stem, root / split),
+        *(root / "images" / split, root / "images", root / "JPEGImages", root),
+    ]
+    some = names[:: max(1, len(names) // 5)][:5]
+    if not some:
+        raise DataError("lists no image", code="no_images", where=str(file))
+    for folder in dict.fromkeys(candidates):
+        if folder.is_dir() and all((folder / name).is_file() for name in some):
+            return folder
+    tried = ", ".join(_relative(each, root) for each in dict.fromkeys(candidates) if each.is_dir())
+    raise DataError(
+        f"its images are in none of the folders {tried} of {root}, first {some[0]}",
+        code="image_missing",
+        where=str(file),
+        fix="put them there, or name their folder in a configuration (docs/data.md)",
+    )
+
+
+# --- Pascal VOC -----------------------------------------------------------------------------------
+
+
+def _of_voc(root: Path) -> Layout | None:
+    root = Path(os.path.abspath(root))
+    first = next(xml_files(root), None)
+    if first is None:
+        return None
+    inner = [each.parent for depth in ("*", "*/*") for each in root.glob(f"{depth}/ImageSets")]
+    if inner and not (root / "ImageSets").is_dir():
+        return _of_voc(_one(sorted(inner), "train", root))
+    listed = _voc_lists(root)
+    if listed:
+        images = _first_with_images(root, [root / "JPEGImages", root / "images", root])
+        parts = {
+            split: SplitConfig(images=_relative(images, root), annotations=_relative(file, root))
+            for split, file in listed.items()
+        }
+        tests = any((file.parent / "test.txt").is_file() for file in listed.values())
+    else:
+        parts, tests = _voc_folders(root, Path(first).parent)
+    config = DataConfig(
+        format="voc", root=str(root), train=parts["train"], val=parts.get("val", parts["train"])
+    )
+    raw = read_raw(config, "train", quietly)
+    return Layout(
+        name=_named(root),
+        format="voc",
+        root=root,
+        train=parts["train"],
+        val=parts.get("val"),
+        class_names=raw.class_names,
+        images=len(raw.images),
+        notes=_tests_note(tests),
+    )
+
+
+def _voc_lists(root: Path) -> dict[str, Path]:
+    """Lists of images by split, where their lines lead to XML files."""
+    for folder in (root / "ImageSets" / "Main", root / "ImageSets", root):
+        found_lists = {}
+        for split, names in {"train": ("train", "trainval"), "val": ("val", "valid")}.items():
+            files = [folder / f"{name}.txt" for name in names]
+            file = next(
+                (each for each in files if each.is_file() and read_list(each, quietly)), None
+            )
+            if file is not None:
+                found_lists[split] = file
+        if "train" not in found_lists:
+            continue
+        line = read_list(found_lists["train"], quietly)[0]
+        if line.lower().endswith(".xml") or (root / "Annotations").is_dir():
+            return found_lists
+        if not _is_image(line):  # else a list for YOLO
+            raise DataError(
+                "lists images whose XML files are expected in Annotations/, which is not there",
+                code="annotation_file_missing",
+                where=str(found_lists["train"]),
+                fix=f"call the folder of the XML files {root / 'Annotations'}",
+            )
+    return {}
+
+
+def _voc_folders(root: Path, first: Path) -> tuple[dict[str, SplitConfig], bool]:
+    """Splits by the names of folders, and whether there is one of test images."""
+    for top in dict.fromkeys((root, first, first.parent)):
+        if not top.is_relative_to(root):
+            continue
+        folders = {
+            split: [each for each in found_folders if next(xml_files(each), None)]
+            for split, found_folders in _split_folders(top).items()
+        }
+        if folders.get("train"):
+            chosen = {s: _one(folders[s], s, root) for s in ("train", "val") if folders.get(s)}
+            parts = {}
+            for split, folder in chosen.items():
+                name = folder.name
+                near = [folder, root / "images" / name, root / "JPEGImages" / name, root / name]
+                images = _first_with_images(root, [*near, root / "images", root])
+                parts[split] = SplitConfig(
+                    images=_relative(images, root), annotations=_relative(folder, root)
+                )
+            return parts, "test" in folders
+    holding = {Path(file).parent for file in xml_files(root)}
+    folder = Path(os.path.commonpath(holding))
+    images = _first_with_images(root, [folder, root / "JPEGImages", root / "images", root])
+    part = SplitConfig(images=_relative(images, root), annotations=_relative(folder, root))
+    return {"train": part}, False
+
+
+def _first_with_images(root: Path, folders: Sequence[Path]) -> Path:
+    images = next((each for each in folders if _holds_images(each)), None)
+    if images is None:
+        raise DataError("has annotations but no image", code="no_images", where=str(root))
+    return images
+
+
+# --- YOLO without a data.yaml ---------------------------------------------------------------------
+
+
+def _of_yolo(root: Path) -> Layout | None:
+    root = Path(os.path.abspath(root))
+    images = root / "images"
+    lists = {split: root / f"{split}.txt" for split in ("train", "val")}
+    places: dict[str, list[Path]] = {}
+    if lists["train"].is_file() and any(map(_is_image, read_list(lists["train"], quietly)[:1])):
+        places = {split: [file] for split, file in lists.items() if file.is_file()}
+    for top in (images, root):
+        folders = {
+            split: [each for each in found_folders if _holds_images(each)]
+            for split, found_folders in _split_folders(top).items()
+        }
+        if not places and folders.get("train"):
+            places = folders
+    if not places:
+        if not _holds_images(root):
+            return None
+        places = {"train": [images if _holds_images(images) else root]}
+    splits = {s: [_one(places[s], s, root)] for s in ("train", "val") if places.get(s)}
+    train, val = (_yolo_split(root, splits.get(s, []), root) for s in ("train", "val"))
+    assert train is not None
+    labels = [root / "labels", root, *(place for place in splits["train"] if place.is_dir())]
+    label_files = (file for each in labels if each.is_dir() for file in files_below(each))
+    if not any(file.endswith(".txt") for file in label_files):
+        return None
+    names = next(filter(None, (class_names(each, ()) for each in labels if each.is_dir())), ())
+    if not names:
+        raise DataError(
+            "YOLO labels do not name their classes",
+            code="class_names_missing",
+            where=str(root),
+            fix=f"write them, one a line, to {root / 'classes.txt'}",
+        )
+    return Layout(
+        name=root.name,
+        format="yolo",
+        root=root,
+        train=train,
+        val=val,
+        class_names=names,
+        images=sum(map(_count, splits["train"])),
+        notes=_tests_note(bool(places.get("test"))),
+    )

@@ -1,0 +1,296 @@
+"""Zero configuration: a recipe fitted to data, as an ordinary config.
+
+layout of the data -> shipped recipe -> what the number of images asks for -> -o items
+-> an ExperimentConfig, and the text of the file that it is
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import parse_tree
+from ppdist.config.shipped import near, recipes, short_names
+from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
+from ppdist.data.datasets.layout import VAL_FRACTION, Layout
+
+FILE = "recipe.yml"  # in output_dir
+# Below so many training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
+_FEW_IMAGES = 8000
+# Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it
+# was good: configs/examples/bccd_*.yml.  Where a set has more, an epoch has more as well.
+_IMAGES_SEEN = 30_000
+_IMAGES_SEEN_TUNING = 10_000  # docs/dev/recipes.md: weights of another task save two thirds
+_EPOCHS, _EPOCHS_TUNING, _MOST_EPOCHS = 100, 50, 300
+_WARMUP_SHARE = 0.1  # of all steps: the longest least warm-up
+_EVALUATIONS = 20
+# PP-YOLOE on few images: configs/examples/bccd_ppyoloe.yml and my_data.yml.
+_PPYOLOE_ON_FEW: Mapping[str, Any] = {
+    "train.clip_norm": 10.0,
+    "train.ema.decay": 0.998,
+    "optimizer.name": "adamw",
+    "optimizer.reference_batch_size": 8,
+    "optimizer.lr_scaling": "sqrt",
+    "optimizer.weight_decay": 0.05,
+    "schedule.name": "flat_cosine",
+    "schedule.final_factor": 0.02,
+}
+_LR, _LR_TUNING = 0.001, 0.0005
+_WARMUP_PHASE = 30  # its warm-up takes this part of the run: one in so many epochs
+
+
+class Choice(NamedTuple):
+    """A key of the config, its value, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A decided run.
+
+    config: of the run.  text: YAML that `load_config` makes the same of.
+    rows: (what, value, why) for a table.
+    """
+
+    config: ExperimentConfig
+    text: str
+    rows: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user said besides the data; None: nothing.
+
+    model: name of a shipped recipe, or a YAML file.  batch: images per card.
+    image_size: (height, width) in pixels.
+    """
+
+    model: str
+    epochs: float | None = None
+    batch: int | Literal["auto"] | None = None
+    weights: str | None = None
+    image_size: tuple[int, int] | None = None
+
+
+def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: int) -> Recipe:
+    """A shipped recipe for this data, the same wherever the data are the same.
+
+    Args:
+        overrides: -o items; they win.
+        world: ranks.
+    Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
+    """
+    name, file = _find(wishes.model)
+    reader = Reader()
+    base = reader.read_file(file)
+    choices = [*_data_choices(layout), *_model_choices(layout, wishes, base)]
+    choices += _run_choices(_train_images(layout), wishes, base, world)
+    choices.append(
+        Choice("output_dir", f"output/{layout.name}_{_short(name)}", "the names of data and model")
+    )
+    place = Place(f"--model {wishes.model}")
+    own = tree_of(_nested(choices), place)
+    for item in overrides:
+        node = reader.read_override(item)
+        if node is not None:
+            own = merge(own, node)
+    config = parse_tree(merge(base, own), ExperimentConfig, reader.problems)
+    # As checked: `-o output_dir=2024` is text, image_size: 640 a square.
+    chosen = _same_keys(own, config.model_dump(mode="json"))
+    why = {choice.key: choice.why for choice in choices}
+    shown = [_row(choice, chosen) for choice in choices]
+    given = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
+    rows = [
+        ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
+        ("recipe", name, os.path.basename(file)),
+        *(row for row in shown if row[0] in why and why[row[0]]),
+        *given,
+        *((what, "", reason) for what, reason in layout.notes),
+    ]
+    return Recipe(config, _text(name, chosen, rows), tuple(rows))
+
+
+def _find(model: str) -> tuple[str, str]:
+    """Name, as `_BASE_` has it, and file of a recipe."""
+    if model.endswith((".yml", ".yaml")) and os.path.isfile(model):
+        return os.path.abspath(model), model
+    words = Path(model).name.removesuffix(".yml")
+    name = short_names().get(words, words)
+    if name not in recipes():
+        close = near(model)
+        raise ConfigError(
+            f"no recipe is called so{f'; did you mean {close[0]}?' if close else ''}",
+            code="model_unknown",
+            where=f"--model {model}",
+            fix=f"expected {', '.join(close[1:] or [*short_names()][:4])}, or another of "
+            "`ppdist config list`",
+        )
+    return name, str(recipes()[name])
+
+
+def _short(name: str) -> str:
+    shorts = {long: short for short, long in short_names().items()}
+    return shorts.get(name, Path(name).stem)
+
+
+def _train_images(layout: Layout) -> int:
+    held = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
+    return max(1, layout.images - held)
+
+
+def _data_choices(layout: Layout) -> list[Choice]:
+    choices = [
+        Choice("data.format", layout.format, ""),
+        Choice("data.root", str(layout.root), ""),
+        *_split_choices("data.train", layout.train.model_dump()),
+    ]
+    if layout.val is not None:
+        choices += _split_choices("data.val", layout.val.model_dump())
+    else:
+        held = layout.images - _train_images(layout)
+        why = f"no validation split: {held} images validate, by their file names; the others train"
+        choices.append(Choice("data.val_fraction", VAL_FRACTION, why))
+    return [*choices, Choice("data.class_names", list(layout.class_names), "")]
+
+
+def _split_choices(key: str, split: Mapping[str, Any]) -> list[Choice]:
+    return [Choice(f"{key}.{name}", split[name], "") for name in ("images", "annotations")]
+
+
+def _model_choices(layout: Layout, wishes: Wishes, base: Node) -> list[Choice]:
+    family = _value(base, "model.name")
+    if family is None or family == "yolov5_cls":
+        raise ConfigError(
+            "is a recipe for classes of whole images; data given so has boxes",
+            code="model_without_boxes",
+            where=f"--model {wishes.model}",
+            fix="choose a detector (ppdist config list), or write a configuration",
+        )
+    names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
+    choices = [Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")]
+    if wishes.weights is not None:
+        choices.append(Choice("model.pretrained", wishes.weights, "--weights"))
+    if wishes.image_size is not None:
+        choices.append(Choice("model.image_size", list(wishes.image_size), "--image-size"))
+        usual, sizes = _value(base, "model.image_size"), _value(base, "train.multi_scale")
+        if usual and sizes:
+            step = math.gcd(*(side for size in sizes for side in size))
+            scaled = [
+                [
+                    max(step, step * round(side * new / old / step))
+                    for side, new, old in zip(size, wishes.image_size, usual)
+                ]
+                for size in sizes
+            ]
+            distinct = [size for at, size in enumerate(scaled) if size not in scaled[:at]]
+            why = "sizes of training, in proportion to --image-size"
+            choices.append(Choice("train.multi_scale", distinct, why))
+    return choices
+
+
+def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Choice]:
+    few = images < _FEW_IMAGES
+    written = _value(base, "train.epochs")
+    tuning = bool(wishes.weights) or bool(_value(base, "model.pretrained"))
+    epochs, why = _epochs(images, wishes, float(written), tuning)
+    choices = [Choice("train.epochs", epochs, why)]
+    phases = "warm-up and the like keep their shares of the recipe's epochs"
+    choices.append(Choice("train.phases_for_epochs", written, phases))
+    batch, why = _batch(images, wishes, _value(base, "train.batch_size_per_card") or 8, world)
+    choices.append(Choice("train.batch_size_per_card", batch, why))
+    on_all = world * (batch if isinstance(batch, int) else 8)
+    steps = math.ceil(images / on_all) * math.ceil(epochs)
+    least = _value(base, "schedule.warmup_least_steps") or 0
+    allowed = math.floor(_WARMUP_SHARE * steps)
+    if least > allowed:
+        why = f"a tenth of about {steps} steps at most; the recipe's {least} would take more"
+        choices.append(Choice("schedule.warmup_least_steps", allowed, why))
+    if few and _value(base, "model.name") == "ppyoloe":
+        why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
+        choices += [
+            Choice(key, value, why if key == "optimizer.name" else "")
+            for key, value in _PPYOLOE_ON_FEW.items()
+        ]
+        rate = _LR_TUNING if tuning else _LR
+        why = f"per step of 8 images; {'half, for weights that know something' * tuning}"
+        choices.append(Choice("optimizer.lr", rate, why.removesuffix("; ")))
+        warmup = round(written / _WARMUP_PHASE, 2)
+        why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
+        choices.append(Choice("schedule.warmup_epochs", warmup, why))
+    every = max(1, math.ceil(epochs / _EVALUATIONS))
+    choices.append(Choice("evaluate.every_epochs", every, f"about {_EVALUATIONS} in the run"))
+    return [*choices, Choice("checkpoint.every_epochs", every, "as often as --eval evaluates")]
+
+
+def _epochs(images: int, wishes: Wishes, written: float, tuning: bool) -> tuple[float, str]:
+    if wishes.epochs is not None:
+        return wishes.epochs, "--epochs"
+    if images >= _FEW_IMAGES:
+        return written, "as the recipe"
+    usual, seen = (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
+    epochs = float(min(_MOST_EPOCHS, max(usual, math.ceil(seen / images))))
+    start = "starting from weights" if tuning else "from scratch"
+    return epochs, f"{images} training images, {start}: {epochs * images:.0f} are seen"
+
+
+def _batch(
+    images: int, wishes: Wishes, written: int | Literal["auto"], world: int
+) -> tuple[int | Literal["auto"], str]:
+    if wishes.batch is not None:
+        return wishes.batch, "--batch, per card"
+    if isinstance(written, int) and written * world > images:
+        return max(1, images // world), f"per card: {images} images on {world} ranks"
+    return written, "per card, as the recipe"
+
+
+# --- trees ----------------------------------------------------------------------------------------
+
+
+def _value(tree: Node, key: str) -> Any:
+    node: Node | None = tree
+    for part in key.split("."):
+        node = node.child(part) if node is not None else None
+    return None if node is None else node.plain()
+
+
+def _nested(choices: Sequence[Choice]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for choice in choices:
+        *above, last = choice.key.split(".")
+        at = result
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = choice.value
+    return result
+
+
+def _same_keys(tree: Node, values: Any) -> Any:
+    if isinstance(tree.value, dict) and isinstance(values, dict):
+        return {key: _same_keys(child, values[key]) for key, child in tree.value.items()}
+    return values
+
+
+def _row(choice: Choice, chosen: Any) -> tuple[str, str, str]:
+    value = chosen
+    for part in choice.key.split("."):
+        value = value[part]
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return choice.key, text if len(text) <= 60 else f"{text[:57]}...", choice.why
+
+
+def _text(name: str, chosen: dict[str, Any], rows: Sequence[tuple[str, str, str]]) -> str:
+    lines = [
+        "# Decided by `ppdist train DATA --model NAME` and now an ordinary configuration: edit it,",
+        "# and train with -c THIS_FILE.  Keys: docs/config.md.  Why:",
+        *(f"#   {' '.join(filter(None, (what, value)))}: {why}" for what, value, why in rows),
+        "",
+    ]
+    first = {key: chosen[key] for key in ("output_dir",)}
+    return "\n".join(lines) + dump({BASE_KEY: name, **first, **chosen})

@@ -1,0 +1,107 @@
+"""From the wheel in an empty folder to predictions: three commands, whatever the layout."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.forked import ROOT, run_tool, succeeded
+
+pytestmark = pytest.mark.slow
+SMALL = ["data.workers=0", "train.batch_size_per_card=2"]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment that has our wheel, and this one's packages but not this clone."""
+    folder = tmp_path_factory.mktemp("installed")
+    clone = folder / "clone"  # setuptools leaves build/ and *.egg-info where it builds
+    for name in ("ppdist", "configs"):
+        succeeded(_run("cp", "-r", ROOT / name, _made(clone), folder=folder))
+    for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "LICENSE", "NOTICE"):
+        succeeded(_run("cp", ROOT / name, clone, folder=folder))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, clone]
+    succeeded(_run(*wheel, folder=folder))
+    home = folder / "venv"
+    venv.create(home, with_pip=False)
+    (wheel_file,) = folder.glob("ppdist-*.whl")
+    install = [*pip, "--python", home / "bin" / "python", "install", "--no-deps", "-q", wheel_file]
+    succeeded(_run(*install, folder=folder))
+    (packages,) = home.glob("lib/python*/site-packages")
+    shared = Path(sysconfig.get_path("purelib"))
+    (packages / "shared.pth").write_text(f"{shared}\n", encoding="utf-8")
+    where = "import ppdist; print(ppdist.__file__)"
+    found = succeeded(_run(home / "bin" / "python", "-c", where, folder=folder))
+    assert Path(found.strip()).is_relative_to(packages)
+    return home / "bin"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _run(*words: object, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = list(map(str, words))
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    succeeded(run_tool("data", "synthetic", "--out", folder, "--train", 6, "--val", 2))
+    return folder
+
+
+def _yolo(shapes: Path, folder: Path) -> Path:
+    _converted(shapes, folder, "yolo")
+    text = "train: images/train\nval: images/val\nnames: [circle, square, triangle]\n"
+    (folder / "data.yaml").write_text(text, encoding="utf-8")
+    return folder / "data.yaml"
+
+
+def _voc(shapes: Path, folder: Path) -> Path:
+    _converted(shapes, folder, "voc")
+    succeeded(_run("rm", "-rf", folder / "ImageSets", folder=folder))
+    return folder
+
+
+def _coco(shapes: Path, folder: Path) -> Path:
+    succeeded(_run("cp", "-r", shapes, folder, folder=shapes))
+    return folder
+
+
+def _converted(shapes: Path, folder: Path, kind: str) -> None:
+    for split in ("train", "val"):
+        source = ["--format", "coco", "--root", shapes]
+        source += ["--annotations", f"annotations/instances_{split}.json"]
+        succeeded(run_tool("data", "convert", "--to", kind, "--out", folder, *source))
+
+
+@pytest.mark.parametrize("layout", [_yolo, _coco, _voc])
+def test_three_commands_from_the_wheel(layout, programs, shapes, tmp_path):
+    data = layout(shapes, tmp_path / "mine")
+    ppdist = programs / "ppdist"
+    train = ["train", data, "--model", "yolov5n", "--epochs", "1", "--image-size", "96"]
+    said = _run(ppdist, *train, "-o", "output_dir=out", *SMALL, folder=tmp_path)
+    succeeded(said)
+    assert (tmp_path / "out" / "recipe.yml").is_file()
+    source = ["--source", shapes / "images" / "val", "--out", "found"]
+    succeeded(_run(ppdist, "predict", "-w", "out", *source, folder=tmp_path))
+    found = json.loads((tmp_path / "found" / "detections.json").read_text(encoding="utf-8"))
+    assert len(found["images"]) == 2
+
+
+def test_fleetrun_starts_commands_without_a_script(programs, shapes, tmp_path):
+    words = ["--nproc_per_node", "2", "ppdist", "train", "-c", "demo"]
+    keys = [f"data.root={shapes}", "train.epochs=1", "model.image_size=[96,96]", *SMALL]
+    succeeded(_run(programs / "fleetrun", *words, "-o", *keys, folder=tmp_path))
+    assert (tmp_path / "output" / "demo" / "checkpoints" / "last").exists()
+    assert len(succeeded(_run(programs / "ppdist", "config", "list", folder=tmp_path))) > 1000

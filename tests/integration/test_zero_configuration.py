@@ -1,0 +1,157 @@
+"""`train DATA --model NAME` in one process: what it decides is what a config by hand says."""
+
+import json
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+
+from ppdist.cli import train
+from ppdist.common.errors import ConfigError
+from ppdist.engine.recipe import Recipe
+from tests.forked import run_on_two_ranks, succeeded
+
+NAMES = ("cat", "dog")
+SMALL = ("-o", "model.width_multiple=0.1", "data.workers=0", "log.visualdl=false", "log.images=0")
+BY_HAND = """
+_BASE_: yolov5n_300e_coco
+output_dir: {out}
+data:
+  format: yolo
+  root: {root}
+  train: {{images: train/images, annotations: train/labels}}
+  val: {{images: valid/images, annotations: valid/labels}}
+  class_names: [cat, dog]
+  workers: 0
+model: {{num_classes: 2, image_size: 64, width_multiple: 0.1}}
+train: {{epochs: 1, phases_for_epochs: 300, batch_size_per_card: 2}}
+schedule: {{warmup_least_steps: 0}}
+evaluate: {{every_epochs: 1}}
+checkpoint: {{every_epochs: 1}}
+log: {{visualdl: false, images: 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One set of 4 + 2 images as Roboflow's data.yaml, COCO and VOC folder."""
+    root = tmp_path_factory.mktemp("project")
+    boxes = {"cat": (8, 8, 40, 40), "dog": (16, 24, 56, 48)}  # pixels, exact as fractions too
+    for split, count in {"train": 4, "valid": 2}.items():
+        coco = {
+            "images": [],
+            "annotations": [],
+            "categories": [{"id": n, "name": name} for n, name in enumerate(NAMES)],
+        }
+        for number in range(count):
+            pixels = np.random.RandomState(number).randint(0, 255, (64, 64, 3), np.uint8)
+            for folder in (f"yaml/{split}/images", f"coco/{split}", f"voc/{split}"):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+                cv2.imwrite(str(root / folder / f"{number}.png"), pixels)
+            coco["images"].append(
+                {"id": number, "file_name": f"{number}.png", "width": 64, "height": 64}
+            )
+            lines, things = "", ""
+            for label, (name, (x1, y1, x2, y2)) in enumerate(boxes.items()):
+                lines += f"{label} {(x1 + x2) / 128} {(y1 + y2) / 128} {(x2 - x1) / 64} "
+                lines += f"{(y2 - y1) / 64}\n"
+                corners = zip(("xmin", "ymin", "xmax", "ymax"), (x1, y1, x2, y2))
+                box = "".join(f"<{side}>{value}</{side}>" for side, value in corners)
+                things += f"<object><name>{name}</name><bndbox>{box}</bndbox></object>"
+                coco["annotations"].append(
+                    {
+                        "id": len(coco["annotations"]),
+                        "image_id": number,
+                        "category_id": label,
+                        "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    }
+                )
+            labels = root / "yaml" / split / "labels"
+            labels.mkdir(exist_ok=True)
+            (labels / f"{number}.txt").write_text(lines)
+            size = "<size><width>64</width><height>64</height></size>"
+            xml = f"<annotation><filename>{number}.png</filename>{size}{things}</annotation>"
+            (root / "voc" / split / f"{number}.xml").write_text(xml)
+        (root / "coco" / split / "_annotations.coco.json").write_text(json.dumps(coco))
+    data = {"train": "../train/images", "val": "../valid/images", "nc": 2, "names": [*NAMES]}
+    (root / "yaml" / "data.yaml").write_text(yaml.safe_dump(data))
+    return root
+
+
+def losses(folder: Path) -> list[object]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert any("mAP" in each for each in found)
+    return [each["loss"] for each in found if "loss" in each]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """The command in this process, without its pictures."""
+    monkeypatch.setattr(train, "_draw", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["ppdist train", *map(str, words)])
+    assert train.main() == 0
+
+
+def test_three_layouts_train_as_a_config_by_hand(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wishes = ["--model", "yolov5n", "--epochs", 1, "--batch", 2, "--image-size", 64, "--eval"]
+    for data in ("yaml/data.yaml", "coco", "voc"):
+        run(monkeypatch, project / data, *wishes, *SMALL)
+    hand = tmp_path / "hand.yml"
+    hand.write_text(BY_HAND.format(out=tmp_path / "hand", root=project / "yaml"))
+    run(monkeypatch, "-c", hand, "--eval")
+    expected = losses(tmp_path / "hand")
+    assert expected and all(np.isfinite(expected))
+    for name in ("yaml", "coco", "voc"):
+        assert losses(tmp_path / "output" / f"{name}_yolov5n") == expected
+    out = tmp_path / "output" / "yaml_yolov5n"
+    assert "_BASE_: yolov5n_300e_coco\n" in (out / "recipe.yml").read_text()
+    again = "`ppdist train -c output/yaml_yolov5n/recipe.yml --eval` is this run"
+    assert again in (out / "train.log").read_text()
+
+
+def test_edited_recipe_is_kept_beside(tmp_path):
+    recipe = Recipe(None, "seed: 1\n", ())
+    for _ in range(2):  # the same again moves nothing
+        train._write(recipe, tmp_path, evaluate=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yml"]
+    (tmp_path / "recipe.yml").write_text("seed: 2\n")
+    told = train._write(recipe, tmp_path, evaluate=False)
+    assert (tmp_path / "recipe.yml").read_text() == "seed: 1\n"
+    assert (tmp_path / "recipe.yml.old").read_text() == "seed: 2\n"
+    assert told.endswith(f"`ppdist train -c {tmp_path / 'recipe.yml'}` is this run")
+
+
+@pytest.mark.slow
+def test_two_ranks_decide_alike_and_one_writes(project, tmp_path):
+    wishes = ["--model", "yolov5n", "--epochs", 1, "--image-size", 64, "--eval", *SMALL]
+    told = run_on_two_ranks(tmp_path, "train", project / "coco", *wishes)
+    succeeded(told)
+    out = tmp_path / "output" / "coco_yolov5n"
+    first = losses(out)
+    file = (out / "recipe.yml").rename(tmp_path / "again.yml")
+    succeeded(run_on_two_ranks(tmp_path, "train", "-c", file, "--eval"))
+    assert losses(out) == first
+    assert "batch_size_per_card: 2" in file.read_text()  # four images on two ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("", "option_missing"),
+        ("d.yaml", "option_missing"),
+        ("d.yaml -c a.yml", "options_conflict"),
+        ("-c a.yml --epochs 3 --weights a.pt", "options_conflict"),
+        ("d --model yolov5n --image-size 32 64 96", "bad_value"),
+        ("--data d.yaml", "foreign_option"),
+        ("gone.yaml --model yolov5n", "data_not_found"),
+    ],
+)
+def test_options_that_do_not_go_together_are_told(words, code, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppdist train", *words.split()])
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        train.main()
+    assert caught.value.code == code

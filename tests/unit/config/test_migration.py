@@ -1,0 +1,115 @@
+"""What users of PaddleDetection and ultralytics type is answered with what to write."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import ExperimentConfig, load_config, migration
+from ppdist.config.migration import refuse_options
+from ppdist.config.schema import all_keys
+
+OURS = "data: {root: x, train: {}, val: {}}\nmodel: {name: yolov5}\n"
+
+
+def refused(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def config(folder: Path, text: str) -> Path:
+    file = folder / "cfg.yml"
+    file.write_text(text)
+    return file
+
+
+def test_every_equivalent_is_a_key_or_a_note():
+    known = {".".join(key) for key in all_keys(ExperimentConfig)}
+    tables = (migration.KEYS, migration.WORDS, migration.OPTIONS)
+    for name, each in ((name, each) for table in tables for name, each in table.items()):
+        assert each.key in known or (not each.key and (each.note or each.option)), name
+        named = re.findall(r"\b((?:data|model|train|optimizer|schedule|nms)\.\w+)", each.note)
+        assert {*named} - {"train.py"} <= known, name
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("TrainReader.batch_size=8", "write `train.batch_size_per_card=8`"),
+        ("TrainReader.batch_transforms=[1]", "see data.augment"),
+        ("LearningRate.base_lr=0.001", "write `optimizer.lr=0.001`"),
+        ("num_classes=3", "write `model.num_classes=3`"),
+        ("worker_num=4", "write `data.workers=4`"),
+        ("snapshot_epoch=5", "write `checkpoint.every_epochs=5`"),
+        ("architecture=PPYOLOE", "see model.name: ppyoloe or yolov5"),
+        ("pretrain_weights=x.pdparams", "write `model.pretrained=x.pdparams`"),
+        ("imgsz=640", "write `model.image_size=640` (one number is a square)"),
+        ("batch=16", "write `train.batch_size_per_card=16` (images per card, not of all)"),
+    ],
+)
+def test_foreign_key_behind_o_is_answered(tmp_path, item, said):
+    error = refused(config(tmp_path, OURS), item)
+    assert (
+        error.code == "foreign_key" and said in str(error) and str(error).startswith(f"-o {item}")
+    )
+
+
+def test_foreign_key_in_a_file_is_answered_at_its_line(tmp_path):
+    file = config(tmp_path, f"{OURS}snapshot_epoch: 5\n")
+    error = refused(file)
+    assert str(error) == (
+        f"{file}:3:1: snapshot_epoch is a key of PaddleDetection; write "
+        f"`checkpoint.every_epochs: 5`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("train: ../train/images\nval: ../valid/images\nnc: 3\nnames: [a, b, c]\nroboflow: {a: 1}",
+         "data_yaml_as_config", "train with it: `ppdist train "),
+        ("path: coco\nnames: {0: person}", "data_yaml_as_config", "data file of ultralytics"),
+        ("_BASE_: ['../datasets/coco_detection.yml', '../runtime.yml']\nsnapshot_epoch: 5\n"
+         "weights: output/x/model_final", "paddledetection_config", "checkpoint.every_epochs: 5"),
+        ("architecture: PPYOLOE\nTrainReader: {batch_size: 8}", "paddledetection_config",
+         "train.batch_size_per_card: 8"),
+        ("nc: 80\nbackbone: [[-1, 1, Conv, [64, 6, 2, 2]]]\nhead: []", "model_yaml_as_config",
+         "model: {name: yolov5, size: s}"),
+    ],
+)  # fmt: skip
+def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
+    file = config(tmp_path, text)
+    error = refused(file)
+    assert error.code == code and said in str(error) and str(error).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data coco.yaml --weights a.pt", "--data coco.yaml: an option of ultralytics; data is"),
+        ("--img 640", "--img 640: an option of ultralytics; write `--image-size 640`"),
+        ("d --batch-size=16", "an option of ultralytics; write `--batch 16` (images per"),
+        ("--cfg yolov5s.yaml", "the model is a name: `--model yolov5s`"),
+        ("-c x.yml -r x/10", "-r x/10: an option of PaddleDetection; write `--resume x/10`"),
+        ("-c x.yml --resume last.pt", "cannot be resumed: write `--weights last.pt`"),
+        ("-c x.yml --slim_config s.yml --use_vdl=true", "write `-o log.visualdl=true`"),
+        ("data=coco.yaml imgsz=640 epochs=3 device=0,1", "`fleetrun --selected_gpus 0,1 tools/tr"),
+        ("data=coco.yaml batch=8", "batch=8: an option of ultralytics; write `--batch 8`"),
+        ("model=yolov8n.pt", "write `DATA --model yolov8n.pt`"),
+        ("d.yaml lr0=0.01", "write `-o optimizer.lr=0.01`"),
+    ],
+)  # fmt: skip
+def test_foreign_option_is_answered(words, said):
+    with pytest.raises(ConfigError) as caught:
+        refuse_options(words.split())
+    assert caught.value.code == "foreign_option" and said in str(caught.value)
+
+
+def test_our_own_words_pass():
+    for words in (
+        "data.yaml --model yolov5n --epochs 3 --batch 8 --weights a.pt --eval",
+        "-c x.yml -o seed=1 train.epochs=3 device=cpu --resume auto --eval",
+    ):
+        refuse_options(words.split())

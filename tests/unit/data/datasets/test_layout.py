@@ -1,0 +1,246 @@
+"""What a data.yaml or a folder is taken for, and what is said where that is not plain."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.data.datasets.layout import Layout, find_layout
+
+NAMES = ("cat", "dog")
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def write(root: Path, name: str, text: str) -> None:
+    touch(root, name)
+    (root / name).write_text(text)
+
+
+def coco(root: Path, name: str, *images: str) -> None:
+    content = {
+        "images": [{"id": n, "file_name": image} for n, image in enumerate(images)],
+        "annotations": [],
+        "categories": [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}],
+    }
+    write(root, name, json.dumps(content))
+
+
+def xml(root: Path, *names: str) -> None:
+    for name in names:
+        things = "".join(
+            f"<object><name>{each}</name><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax>"
+            f"<ymax>40</ymax></bndbox></object>"
+            for each in NAMES
+        )
+        size = "<size><width>64</width><height>48</height></size>"
+        write(root, name, f"<annotation><filename>x</filename>{size}{things}</annotation>")
+
+
+def places(layout: Layout) -> tuple[object, ...]:
+    return tuple(
+        None if part is None else (part.images, part.annotations)
+        for part in (layout.train, layout.val)
+    )
+
+
+def refused(source: Path, code: str) -> str:
+    with pytest.raises((DataError, ConfigError)) as caught:
+        find_layout(str(source))
+    assert caught.value.code == code
+    return str(caught.value)
+
+
+# --- data.yaml ---
+
+
+@pytest.mark.parametrize(
+    ("text", "train", "val"),
+    [
+        # Roboflow: a relative path that means the folder beside the file.
+        ("train: ../train/images\nval: ../valid/images", "train/images", "valid/images"),
+        ("path: .\ntrain: [train/images, more/images]\nval: valid/images",
+         ("train/images", "more/images"), "valid/images"),
+        ("path: {root}\ntrain: train\nvalid: valid", "train", "valid"),
+    ],
+)  # fmt: skip
+def test_data_yaml_names_folders(tmp_path, text, train, val):
+    touch(tmp_path, "train/images/a.jpg", "train/images/b.png", "valid/images/c.jpg")
+    touch(tmp_path, "more/images/d.jpg")
+    text = f"{text.replace('{root}', str(tmp_path))}\nnc: 2\nnames: [cat, dog]\n"
+    write(tmp_path, "data.yaml", text)
+    for source in (tmp_path / "data.yaml", tmp_path):
+        layout = find_layout(str(source))
+        assert layout.format == "yolo" and layout.root == tmp_path
+        assert places(layout) == ((train, ""), (val, ""))
+        assert layout.class_names == NAMES and layout.name == tmp_path.name
+        assert layout.images == (3 if isinstance(train, tuple) else 2)
+
+
+def test_data_yaml_elsewhere_lists_and_names_by_number(tmp_path):
+    touch(tmp_path, "set/images/a.jpg")
+    write(tmp_path, "set/train.txt", "./images/a.jpg\n./images/b.jpg\n")
+    write(tmp_path, "yamls/pets.yaml", "path: ../set\ntrain: train.txt\nnames: {0: cat, 1: 010}\n")
+    layout = find_layout(str(tmp_path / "yamls" / "pets.yaml"))
+    assert (layout.root, layout.name, layout.images) == (tmp_path / "set", "pets", 2)
+    assert places(layout) == ((".", "train.txt"), None) and layout.class_names == ("cat", "010")
+
+
+def test_data_yaml_outside_its_path_has_root_above_all(tmp_path):
+    touch(tmp_path, "a/images/train/a.jpg", "a/images/val/b.jpg", "yamls/none")
+    base = tmp_path / "a" / "images"
+    write(tmp_path, "yamls/d.yaml", f"train: {base}/train\nval: {base}/val\nnames: [cat]\n")
+    layout = find_layout(str(tmp_path / "yamls" / "d.yaml"))
+    assert layout.root == tmp_path / "a"  # so that labels/ are found beside images/
+    assert places(layout) == (("images/train", ""), ("images/val", ""))
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("train: t\nnc: 3\nnames: [cat, dog]", "class_count_differs", ":2:5: nc is 3, but names"),
+        ("train: t\nnames: {0: cat, 2: dog}", "bad_class_numbers", "the numbers 0 to 1 as keys"),
+        ("train: t\nnames: cat", "bad_data_yaml", 'names: found "cat" (text), expected a list'),
+        ("train: t\nnames: [cat, cat]", "class_name_duplicate", "class 'cat' is listed twice"),
+        ("train: 3\nnames: [cat]", "bad_data_yaml", "train: found 3, expected a folder"),
+        ("val: t\nnames: [cat]", "split_missing", "names no training images"),
+        ("train: gone\nnames: [cat]", "split_missing", "gone: does not exist"),
+        ("train: [t, t.txt]\nnames: [cat]", "bad_data_yaml", "folders (t) and lists (t.txt)"),
+        ("train: t\nnames: [cat]\nkpt_shape: [17, 3]", "data_kind_unknown", "keypoints"),
+        ("train: t\nnames: [cat]\ntrain: t", "duplicate_key", "given twice"),
+        ("train: gone\nnames: [cat]\ndownload: https://x.org/a.zip", "download_refused",
+         'download it yourself: "https://x.org/a.zip"'),
+    ],
+)  # fmt: skip
+def test_data_yaml_that_cannot_be_used_is_told(tmp_path, text, code, said):
+    touch(tmp_path, "t/a.jpg", "t.txt")
+    write(tmp_path, "d.yaml", text)
+    assert said in refused(tmp_path / "d.yaml", code)
+
+
+def test_download_is_not_run_where_images_are(tmp_path):
+    touch(tmp_path, "t/a.jpg")
+    text = "train: t\nnc: 1\ndownload: |\n  import os\n"
+    write(tmp_path, "d.yaml", text)
+    layout = find_layout(str(tmp_path / "d.yaml"))
+    assert layout.class_names == ("class_0",)
+    assert [what for what, _ in layout.notes] == [
+        "names: class_0, class_1, ...",
+        "download: not run",
+    ]
+
+
+# --- folders ---
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "val"),
+    [
+        ({"annotations/instances_train2017.json": "train2017/a.jpg",
+          "annotations/instances_val2017.json": "val2017/b.jpg",
+          "annotations/captions_val2017.json": "val2017/b.jpg"},
+         ("train2017", "annotations/instances_train2017.json"),
+         ("val2017", "annotations/instances_val2017.json")),
+        ({"annotations/train.json": "images/train/a.jpg",
+          "annotations/val.json": "images/val/b.jpg"},
+         ("images/train", "annotations/train.json"), ("images/val", "annotations/val.json")),
+        ({"train/_annotations.coco.json": "train/a.jpg",
+          "valid/_annotations.coco.json": "valid/b.jpg",
+          "test/_annotations.coco.json": "test/c.jpg"},
+         ("train", "train/_annotations.coco.json"), ("valid", "valid/_annotations.coco.json")),
+        ({"annotations/instances_default.json": "images/a.jpg"},
+         ("images", "annotations/instances_default.json"), None),
+    ],
+)  # fmt: skip
+def test_coco_folder(tmp_path, files, train, val):
+    for file, image in files.items():
+        touch(tmp_path / "top", image)
+        coco(tmp_path / "top", file, Path(image).name)
+    layout = find_layout(str(tmp_path))  # the folder in it is what an archive made
+    assert (layout.format, layout.root, layout.name) == ("coco", tmp_path / "top", "top")
+    assert places(layout) == (train, val)
+    assert layout.class_names == NAMES and layout.images == 1
+    assert bool(layout.notes) == any("test" in file for file in files)
+
+
+def test_coco_folder_that_is_not_plain_is_told(tmp_path):
+    coco(tmp_path, "annotations/train.json", "a.jpg")
+    assert "its images are in none of the folders annotations, . of" in refused(
+        tmp_path, "image_missing"
+    )
+    coco(tmp_path, "annotations/train_small.json", "a.jpg")
+    told = refused(tmp_path, "split_ambiguous")
+    assert "train split: annotations/train.json, annotations/train_small.json" in told
+
+
+@pytest.mark.parametrize(
+    ("annotations", "images", "train", "val"),
+    [
+        (["Annotations/a.xml", "Annotations/b.xml"], ["JPEGImages/a.jpg", "JPEGImages/b.jpg"],
+         ("JPEGImages", "Annotations"), None),
+        (["train/a.xml", "valid/b.xml"], ["train/a.jpg", "valid/b.jpg"],
+         ("train", "train"), ("valid", "valid")),
+        (["labels/train/a.xml", "labels/val/a.xml"], ["images/train/a.jpg", "images/val/a.jpg"],
+         ("images/train", "labels/train"), ("images/val", "labels/val")),
+        (["a.xml", "b.xml"], ["a.jpg", "b.jpg"], (".", "."), None),
+    ],
+)  # fmt: skip
+def test_voc_folder_without_lists(tmp_path, annotations, images, train, val):
+    xml(tmp_path, *annotations)
+    touch(tmp_path, *images)
+    layout = find_layout(str(tmp_path))
+    assert layout.format == "voc" and places(layout) == (train, val)
+    assert layout.class_names == NAMES and layout.images == (1 if val else 2)
+
+
+def test_voc_folder_with_lists(tmp_path):
+    xml(tmp_path, "Annotations/a.xml", "Annotations/b.xml")
+    touch(tmp_path, "JPEGImages/a.jpg", "JPEGImages/b.jpg")
+    for split, stem in {"train": "a", "val": "b"}.items():
+        write(tmp_path, f"ImageSets/Main/{split}.txt", f"{stem}\n")
+    layout = find_layout(str(tmp_path))
+    lists = [("JPEGImages", f"ImageSets/Main/{split}.txt") for split in ("train", "val")]
+    assert places(layout) == tuple(lists) and layout.images == 1
+    (tmp_path / "VOC2007").mkdir()
+    for name in ("Annotations", "ImageSets", "JPEGImages"):
+        (tmp_path / name).rename(tmp_path / "VOC2007" / name)
+    touch(tmp_path, "README", "VOC2012/readme")
+    assert find_layout(str(tmp_path)).root == tmp_path / "VOC2007"
+    touch(tmp_path, "VOC2012/ImageSets/x")
+    assert "split: VOC2007, VOC2012" in refused(tmp_path, "split_ambiguous")
+    (tmp_path / "VOC2007" / "Annotations").rename(tmp_path / "VOC2007" / "xml")
+    tmp_path = tmp_path / "VOC2007"
+    assert "call the folder of the XML files" in refused(tmp_path, "annotation_file_missing")
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "val"),
+    [
+        (["images/train/a.jpg", "images/val/b.jpg", "labels/train/a.txt"],
+         ("images/train", ""), ("images/val", "")),
+        (["train/images/a.jpg", "valid/images/b.jpg", "train/labels/a.txt"],
+         ("train", ""), ("valid", "")),
+        (["images/a.jpg", "labels/a.txt"], ("images", ""), None),
+        (["a.jpg", "a.txt"], (".", ""), None),
+    ],
+)  # fmt: skip
+def test_yolo_folder_without_yaml(tmp_path, files, train, val):
+    touch(tmp_path, *files)
+    if not (tmp_path / "a.jpg").exists():
+        assert "write them, one a line" in refused(tmp_path, "class_names_missing")
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    layout = find_layout(str(tmp_path))
+    assert layout.format == "yolo" and places(layout) == (train, val)
+    assert layout.class_names == NAMES and layout.images == 1
+
+
+def test_what_is_no_data_set_is_told(tmp_path):
+    assert "is no folder and no data.yaml" in refused(tmp_path / "gone", "data_not_found")
+    touch(tmp_path, "notes.md", "one/x.md", "two/x.md")
+    write(tmp_path, "some.yaml", "- no mapping\n")
+    assert "it has: notes.md, one, some.yaml, two" in refused(tmp_path, "data_kind_unknown")

@@ -1,0 +1,116 @@
+"""The recipe that is fitted to a data set is an ordinary configuration, sensible for its size."""
+
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.config import load_config
+from ppdist.config.data import SplitConfig
+from ppdist.config.shipped import short_names
+from ppdist.data.datasets.layout import Layout
+from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.recipe import Recipe, Wishes, fit_recipe
+
+
+def fitted(
+    model: str = "yolov5n",
+    images: int = 200,
+    overrides: tuple[str, ...] = (),
+    world: int = 1,
+    split: bool = True,
+    **wishes: object,
+) -> Recipe:
+    layout = Layout(
+        name="cells",
+        format="yolo",
+        root=Path("/data/cells"),
+        train=SplitConfig(images=("a/images", "b/images")),
+        val=SplitConfig(images="val/images") if split else None,
+        class_names=("cat", "no"),
+        images=images,
+    )
+    return fit_recipe(layout, Wishes(model, **wishes), overrides, world)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("model", ["yolov5n", "ppyoloe_plus_s"])
+def test_written_file_is_the_run(model, split, tmp_path):
+    overrides = ("output_dir=2024", "train.max_steps=3", "data.augment.flip=0")
+    recipe = fitted(model, overrides=overrides, split=split, image_size=(320, 320), epochs=7)
+    file = tmp_path / "recipe.yml"
+    file.write_text(recipe.text)
+    assert load_config(file) == recipe.config
+    data = recipe.config.data
+    assert data.root == "/data/cells" and data.class_names == ("cat", "no")
+    assert data.val.images == ("val/images" if split else data.train.images)
+    assert data.val_fraction == (None if split else 0.2)
+    assert recipe.config.output_dir == "2024" and recipe.config.model.num_classes == 2
+    assert all(f"#   {' '.join(filter(None, row[:2]))}: " in recipe.text for row in recipe.rows)
+
+
+@pytest.mark.parametrize("model", short_names())
+def test_every_short_name_fits(model):
+    recipe = fitted(model, world=2)
+    assert recipe.config.output_dir == f"output/cells_{model}"
+    assert recipe.config.evaluate.every_epochs == recipe.config.checkpoint.every_epochs
+
+
+@pytest.mark.parametrize("model", ["yolov5n", "ppyoloe_plus_s"])
+@pytest.mark.parametrize(("images", "epochs"), [(6, 3), (40, 1), (200, None), (3000, 10)])
+def test_warmup_never_eats_the_run(model, images, epochs):
+    config = fitted(model, images, epochs=epochs).config
+    setup = build_schedule_setup(config, images)
+    assert setup.schedule.warmup_steps <= max(1, 0.11 * setup.total_steps)
+
+
+@pytest.mark.parametrize(
+    ("images", "weights", "epochs"),
+    [
+        (205, None, 147), (2000, None, 100), (20, None, 300),
+        (205, "a.pt", 50), (20, "a.pt", 300), (118_000, None, 80),
+    ],
+)  # fmt: skip
+def test_epochs_follow_the_number_of_images(images, weights, epochs):
+    config = fitted("ppyoloe_plus_s", images, weights=weights).config
+    assert config.train.epochs == epochs and config.model.pretrained == weights
+    few = images < 8000
+    assert config.optimizer.name == ("adamw" if few else "momentum")
+    assert config.optimizer.lr == (0.0005 if weights else 0.001)
+
+
+def test_batch_is_per_card_and_never_above_the_set():
+    assert fitted(batch=32).config.train.batch_size_per_card == 32
+    assert fitted(batch="auto").config.train.batch_size_per_card == "auto"
+    assert fitted(images=20, world=8).config.train.batch_size_per_card == 2
+    assert fitted(images=20, world=32).config.train.batch_size_per_card == 1
+
+
+def test_training_sizes_follow_the_image_size():
+    config = fitted("ppyoloe_plus_s", image_size=(320, 480)).config
+    assert config.model.image_size == (320, 480)
+    assert config.train.multi_scale[0] == (160, 256) and config.train.multi_scale[-1] == (384, 576)
+    assert len({*config.train.multi_scale}) == len(config.train.multi_scale)
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        (
+            "yolov8n",
+            "model_unknown",
+            "--model yolov8n: no recipe is called so; did you mean",
+        ),
+        ("yolov5s_cls_imagenet", "model_without_boxes", "choose a detector"),
+    ],
+)
+def test_unfit_model_is_told(model, code, said):
+    with pytest.raises(ConfigError) as caught:
+        fitted(model)
+    assert caught.value.code == code and said in str(caught.value)
+
+
+def test_wrong_override_is_told_as_it_was_typed():
+    with pytest.raises(ConfigError) as caught:
+        fitted(overrides=("train.epoch=3",))
+    assert caught.value.code == "unknown_key" and caught.value.where == "-o train.epoch=3"
