@@ -285,4 +285,4 @@ def test_a_users_script_passes_strict_mypy(tmp_path: Path) -> None:
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert len(lines) == 1, done.stdout
-    assert "script.py:17" in lines[0] and "[assignment]" in lines[0], done.stdout
+    assert "script.py:15" in lines[0] and "[assignment]" in lines[0], done.stdout
