@@ -79,6 +79,7 @@ docs: install
 	$(PY) tools/config.py docs
 	$(PY) tools/config.py schema
 	$(PY) tools/config.py errors
+	$(PY) tools/config.py zoo
 	$(PY) tools/config.py commands
 	$(PY) tools/config.py python
 

@@ -40,7 +40,11 @@ setup(
     python_requires=">=3.10",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist": ["py.typed"], "ppdist.report": ["templates/*"]},
+    package_data={
+        "ppdist": ["py.typed"],
+        "ppdist.report": ["templates/*"],
+        "ppdist.models": ["zoo.yml"],
+    },
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
@@ -59,7 +63,10 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
-        "tensorboard": ["tensorboardX>=2.6.4", "tensorboard>=2.16"],  # log.tensorboard, and its viewer
+        "tensorboard": [
+            "tensorboardX>=2.6.4",
+            "tensorboard>=2.16",
+        ],  # log.tensorboard, and its viewer
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
@@ -88,7 +95,9 @@ setup(
             "h11>=0.16",
             "python-multipart>=0.0.27",
             "httpx>=0.27",
-            "optuna>=4.4", "mkdocs-material>=9.5",
+            "optuna>=4.4",
+            "mkdocs-material>=9.5",
+            "setuptools>=70.1",  # builds the wheel that tests install
         ],
     },
     entry_points={

@@ -48,7 +48,8 @@ class Detector:
 
     Args:
         weights: a checkpoint, a run's output_dir (its best), an export's folder or its ONNX file,
-            a .pt of YOLOv5, .pdparams, .safetensors or .npz.
+            a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
+            (docs/model_zoo.md), which are downloaded.
         config: of the weights, a file or the name of a shipped one, where they do not say which
             model they are of (.pdparams).
         device: auto (an accelerator where Paddle has one), cpu, gpu, ...
@@ -436,7 +437,8 @@ def export(
         config: see `evaluate`.
         formats: paddle (Paddle Inference), onnx.
         options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
-            normalised_input, int8 (True or False), calibration and accuracy (numbers of images).
+            normalised_input, int8 (True or False), calibration and accuracy (numbers of images:
+            accuracy=0 measures no mAP).
     Returns: the folder; `Detector(out)` opens it.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """

@@ -79,6 +79,11 @@ def test_page_of_python_is_up_to_date():
     assert page == config.python_text(), "run `ppdist config python`"
 
 
+def test_page_of_published_weights_is_up_to_date():
+    page = (ROOT / "docs" / "model_zoo.md").read_text(encoding="utf-8")
+    assert page == config.zoo_text(), "run `ppdist config zoo`"
+
+
 def test_every_config_that_ships_says_what_it_is():
     lines = config.listing().splitlines()
     assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)

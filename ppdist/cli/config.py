@@ -3,7 +3,7 @@
 ppdist config list                                     the configs that ship, each with a line
 ppdist config show -c x.yml|NAME [-o key=value ...]    every key resolved, on stdout
 ppdist config copy NAME [FILE]                         a shipped one, to be edited
-ppdist config docs|schema|errors|commands|python [--out FILE]   regenerates a file of a clone
+ppdist config docs|schema|errors|commands|python|zoo [--out FILE]   regenerates a file of a clone
 """
 
 import ast
@@ -349,10 +349,18 @@ def _signature(name: str, found: Any) -> str:
     return _block(shown.replace("'", ""), "python") + "\n"
 
 
+def zoo_text() -> str:
+    """docs/model_zoo.md."""
+    from ppdist.verify.zoo import page
+
+    return page()
+
+
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "docs": (Path("docs/config.md"), lambda: markdown(ExperimentConfig)),
     "schema": (Path("configs/schema.json"), schema_text),
     "commands": (Path("docs/commands.md"), commands_text),
     "python": (Path("docs/python.md"), python_text),
     "errors": (Path("docs/errors.md"), lambda: error_table(sites(CLONE))),
+    "zoo": (Path("docs/model_zoo.md"), zoo_text),
 }

@@ -326,6 +326,7 @@ def show(arguments: argparse.Namespace) -> int:
             shape_multiple=(
                 build_model(config).size_multiple if config.evaluate.rectangular else None
             ),
+            shape_pad=config.evaluate.rectangular_pad,
             count=arguments.count,
         )
     else:

@@ -188,8 +188,10 @@ def members_of_model(
     from ppdist.ensemble import fuse as fusing
     from ppdist.ensemble.wbf import view_iou
     from ppdist.models.weights import load_all_weights
+    from ppdist.models.zoo import fetch_on_all_ranks
 
     model = ready_model(config)
+    fetch_on_all_ranks(weights)
     comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
     written, asked = config.nms.iou_threshold, arguments.view_iou
     suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)

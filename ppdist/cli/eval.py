@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
-    parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
+    parser.add_argument("-w", "--weights", required=True,
+                        help="weight file, checkpoint, or name of published weights")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
-from ppdist.config.export import ACCURACY, CALIBRATION, ExportOptions
+from ppdist.config.export import CALIBRATION, ExportOptions
 
 if TYPE_CHECKING:
     from ppdist.export.export import ExportReport, Format
@@ -44,8 +44,8 @@ def parse() -> argparse.Namespace:
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
-                        help="validation images that tell mAP before and after, for infer.yml, "
-                        f"or fewer where it takes long ({ACCURACY}; 0: none)")  # fmt: skip
+                        help="validation images that tell mAP before and after, for infer.yml "
+                        "(100, where that takes seconds; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> int:
         normalised_input=arguments.normalised_input,
         int8=arguments.int8,
         calibration=arguments.calibration or CALIBRATION,
-        accuracy=ACCURACY if arguments.accuracy is None else arguments.accuracy,
+        accuracy=arguments.accuracy,
     )
     report = export_model(config, model, spec, dataset, arguments.out, options, process.warn)
     tell(report)

@@ -35,7 +35,7 @@ _BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 def parse() -> argparse.Namespace:
     parser = described(__doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
-    parser.add_argument("-w", "--weights", help="weight file or checkpoint")
+    parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, instead of -c and -w")  # fmt: skip
     parser.add_argument("--backend", choices=["paddle", "onnx"],

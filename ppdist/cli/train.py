@@ -1,6 +1,6 @@
 """Trains a detector.
 
-ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights FILE] [--eval]
+ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE] [--eval]
 ppdist train -c cfg.yml [--eval] [-o k=v]
 fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
 
@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import add_config, command_line
 from ppdist.common import process
@@ -34,14 +34,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
-    fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: ppyoloe_plus_s, "
-                        "yolov5n, ... (ppdist config list)")  # fmt: skip
+    model = fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: "
+                                "ppyoloe_plus_s, yolov5n, ... (ppdist config list)")  # fmt: skip
+    model.completer = _models  # type: ignore[attr-defined]  # argcomplete's
     fitted.add_argument("--epochs", type=at_least(1), metavar="N",
                         help="passes over the training images (by their number)")  # fmt: skip
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
-    fitted.add_argument("--weights", metavar="FILE", help="start from these, as model.pretrained")
+    fitted.add_argument(
+        "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained"
+    )
     fitted.add_argument("--image-size", type=at_least(32), nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
@@ -62,6 +65,12 @@ def parse() -> argparse.Namespace:
         parser.error("--resume-changed goes with --resume")
     _check_source(arguments)
     return arguments
+
+
+def _models(**_: Any) -> list[str]:
+    from ppdist.config.shipped import short_names
+
+    return [*short_names()]
 
 
 def _batch(text: str) -> int | str:
@@ -178,7 +187,7 @@ def _show(recipe: "Recipe") -> None:
     table = Table("decided", "value", "why")
     for row in recipe.rows:
         table.add_row(*map(escape, row))
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
 
 
 def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:

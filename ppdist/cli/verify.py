@@ -6,6 +6,7 @@
   tools/verify.py coco --reference DIR                     COCO's own example of its metrics
   tools/verify.py export [--models NAME ...] [--weights NAME=DIR ...] [--images DIR]
                                                            exported files against eager
+  tools/verify.py zoo [NAME | FILE | DIR ...] [-o k=v ...] published weights: list, or their AP
 
 accelerator is one command of proof for whoever has cards; it takes less than 30 minutes, on those
 that fleetrun gives it (`fleetrun --selected_gpus 0-7 tools/verify.py accelerator`) or on one.  Its
@@ -33,6 +34,11 @@ export writes models in every form tools/export.py knows, opens each file as its
 compares scores and boxes on 20 images, of trained weights (DIR: the output_dir of a run) mAP on its
 validation set, too.  --document replaces the table in a Markdown file
 (docs/dev/export_matrix.md has one).
+
+zoo without a word lists published weights by name (docs/model_zoo.md).  With names, files of
+published names or folders of them, each is evaluated as its publisher did, which the line names,
+and its AP stands beside the published one.  The data are the validation set of its config (-o
+data.root=... says where); it runs on the ranks that fleetrun starts of it.
 
 Exit code 1 when anything is further off than its tolerance or nothing could tell whether it is, 2
 when a file or a configuration cannot be understood.
@@ -92,7 +98,13 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     export.add_argument("--images", type=Path, metavar="DIR", help="to compare on (made-up shapes)")
     export.add_argument("--document", type=Path, metavar="FILE", help="put the table in here")
-    for command in (equivalence, parity, coco, export):
+    zoo = commands.add_parser("zoo", help="published weights: list, or AP beside the published one")
+    zoo.add_argument("weights", nargs="*", metavar="WEIGHTS", help="names, files, folders of files")
+    zoo.add_argument(
+        "-o", "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="configuration keys, such as data.root=datasets/coco",
+    )  # fmt: skip
+    for command in (equivalence, parity, coco, export, zoo):
         command.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     return parser.parse_args()
 
@@ -244,10 +256,42 @@ def export(arguments: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
+def zoo(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ppdist.common.files import write_json
+    from ppdist.config.distributed import DistributedConfig
+    from ppdist.distributed import comm
+    from ppdist.models.zoo import zoo as published
+    from ppdist.verify.zoo import FAIL, NOT_RUN, PASS, line, listing, verify_zoo
+
+    if not arguments.weights:
+        print(listing())
+        if arguments.json:
+            write_json(arguments.json, [asdict(entry) for entry in published().values()], indent=1)
+        return 0
+    device = [item for item in arguments.override if item.startswith("device=")]
+    comm.init(device[-1].partition("=")[2] if device else "auto", DistributedConfig())
+    rows = []
+    for row in verify_zoo(arguments.weights, arguments.override):
+        rows.append(row)
+        if comm.is_main():
+            print(line(row), flush=True)
+    if comm.is_main() and arguments.json:
+        write_json(arguments.json, [asdict(row) for row in rows], indent=1)
+    passed, failed, not_run = (
+        sum(row.verdict == verdict for row in rows) for verdict in (PASS, FAIL, NOT_RUN)
+    )
+    if comm.is_main():
+        print(f"{passed} of {len(rows)} as published, {failed} not, {not_run} not run")
+    return 1 if failed or not_run == len(rows) else 0
+
+
 COMMANDS = {
     "accelerator": accelerator,
     "equivalence": equivalence,
     "parity": parity,
     "coco": coco,
     "export": export,
+    "zoo": zoo,
 }

@@ -34,6 +34,14 @@ class EvaluateConfig(Section):
         description="With data.resize: letterbox, make each input no larger than its image needs "
         "(sides in multiples of the largest stride), images of one shape together; faster.",
     )
+    rectangular_pad: float = Field(
+        default=0.0,
+        ge=0,
+        le=2,
+        description="With rectangular: grey beside each image, in largest strides before its sides "
+        "are rounded up. 0.5: as ultralytics evaluates YOLOv5, whose published AP a square input "
+        "misses by about one point.",
+    )
 
 
 class NMSConfig(Section):

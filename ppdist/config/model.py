@@ -89,7 +89,8 @@ class PPYOLOEConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pdparams, .pt, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: ImageSize = Field(
         default=(640, 640),
@@ -136,7 +137,8 @@ class YOLOv5Config(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: ImageSize = Field(
         default=(640, 640),
@@ -181,7 +183,8 @@ class YOLOv5ClsConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
+        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
+        "docs/model_zoo.md",
     )
     image_size: ImageSize = Field(
         default=(224, 224),

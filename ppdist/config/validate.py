@@ -118,6 +118,8 @@ def _ignored(config: Any) -> Iterator[str]:
                 yield f"{key}: means nothing to a classifier; leave it out"
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
+    if config.evaluate.rectangular_pad and not config.evaluate.rectangular:
+        yield "evaluate.rectangular_pad: means nothing without evaluate.rectangular: true"
     yield from _of_scaling(config)
     yield from _of_suppression(config)
     if config.optimizer.name == "adamw":

@@ -236,6 +236,7 @@ class EvalLoader(_Loader):
         world: int,
         ranks_on_host: int = 1,
         shape_multiple: int | None = None,
+        shape_pad: float = 0.0,
     ) -> None:
         """
         Args:
@@ -244,19 +245,23 @@ class EvalLoader(_Loader):
             ranks_on_host: ranks that share this machine, this one included.
             shape_multiple: letterbox each image in the smallest input within `image_size` whose
                 sides are multiples of so many pixels; None: all in `image_size`.
+            shape_pad: of `rectangular_shapes`: inputs may be larger than `image_size`, and the
+                images in them are not.
         """
-        shapes_N2 = None
+        shapes_N2, largest = None, image_size[0] * image_size[1]
         if shape_multiple is not None:
             sizes_N2 = Records.of(dataset.records).sizes_N2
-            shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple)
+            shapes_N2 = rectangular_shapes(sizes_N2, image_size, shape_multiple, shape_pad)
+            largest = int(shapes_N2.prod(axis=1).max(initial=largest))
         kind = ClassifyEvalSamples if config.task == "classify" else EvalSamples
-        samples = kind(dataset, config.bad_images, resize=config.resize)
+        within = image_size if shape_pad else None
+        samples = kind(dataset, config.bad_images, resize=config.resize, within=within)
         self._learnable = samples.learnable
         super().__init__(
             samples,
             EvalSampler(len(dataset.records), batch_size, rank, world, image_size, shapes_N2),
             workers=worker_count(config.workers, ranks_on_host),
-            largest_batch=batch_size * 3 * image_size[0] * image_size[1],
+            largest_batch=batch_size * 3 * largest,
             timeout_seconds=config.worker_timeout_seconds,
         )
 

@@ -159,30 +159,42 @@ def _parts(indices: Sequence[int], most: int) -> list[Sequence[int]]:
 
 
 def rectangular_shapes(
-    sizes_N2: Sequence[tuple[int, int]] | np.ndarray, size: tuple[int, int], multiple: int
+    sizes_N2: Sequence[tuple[int, int]] | np.ndarray,
+    size: tuple[int, int],
+    multiple: int,
+    pad: float = 0.0,
 ) -> np.ndarray:
     """The smallest input in which each image is letterboxed as in `size`, int64 [N, 2].
 
     In such an input an image has the very pixels that it has in `size`, with less grey beside
     them: its shape is a function of the image alone, whoever evaluates it and beside which others.
 
-        scale = min(size / image),  side = min(size, image * scale rounded up to `multiple`)
+        scale = min(size / image),  side = ceil(image * scale / multiple + pad) * multiple
+
+    Without a pad no side exceeds that of `size`; with one, sides of `size` grow, too.
 
     Args:
         sizes_N2: height and width of each image in pixels; one of size 0 (not known) gets `size`.
         size: (height, width) of the largest input.
         multiple: of the sides, in pixels; that of the model's largest stride.
+        pad: grey that is added to each side before it is rounded up, in multiples.
     """
     image_N2 = np.asarray(sizes_N2, np.int64).reshape(-1, 2)
     height_N, width_N = np.maximum(1, image_N2).T
-    # The limiting side fills its own; the other is rounded up in whole numbers, lest an input be
-    # a hair smaller than its image needs and scale it down.
-    wide = height_N * size[1] <= width_N * size[0]  # the width limits
-    tall_N = np.where(wide, -(-height_N * size[1] // width_N), size[0])
-    wide_N = np.where(wide, size[1], -(-width_N * size[0] // height_N))
-    sides_N2 = -(-np.stack([tall_N, wide_N], axis=1) // multiple) * multiple
     known_N1 = (image_N2 > 0).all(axis=1, keepdims=True)
-    return np.where(known_N1, np.minimum(sides_N2, size), size)
+    wide_N1 = (height_N * size[1] <= width_N * size[0])[:, None]  # the width limits
+    # The limiting side fills its own.  Each is a quotient of whole numbers, which is exact where it
+    # is one, lest an input be a hair smaller than its image needs and scale it down.
+    one_N = np.ones_like(height_N)
+    over_N2 = np.where(
+        wide_N1,
+        np.stack([height_N * size[1], one_N * size[1]], axis=1),
+        np.stack([one_N * size[0], width_N * size[0]], axis=1),
+    )
+    under_N2 = np.where(wide_N1, np.stack([width_N, one_N], 1), np.stack([one_N, height_N], 1))
+    sides_N2 = np.where(known_N1, over_N2 / under_N2, size)
+    sides_N2 = np.ceil(sides_N2 / multiple + pad).astype(np.int64) * multiple
+    return sides_N2 if pad else np.where(known_N1, np.minimum(sides_N2, size), size)
 
 
 # --- the order of an epoch -----------------------------------------------------------------------

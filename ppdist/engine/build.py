@@ -11,7 +11,7 @@ import paddle
 
 from ppdist import models
 from ppdist.common import files
-from ppdist.common.errors import ConfigError, WeightsError
+from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml
@@ -52,6 +52,7 @@ from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
+from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
@@ -181,6 +182,7 @@ def _load_pretrained(
         names = ClassNames(card.class_names, class_names) if card else None
         return load_weights(model, weights, names), warnings
 
+    fetch_on_all_ranks(weights)
     report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors:
         assert isinstance(model, YOLOv5)  # the only one
@@ -205,7 +207,7 @@ def _describe_model(
             if resumed is not None and resumed.source:
                 return [resumed.licence, resumed.source]
             known = read_card(pretrained) if pretrained is not None else None
-        except WeightsError:  # said already, or no longer there
+        except UserError:  # said already, or no longer there
             known = None
         return [*origin(data, pretrained, known)]
 
@@ -440,6 +442,7 @@ def build_evaluator(
         world=comm.world_size(),
         ranks_on_host=comm.local_size(),
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
+        shape_pad=config.evaluate.rectangular_pad,
     )
     measured = None if loss is None else ValidationLoss(loss, loader)
     if model.task == "classify":

@@ -7,7 +7,8 @@ layout of the data -> shipped recipe -> what the number of images asks for -> -o
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -90,31 +91,40 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
     name, file = _find(wishes.model)
     reader = Reader()
     base = reader.read_file(file)
+    nodes = [reader.read_override(item) for item in overrides]
+    place = Place(f"--model {wishes.model}")
+    typed = reduce(merge, filter(None, nodes), Node({}, place, place))
+    wishes = _with_typed(wishes, typed)
     choices = [*_data_choices(layout), *_model_choices(layout, wishes, base)]
     choices += _run_choices(_train_images(layout), wishes, base, world)
-    choices.append(
-        Choice("output_dir", f"output/{layout.name}_{_short(name)}", "the names of data and model")
-    )
-    place = Place(f"--model {wishes.model}")
-    own = tree_of(_nested(choices), place)
-    for item in overrides:
-        node = reader.read_override(item)
-        if node is not None:
-            own = merge(own, node)
+    out = f"output/{layout.name}_{_short(name)}"
+    choices.append(Choice("output_dir", out, "the names of data and model"))
+    own = merge(tree_of(_nested(choices), place), typed)
     config = parse_tree(merge(base, own), ExperimentConfig, reader.problems)
     # As checked: `-o output_dir=2024` is text, image_size: 640 a square.
     chosen = _same_keys(own, config.model_dump(mode="json"))
-    why = {choice.key: choice.why for choice in choices}
-    shown = [_row(choice, chosen) for choice in choices]
     given = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
+    overridden = {key for key, _, _ in given}
     rows = [
         ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
-        ("recipe", name, os.path.basename(file)),
-        *(row for row in shown if row[0] in why and why[row[0]]),
+        ("recipe", name, f"--model {wishes.model}"),
+        *(_row(each, chosen) for each in choices if each.why and each.key not in overridden),
         *given,
         *((what, "", reason) for what, reason in layout.notes),
     ]
     return Recipe(config, _text(name, chosen, rows), tuple(rows))
+
+
+def _with_typed(wishes: Wishes, typed: Node) -> Wishes:
+    """With what -o says of the same things, so that all else is decided for it."""
+    epochs, batch = (_value(typed, f"train.{key}") for key in ("epochs", "batch_size_per_card"))
+    weights = _value(typed, "model.pretrained")
+    return replace(
+        wishes,
+        epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else wishes.epochs,
+        batch=batch if batch == "auto" or (type(batch) is int and batch > 0) else wishes.batch,
+        weights=weights if isinstance(weights, str) else wishes.weights,
+    )
 
 
 def _find(model: str) -> tuple[str, str]:
@@ -219,8 +229,8 @@ def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Ch
             for key, value in _PPYOLOE_ON_FEW.items()
         ]
         rate = _LR_TUNING if tuning else _LR
-        why = f"per step of 8 images; {'half, for weights that know something' * tuning}"
-        choices.append(Choice("optimizer.lr", rate, why.removesuffix("; ")))
+        why = "for 8 images a step" + ("; half, as the weights know something" if tuning else "")
+        choices.append(Choice("optimizer.lr", rate, why))
         warmup = round(written / _WARMUP_PHASE, 2)
         why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
         choices.append(Choice("schedule.warmup_epochs", warmup, why))
@@ -292,5 +302,5 @@ def _text(name: str, chosen: dict[str, Any], rows: Sequence[tuple[str, str, str]
         *(f"#   {' '.join(filter(None, (what, value)))}: {why}" for what, value, why in rows),
         "",
     ]
-    first = {key: chosen[key] for key in ("output_dir",)}
-    return "\n".join(lines) + dump({BASE_KEY: name, **first, **chosen})
+    first = {BASE_KEY: name, "output_dir": chosen["output_dir"]}
+    return "\n".join(lines) + dump(first | chosen)

@@ -21,6 +21,7 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
+from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.viz.run_plots import draw_labels, draw_run
 
 _DRAWING_SECONDS = 600.0  # some ten are usual
@@ -114,6 +115,7 @@ def prepare_evaluation(
         load_all_weights(model, weights)
         return read_split(config.data, "val", config.model.num_classes)
 
+    fetch_on_all_ranks(weights)
     dataset = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])

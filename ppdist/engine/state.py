@@ -320,6 +320,7 @@ SCORES = {
     "data.val": "which images score",
     "evaluate.metric": "what the best is",
     "evaluate.rectangular": "the inputs that score",
+    "evaluate.rectangular_pad": "the inputs that score",
     "nms": "which boxes score",
 }
 _BY_SCORES = (*SCORES, "evaluate.every_epochs")

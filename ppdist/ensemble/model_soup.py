@@ -30,6 +30,7 @@ from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
+from ppdist.models.zoo import fetch_on_all_ranks
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 
@@ -156,6 +157,7 @@ def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
 
     Collective.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
     """
+    fetch_on_all_ranks(path)
     comm.run_on_all_ranks(lambda: load_all_weights(model, path))
     return arrays_of(model)
 

@@ -11,6 +11,8 @@ with COCO's mAP of model and files on the same images.
 """
 
 import copy
+import logging
+import math
 import os
 import shutil
 import subprocess
@@ -79,7 +81,9 @@ _FILES: dict[Format, tuple[str, ...]] = {
 }
 _INT8_FILES = ("model_int8.onnx",)
 ONNX_OPSET = 16
-SAMPLE_IMAGES, SAMPLE_SECONDS = 100, 60.0  # at most, for mAP before and after
+SAMPLE_IMAGES = 100  # at most, for mAP before and after
+_CHEAP_SECONDS = 5.0  # that eager may take for them where nobody asked for mAP
+_LOGGER = logging.getLogger("ppdist")
 CONVERSION_SECONDS = 900  # against hanging; the largest models take a tenth of it
 
 _RAW_OUTPUTS = (
@@ -113,7 +117,7 @@ def export_detector(
     samples: Sequence[np.ndarray] = (),
     calibration: Sequence[np.ndarray] = (),
     validation: DetectionSet | None = None,
-    sampled: int = SAMPLE_IMAGES,
+    sampled: int | None = None,
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
@@ -130,7 +134,8 @@ def export_detector(
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
         calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
             integers, too.  How far that is off is noted, not bounded.
-        validation: `sampled` of its images give mAP before and after export, for infer.yml.
+        validation: `sampled` of its images give mAP before and after export, for infer.yml; None:
+            100, where that takes seconds and not minutes, else none.
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
@@ -151,7 +156,7 @@ def export_classifier(
 
     Raises: ExportError: as `export_detector`.
     """
-    return _export(model, directory, spec, formats, samples, False, calibration, None, 0)
+    return _export(model, directory, spec, formats, samples, False, calibration, None, None)
 
 
 def _export(
@@ -163,7 +168,7 @@ def _export(
     nms_in_graph: bool,
     calibration: Sequence[np.ndarray],
     validation: DetectionSet | None,
-    sampled: int,
+    sampled: int | None,
 ) -> ExportReport:
     start = time.monotonic()
     multiple = spec.input.model_copy(update={"size_multiple": model.size_multiple})
@@ -177,6 +182,7 @@ def _export(
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     with _on_cpu(), draft_of(directory) as draft:
         images = check_images(spec.input, samples)
+        _LOGGER.info("tracing the model; %d batches to compare its files on", len(images))
         cases = _Cases(
             [graph_input(batch, spec) for batch in images],
             eager_outputs(deployment_copy(model), images),
@@ -186,19 +192,26 @@ def _export(
         save_graph(RawModel(fused), scratch, spec.input)
         agreement: dict[Format, Agreement] = {}
         if "paddle" in formats:
+            _LOGGER.info("Paddle Inference: comparing with the trained model")
             agreement["paddle"] = _write_paddle(fused, scratch, draft, spec, cases, nms_in_graph)
         if "onnx" in formats:
+            _LOGGER.info("ONNX: converting, and comparing with the trained model")
             agreement["onnx"] = _write_onnx(scratch, draft, spec, cases, nms_in_graph)
         spec = _complete(spec, agreement, nms_in_graph)
         if "onnx" in formats and calibration:
+            _LOGGER.info("ONNX in 8-bit integers: calibrating")
             int8 = _write_int8(scratch, draft, spec, cases, calibration)
             spec = spec.model_copy(update={"onnx_int8": int8})
         shutil.rmtree(scratch)
         write_spec(draft, spec)
         if validation is not None and spec.nms is not None:
             eager = EagerPredictor(deployment_copy(model), spec.nms)
-            spec = with_accuracy(draft, spec, take_sample(validation, eager, spec, sampled))
-            write_spec(draft, spec)
+            count = SAMPLE_IMAGES if sampled is None else sampled
+            seconds = _CHEAP_SECONDS if sampled is None else math.inf
+            sample = take_sample(validation, eager, spec, count, seconds)
+            if sample is not None:
+                spec = with_accuracy(draft, spec, sample)
+                write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
 
@@ -697,20 +710,26 @@ def take_sample(
     predict: Predictor,
     spec: InferenceSpec,
     count: int = SAMPLE_IMAGES,
-    seconds: float = SAMPLE_SECONDS,
+    seconds: float = math.inf,
 ) -> Sample | None:
-    """So many images of a set, spread over it, or as many as the model gets through in the time;
-    for one that cannot be read the next is taken.
+    """So many images of a set, spread over it, and mAP on them before the export.
 
-    Args: predict: the model before export.
-    Returns: None: no image can be read, or none of them has an object.
+    For an image that cannot be read the next is taken.
+
+    Args:
+        predict: the model before export.
+        seconds: that it may take.
+    Returns: None: it would take longer, no image can be read, or none of them has an object.
     """
-    until = time.monotonic() + seconds
+    start = time.monotonic()
     records: list[ImageRecord] = []
     rows: list[np.ndarray] = []
     for record in spread(dataset.records):
-        if len(records) >= count or (records and time.monotonic() > until):
+        if len(records) >= count:
             break
+        if time.monotonic() - start > seconds:
+            _LOGGER.info("mAP is not measured: more than %g s; --accuracy %d does", seconds, count)
+            return None
         try:
             image_HW3 = read_record(record)
         except DataError:
@@ -732,14 +751,12 @@ def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> flo
     return _precision(sample.dataset, rows)
 
 
-def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample | None) -> InferenceSpec:
+def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> InferenceSpec:
     """The description of an export with what each of its files reaches on the sample.
 
     Args: directory: holds the files and infer.yml.
     Raises: ExportError: a file that is to compute what the model computes has another mAP.
     """
-    if sample is None:
-        return spec
     options = {
         "paddle": RuntimeOptions(),
         "onnx": RuntimeOptions(backend="onnx"),

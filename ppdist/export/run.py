@@ -55,7 +55,7 @@ def export_model(
     assert isinstance(model, Detector)
     return export_detector(
         model, out, spec, options.formats, options.nms, samples, calibration,
-        dataset if options.accuracy else None, options.accuracy,
+        None if options.accuracy == 0 else dataset, options.accuracy,
     )  # fmt: skip
 
 

@@ -27,10 +27,12 @@ from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
+from ppdist.config.shipped import find_config
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
 from ppdist.models.weights import checkpoint_of, read_notes
 from ppdist.models.yolov5 import DEPTH_WIDTH
+from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, similar_names
 
 CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
@@ -181,25 +183,52 @@ def read_card(path: Path | str) -> ModelCard | None:
     An older checkpoint's is completed from its config.yml.  Nothing in it is run, and its size is
     bounded; its texts are a stranger's.
 
-    Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file.
+    Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
+        name of the zoo, which is downloaded where need be; what is known of a published file is
+        added.
     Raises: WeightsError: no such file, damaged, or a card that is none.
     """
-    path = checkpoint_of(Path(path))
+    entry, path = published(path), checkpoint_of(local_weights(path))
     if not path.exists():
         raise WeightsError(
-            "no such weight file or checkpoint directory", code="weights_not_found", where=str(path)
+            "no such weight file or checkpoint directory",
+            code="weights_not_found",
+            where=str(path),
+            fix=similar_names(path),
         )
     if path.is_dir():
         if (path / "infer.yml").is_file():
             return _of_export(path / "infer.yml")
         return _of_checkpoint(path) if (path / "manifest.json").is_file() else None
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
-        return _guarded(path, lambda: _of_torch(read_torch_content(path)))
+        return _of_zoo(entry, _guarded(path, lambda: _of_torch(read_torch_content(path))))
     text = read_notes(path).get(CARD_NOTE)
     if text is not None:
         return _parse(text.encode(), path)
     beside = path.parent / "manifest.json"  # model.safetensors of a checkpoint
-    return _of_checkpoint(path.parent) if beside.is_file() else None
+    return _of_checkpoint(path.parent) if beside.is_file() else _of_zoo(entry, None)
+
+
+def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard | None:
+    """A card with what is known of published weights.  Args: card: what their file says."""
+    if entry is None:
+        return card
+    known: dict[str, Any] = {
+        "licence": entry.source.licence,
+        "source": f"{entry.name}, {entry.source.home} ({entry.source.remark})",
+    }
+    if card is None or not card.class_names:
+        known |= {"class_names": entry.class_names, "category_ids": entry.category_ids}
+    if (card is None or card.model is None) and entry.protocol is not None:  # no backbone alone
+        config = load_config(find_config(entry.config), entry.overrides)
+        known |= {
+            "task": config.model.task,
+            "model": section_of(config),
+            "image_size": config.model.image_size,
+            "resize": resize_section(config.data.resize, config.model.task),
+            "nms": config.suppression if config.model.task == "detect" else None,
+        }
+    return (card or ModelCard()).model_copy(update=known)
 
 
 def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
@@ -389,7 +418,7 @@ def config_of_weights(
     """The configuration that weights bring along.
 
     Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
-    not there.
+    not there; of a name of the zoo the shipped config.
 
     Args:
         overrides: items of -o.
@@ -401,7 +430,11 @@ def config_of_weights(
     folder = path if path.is_dir() else path.parent
     if (folder / "manifest.json").is_file() and (folder / "config.yml").is_file():
         return load_config(folder / "config.yml", overrides)
-    card = read_card(path)
+    # Of a name without a download: ranks have not joined yet, and would fail one after the other.
+    entry = published(weights) if is_name(weights) else None
+    if entry is not None and needs_data:  # the layout of the public data set is known, too
+        return load_config(find_config(entry.config), [*entry.overrides, *overrides])
+    card = _of_zoo(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
         raise WeightsError(
             "these weights do not say which model they are of",

@@ -42,6 +42,7 @@ from ppdist.models.unpickle import (
     write_pdparams,
     write_torch,
 )
+from ppdist.models.zoo import local_weights, similar_names
 
 _MANIFEST = "manifest.json"
 _MOST_MANIFEST = 1 << 24  # bytes; ours have some hundreds
@@ -56,7 +57,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """
     if not path.exists():
         raise WeightsError(
-            "no such weight file or checkpoint directory", code="weights_not_found", where=str(path)
+            "no such weight file or checkpoint directory",
+            code="weights_not_found",
+            where=str(path),
+            fix=similar_names(path),
         )
     if path.is_dir():
         return _read_checkpoint(checkpoint_of(path))
@@ -467,6 +471,7 @@ def load_weights(
 ) -> LoadReport:
     """Copies weights into the model; every rank calls it and reads the file itself.
 
+    A name of the zoo is downloaded where need be; see `zoo.local_weights`.
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
     wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
     model is untouched when an error is raised.  Where only the number of classes differs, the class
@@ -478,7 +483,7 @@ def load_weights(
         file; the rows of the others keep their initial values.  None: row c is class c.
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
-    path = checkpoint_of(Path(path))
+    path = checkpoint_of(local_weights(path))
     arrays = read_arrays(path)
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}

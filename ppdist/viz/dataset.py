@@ -65,13 +65,14 @@ def evaluation_pictures(
     *,
     image_size: tuple[int, int],
     shape_multiple: int | None,
+    shape_pad: float,
     count: int,
 ) -> list[np.ndarray]:
     """The first `count` evaluation inputs of a split with their boxes, uint8 RGB each.
 
     Args:
         image_size: (height, width) of the input, or the largest.
-        shape_multiple: of rectangular inputs; None: all have `image_size`.
+        shape_multiple, shape_pad: of rectangular inputs; None: all have `image_size`.
     """
     loader = EvalLoader(
         dataset,
@@ -81,6 +82,7 @@ def evaluation_pictures(
         rank=0,
         world=1,
         shape_multiple=shape_multiple,
+        shape_pad=shape_pad,
     )
     with closing(iter(loader)) as batches:
         return list(islice(_drawn(batches, dataset, config.task), count))

@@ -79,10 +79,8 @@ def _coco(shapes: Path, folder: Path) -> Path:
 
 
 def _converted(shapes: Path, folder: Path, kind: str) -> None:
-    for split in ("train", "val"):
-        source = ["--format", "coco", "--root", shapes]
-        source += ["--annotations", f"annotations/instances_{split}.json"]
-        succeeded(run_tool("data", "convert", "--to", kind, "--out", folder, *source))
+    words = ["--to", kind, "--out", folder, "-c", "demo", "-o", f"data.root={shapes}"]
+    succeeded(run_tool("data", "convert", *words))
 
 
 @pytest.mark.parametrize("layout", [_yolo, _coco, _voc])

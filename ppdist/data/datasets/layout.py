@@ -64,7 +64,15 @@ def find_layout(source: str) -> Layout:
     Args: source: a data.yaml or a folder.
     Raises: DataError: no data set that can be read, or not plainly one; ConfigError: not YAML.
     """
-    path = Path(source)
+    try:
+        return _found(Path(source), source)
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error), code="folder_unreadable", where=str(error.filename)
+        ) from error
+
+
+def _found(path: Path, source: str) -> Layout:
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         return _of_yaml(path)
     if not path.is_dir():
@@ -171,6 +179,10 @@ def _of_yaml(file: Path) -> Layout:
         raise problems_error(reader.problems)
     keys = tree.value
     assert isinstance(keys, dict)  # read_alone
+    if not is_data_yaml(tree) and "train" not in keys:
+        what = f"is no data file: it has no train and no names (it has: {', '.join([*keys][:8])})"
+        fix = f"a configuration goes behind -c: `ppdist train -c {file}`"
+        raise DataError(what, code="data_kind_unknown", where=str(file), fix=fix)
     if "kpt_shape" in keys:
         what = "kpt_shape: labels of keypoints; only boxes and outlines are learned here"
         raise DataError(what, code="data_kind_unknown", where=str(keys["kpt_shape"].key_place))
@@ -244,7 +256,8 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
         f"{' and '.join(map(str, tried))}: does not exist",
         code="split_missing",
         where=str(entry.place),
-        fix="`path` is relative to the data file, and what stands under train and val to `path`",
+        fix="`path` is relative to the data file, and what stands under train and val to `path`; "
+        "without val a fifth of train validates",
     )
 
 
@@ -420,6 +433,11 @@ def _of_voc(root: Path) -> Layout | None:
         format="voc", root=str(root), train=parts["train"], val=parts.get("val", parts["train"])
     )
     raw = read_raw(config, "train", quietly)
+    notes = _tests_note(tests)
+    unlabelled = _count(root / config.train.image_folders[0]) - len(raw.images)
+    if not listed and "val" not in parts and unlabelled > 0:
+        why = "nobody said what they show; an XML file without objects makes one background"
+        notes += ((f"{unlabelled} images without an XML file: not used", why),)
     return Layout(
         name=_named(root),
         format="voc",
@@ -428,7 +446,7 @@ def _of_voc(root: Path) -> Layout | None:
         val=parts.get("val"),
         class_names=raw.class_names,
         images=len(raw.images),
-        notes=_tests_note(tests),
+        notes=notes,
     )
 
 

@@ -152,14 +152,21 @@ def whole(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
     return ResizeParams((0, 0, width, height), (0, 0, size[1], size[0]), *size)
 
 
-def letterbox(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
+def letterbox(
+    width: int, height: int, size: tuple[int, int], within: tuple[int, int] | None = None
+) -> ResizeParams:
     """The whole image in the middle of the input `size` (height, width), its shape kept.
 
     scale = min(input height / height, input width / width)
     side  = floor(side of the image * scale + 1/2), 1 at least
     start = (side of the input - side) // 2
+
+    Args:
+        within: (height, width) that the scale is for, where the input has more grey beside it;
+            None: `size`.
     """
-    scale = min(size[0] / height, size[1] / width)
+    within = within or size
+    scale = min(within[0] / height, within[1] / width)
     tall = max(1, min(size[0], math.floor(height * scale + 0.5)))
     wide = max(1, min(size[1], math.floor(width * scale + 0.5)))
     top, left = (size[0] - tall) // 2, (size[1] - wide) // 2
@@ -167,21 +174,37 @@ def letterbox(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
     return ResizeParams((0, 0, width, height), target, *size, fill=GREY)
 
 
-def fitted(width: int, height: int, size: tuple[int, int], resize: Resize) -> ResizeParams:
-    """The whole image in the input `size` (height, width), as evaluation sees it."""
-    return (letterbox if resize == "letterbox" else whole)(width, height, size)
+def fitted(
+    width: int,
+    height: int,
+    size: tuple[int, int],
+    resize: Resize,
+    within: tuple[int, int] | None = None,
+) -> ResizeParams:
+    """The whole image in the input `size` (height, width), as evaluation sees it.
+
+    Args: within: of a letterbox; see there.
+    """
+    if resize == "letterbox":
+        return letterbox(width, height, size, within)
+    return whole(width, height, size)
 
 
 def resize_for_evaluation(
-    image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch"
+    image_HW3: np.ndarray,
+    size: tuple[int, int],
+    resize: Resize = "stretch",
+    within: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """What evaluation and inference see: the whole image in the input `size` (height, width).
 
     Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
+
+    Args: within: of a letterbox; see there.
     """
     height, width = image_HW3.shape[:2]
     interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
-    return render(image_HW3, fitted(width, height, size, resize), interpolation)
+    return render(image_HW3, fitted(width, height, size, resize, within), interpolation)
 
 
 def random_placement(

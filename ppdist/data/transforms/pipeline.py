@@ -27,6 +27,7 @@ from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
     Original,
+    ResizeParams,
     between,
     fitted,
     map_boxes,
@@ -419,14 +420,21 @@ class EvalSamples(Samples):
     """The whole image in the input, and all its boxes, crowds too."""
 
     def __init__(
-        self, dataset: DetectionSet, bad_images: str, *, resize: Resize = "stretch"
+        self,
+        dataset: DetectionSet,
+        bad_images: str,
+        *,
+        resize: Resize = "stretch",
+        within: tuple[int, int] | None = None,
     ) -> None:
+        """Args: within: of a letterbox in larger inputs; see `geometry.letterbox`."""
         super().__init__(dataset, bad_images)
         self._resize: Resize = resize
+        self._within = within
 
     def make(self, key: SampleKey) -> Sample:
         record = self._dataset.records[key.index]
-        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
+        placement = self._placement(key)
         boxes_M4, _ = map_boxes(record.boxes_M4, placement)
         left, top, _, _ = placement.target
         return Sample(
@@ -444,14 +452,18 @@ class EvalSamples(Samples):
         return _blank(key) if image_HW3 is None else self._seen(image_HW3, (key.height, key.width))
 
     def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        return resize_for_evaluation(image_HW3, size, self._resize)
+        return resize_for_evaluation(image_HW3, size, self._resize, self._within)
+
+    def _placement(self, key: SampleKey) -> ResizeParams:
+        record = self._dataset.records[key.index]
+        size = key.height, key.width
+        return fitted(record.width, record.height, size, self._resize, self._within)
 
     def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
         """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
         crowds and what is too small; the image is not read."""
         record = self._dataset.records[key.index]
-        placement = fitted(record.width, record.height, (key.height, key.width), self._resize)
-        boxes_M4, keep_M = map_boxes(record.boxes_M4, placement)
+        boxes_M4, keep_M = map_boxes(record.boxes_M4, self._placement(key))
         learnt_M = keep_M & ~record.crowd_M
         return boxes_M4[learnt_M], record.labels_M[learnt_M]
 

@@ -59,6 +59,11 @@ MISFITS = {
         "evaluate.rectangular=true",
         "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape",
     ),
+    "padded rectangles without rectangles": (
+        "ppyoloe",
+        "evaluate.rectangular_pad=0.5",
+        "evaluate.rectangular_pad: means nothing without evaluate.rectangular: true",
+    ),
     "suppression for a classifier": (
         "yolov5_cls",
         "nms.keep=5",

@@ -308,7 +308,9 @@ def test_another_seed_gives_other_bytes(folder):
     assert other != reference(folder, "all")
 
 
-def evaluation(folder: Path, world: int, shape_multiple: int | None) -> dict[int, np.ndarray]:
+def evaluation(
+    folder: Path, world: int, shape_multiple: int | None, shape_pad: float = 0.0
+) -> dict[int, np.ndarray]:
     """Position -> uint8 [3, H, W], the image itself without what lies beside it."""
     config = coco_config(folder, workers=0, resize="letterbox")
     dataset = read_split(config, "val", 3)
@@ -322,6 +324,7 @@ def evaluation(folder: Path, world: int, shape_multiple: int | None) -> dict[int
             rank=rank,
             world=world,
             shape_multiple=shape_multiple,
+            shape_pad=shape_pad,
         )
         with closing(loader):
             for batch in loader:
@@ -340,8 +343,8 @@ def evaluation(folder: Path, world: int, shape_multiple: int | None) -> dict[int
 def test_rectangular_evaluation_pixels_equal_square(folder):
     square = evaluation(folder, 1, None)
     assert sorted(square) == list(range(len(IMAGES)))
-    for world in (1, 3):
-        rectangular = evaluation(folder, world, 32)
+    for world, pad in ((1, 0.0), (3, 0.0), (1, 0.5), (3, 0.5)):
+        rectangular = evaluation(folder, world, 32, pad)
         assert sorted(rectangular) == sorted(square)
         for index, image in rectangular.items():
             np.testing.assert_array_equal(image, square[index])

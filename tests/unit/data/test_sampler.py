@@ -1,7 +1,9 @@
 """The order of training and evaluation: exactly once, or as often as asked, whoever shares it."""
 
+import math
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -256,6 +258,32 @@ def extent(placement) -> tuple[int, int]:
 def test_an_input_that_is_no_multiple_is_never_exceeded():
     shapes_N2 = rectangular_shapes(IMAGES_HW, (330, 330), 32)
     assert (shapes_N2 <= 330).all() and shapes_N2[0].tolist() == [256, 330]
+
+
+def padded_by_the_formula(height, width, size, stride, pad):
+    """Input, image in it and where it starts, each (vertical, horizontal), of exact fractions."""
+    scale = min(Fraction(size[0], height), Fraction(size[1], width))
+    exact = [side * scale for side in (height, width)]
+    shape = [math.ceil(side / stride + pad) * stride for side in exact]
+    inside = [max(1, math.floor(side + Fraction(1, 2))) for side in exact]
+    return shape, inside, [(whole - part) // 2 for whole, part in zip(shape, inside)]
+
+
+def test_padded_inputs_equal_yolov5s_formula():
+    """ceil(side / stride + 1/2) strides; the image as large as in a square input, in the middle."""
+    sizes_N2 = np.random.default_rng(1).integers(1, 2000, (1500, 2)).tolist()
+    sizes_N2 += [[480, 640], [432, 640], [433, 640], [640, 640], [333, 500], [1, 9]]
+    half = Fraction(1, 2)
+    for size, stride in [((640, 640), 32), ((1280, 1280), 64), ((384, 640), 32)]:
+        shapes_N2 = rectangular_shapes(sizes_N2, size, stride, 0.5)
+        for (height, width), shape in zip(sizes_N2, shapes_N2.tolist()):
+            wanted = padded_by_the_formula(height, width, size, stride, half)
+            placed = letterbox(width, height, (shape[0], shape[1]), size)
+            left, top, _, _ = placed.target
+            assert (shape, [*extent(placed)], [top, left]) == wanted
+            assert extent(placed) == extent(letterbox(width, height, size))
+    at_coco = rectangular_shapes([[480, 640], [432, 640], [433, 640], [0, 0]], (640, 640), 32, 0.5)
+    assert at_coco.tolist() == [[512, 672], [448, 672], [480, 672], [672, 672]]
 
 
 def batches_of(images_hw, batch_size, world):

@@ -110,6 +110,14 @@ def test_unfit_model_is_told(model, code, said):
     assert caught.value.code == code and said in str(caught.value)
 
 
+def test_what_o_says_decides_the_rest():
+    typed = ("train.epochs=40", "train.batch_size_per_card=2", "model.pretrained=a.pt")
+    by_o = fitted("ppyoloe_plus_s", overrides=typed)
+    by_option = fitted("ppyoloe_plus_s", epochs=40, batch=2, weights="a.pt")
+    assert by_o.config == by_option.config and by_o.config.optimizer.lr == 0.0005
+    assert [row for row in by_o.rows if row[0] == "train.epochs"] == [("train.epochs", "40", "-o")]
+
+
 def test_wrong_override_is_told_as_it_was_typed():
     with pytest.raises(ConfigError) as caught:
         fitted(overrides=("train.epoch=3",))

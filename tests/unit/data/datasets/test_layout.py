@@ -111,6 +111,7 @@ def test_data_yaml_outside_its_path_has_root_above_all(tmp_path):
         ("val: t\nnames: [cat]", "split_missing", "names no training images"),
         ("train: gone\nnames: [cat]", "split_missing", "gone: does not exist"),
         ("train: [t, t.txt]\nnames: [cat]", "bad_data_yaml", "folders (t) and lists (t.txt)"),
+        ("model: {name: yolov5}", "data_kind_unknown", "a configuration goes behind -c"),
         ("train: t\nnames: [cat]\nkpt_shape: [17, 3]", "data_kind_unknown", "keypoints"),
         ("train: t\nnames: [cat]\ntrain: t", "duplicate_key", "given twice"),
         ("train: gone\nnames: [cat]\ndownload: https://x.org/a.zip", "download_refused",
@@ -196,6 +197,9 @@ def test_voc_folder_without_lists(tmp_path, annotations, images, train, val):
     layout = find_layout(str(tmp_path))
     assert layout.format == "voc" and places(layout) == (train, val)
     assert layout.class_names == NAMES and layout.images == (1 if val else 2)
+    assert layout.notes == ()
+    touch(tmp_path, f"{train[0]}/unlabelled.jpg")
+    assert len(find_layout(str(tmp_path)).notes) == (0 if val else 1)
 
 
 def test_voc_folder_with_lists(tmp_path):

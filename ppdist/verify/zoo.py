@@ -1,0 +1,248 @@
+"""Published weights, evaluated and compared with their published figures.
+
+Each file is evaluated as its publisher did (models/zoo.yml has the protocols), so what differs is
+the program: our layers, resizing, suppression and metrics against theirs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.errors import UserError
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.shipped import find_config
+from ppdist.data.datasets.build import read_split
+from ppdist.distributed import comm
+from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+from ppdist.models.weights import load_all_weights
+from ppdist.models.zoo import (
+    MIRROR,
+    OFFLINE,
+    PublishedWeights,
+    Source,
+    fetch_on_all_ranks,
+    is_here,
+    zoo,
+)
+from ppdist.models.zoo import published as published_weights
+
+TOLERANCE = 0.3  # points of 100: figures are rounded to 0.1, and runs of one model differ by 0.2
+PASS, FAIL, NOT_COMPARED, NOT_RUN = "PASS", "FAIL", "NOT COMPARED", "NOT RUN"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one file.
+
+    measured, published: 0..100, of `metric`; None: not measured, not published.  protocol: how both
+    are measured.  verdict: PASS, FAIL, NOT COMPARED or NOT RUN, and `why` in the last two cases.
+    """
+
+    name: str
+    weights: str
+    verdict: str
+    why: str = ""
+    metric: str = ""
+    measured: float | None = None
+    published: float | None = None
+    protocol: str = ""
+    images: int | None = None
+    licence: str = ""
+
+
+def verify_zoo(given: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
+    """Evaluates published weights, one row after the other.  Collective.
+
+    A file that cannot be evaluated costs the others nothing.
+
+    Args:
+        given: names of the zoo, files of published names, folders of such.
+        overrides: items of -o, after those of the protocol: where the data are.
+    """
+    for weights in _files_of(given):
+        entry = published_weights(weights)
+        if entry is None:
+            yield Row("", weights, NOT_RUN, "not the name of a published file")
+        elif entry.protocol is None:
+            yield Row(entry.name, weights, NOT_RUN, "a backbone alone: no figure is published")
+        else:
+            try:
+                yield _measured(entry, weights, overrides)
+            except UserError as error:
+                yield Row(entry.name, weights, NOT_RUN, f"{error}")
+
+
+def _files_of(given: Sequence[str]) -> Iterator[str]:
+    """The files of folders, by name; anything else as it is."""
+    for each in given:
+        if Path(each).is_dir():
+            yield from (f"{path}" for path in sorted(Path(each).iterdir()) if path.is_file())
+        else:
+            yield each
+
+
+def config_of(entry: PublishedWeights, overrides: Sequence[str]) -> ExperimentConfig:
+    """The config that evaluates published weights as their publisher did.
+
+    Raises: ConfigError: an item of `overrides` is wrong.
+    """
+    by_protocol = entry.protocol.overrides if entry.protocol else ()
+    items = [*entry.overrides, *by_protocol, *overrides]
+    return load_config(find_config(entry.config), items)
+
+
+def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -> Row:
+    protocol, metric = entry.protocol, entry.metric
+    assert protocol is not None and metric is not None
+    config = config_of(entry, overrides)
+    model = build_model(config)
+    fetch_on_all_ranks(weights)
+    comm.run_on_all_ranks(lambda: load_all_weights(model, Path(weights)))
+    dataset = comm.run_on_all_ranks(
+        lambda: read_split(config.data, "val", config.model.num_classes)
+    )
+    evaluator = build_evaluator(config, dataset, model)
+    speed_up_cpu(config, [model])
+    found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
+
+    def measure() -> float:
+        metrics = evaluator.measure(found)
+        if metric not in metrics:  # VOC's, which no training needs
+            metrics = evaluator.analyse(found)["metrics"]
+        return round(100 * metrics[metric], 2)
+
+    measured, images = comm.run_on_main(measure), len(dataset.records)
+    of_protocol = {item.partition("=")[0] for item in protocol.overrides}
+    given = sorted({item.partition("=")[0] for item in overrides})
+    changed = [key for key in given if key in of_protocol or key.startswith("model.")]
+    why = ""
+    if images != protocol.images:
+        why = f"{images} images, {protocol.dataset} has {protocol.images or 'another number'}"
+    elif changed:
+        why = f"another protocol: -o {' '.join(changed)}"
+    near = abs(measured - (entry.published or 0)) <= TOLERANCE
+    return Row(
+        name=entry.name,
+        weights=weights,
+        verdict=NOT_COMPARED if why else PASS if near else FAIL,
+        why=why,
+        metric=metric,
+        measured=measured,
+        published=entry.published,
+        protocol=f"{protocol.dataset}: {protocol.about}",
+        images=images,
+        licence=entry.source.licence,
+    )
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    if row.measured is None:
+        return f"{row.verdict:12}  {row.name or row.weights}: {row.why}"
+    text = f"{row.verdict:12}  {row.name:28}  {row.metric} {row.measured:5.1f}"
+    text += f"  published {row.published:5.1f}  {row.licence}  ({row.protocol})"
+    return f"{text}; {row.why}" if row.why else text
+
+
+# --- listing --------------------------------------------------------------------------------------
+
+
+def listing() -> str:
+    """All names for the terminal: what they are, and which are on this host."""
+    lines = [f"{'name':30} {'params M':>8} {'MiB':>7}  {'licence':10} {'published':20} here"]
+    for entry in zoo().values():
+        parameters, mebibytes = _number(entry.parameters), _number(entry.mebibytes)
+        here = "yes" if is_here(entry) else "no"
+        lines.append(
+            f"{entry.name:30} {parameters:>8} {mebibytes:>7}  {entry.source.licence:10} "
+            f"{_figure(entry):20} {here}"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _figure(entry: PublishedWeights) -> str:
+    return "-" if entry.published is None else f"{entry.metric} {entry.published:.1f}"
+
+
+_HEAD = f"""# Model zoo
+
+Published weights by name. Generated by `python tools/config.py zoo` from `ppdist/models/zoo.yml`;
+do not edit.
+
+```sh
+ppdist train -c my.yml --eval -o model.pretrained=ppyoloe_plus_s_coco
+ppdist eval -w yolov5s_coco -o data.root=datasets/coco
+ppdist verify zoo                              # this list, and what is on this host
+ppdist verify zoo FOLDER -o data.root=datasets/coco    # AP of its files beside the published one
+ppdist verify zoo yolov5s_coco ppyoloe_plus_s_coco --json zoo.json
+```
+
+A name stands wherever a weight file may. A file or folder of that name in the working directory
+wins.
+
+**ppdist ships no weights, and no address below was ever reached from where ppdist is developed.**
+Addresses and figures were read in their publishers' documents; nothing here was measured by us.
+No publisher names a SHA-256, so of a first download only the length is checked. Its SHA-256 is
+printed, kept beside the file, and checked whenever the file is used.
+
+## Where files come from
+
+| place | when |
+|---|---|
+| `{MIRROR}=FOLDER` | the file lies there under its published name |
+| `~/.cache/ppdist/weights` (`$XDG_CACHE_HOME/...`) | it was downloaded, or put there by hand |
+| `{MIRROR}=https://...` | else; the published name is appended |
+| the publisher's address | else |
+
+- With a folder as `{MIRROR}`, or `{OFFLINE}=1`, nothing is downloaded. The message names the
+  address and the folder.
+- A download that is cut goes on where it stopped, in the same start or a later one. 503 and the
+  like are tried again. `http_proxy`, `https_proxy` and `no_proxy` count, also under `fleetrun`.
+- One rank of each host downloads, the others wait. If it fails, all ranks end with the same
+  message. Hosts compare the SHA-256 before they train.
+- Licence and source are said when weights load, and stand in the model card of what is trained
+  from them ([finetuning.md](finetuning.md#start-weights-modelpretrained)).
+"""
+
+
+def page() -> str:
+    """docs/model_zoo.md."""
+    parts = [_HEAD]
+    by_source: dict[Source, list[PublishedWeights]] = {}
+    for entry in zoo().values():
+        by_source.setdefault(entry.source, []).append(entry)
+    for source, entries in by_source.items():
+        parts.append(
+            f"\n## {source.home.removeprefix('https://github.com/')}\n\n"
+            f"Licence: {source.licence} ({source.remark}). Source: <{source.home}>,\n"
+            f"{source.documents}.\n\n"
+            "| name | parameters, M | file, MiB | published | protocol | fits `-c` |\n"
+            "|---|---|---|---|---|---|\n"
+        )
+        for entry in entries:
+            fits = " ".join([f"`{entry.config}`", *(f"`-o {item}`" for item in entry.overrides)])
+            cells = (
+                f"[`{entry.name}`]({entry.url})",
+                _number(entry.parameters),
+                _number(entry.mebibytes),
+                _figure(entry),
+                entry.protocol.name if entry.protocol else "-",
+                fits,
+            )
+            parts.append(f"| {' | '.join(cells)} |\n")
+    parts.append("\n## Protocols\n\n| protocol | data | how | keys |\n|---|---|---|---|\n")
+    protocols = {entry.protocol.name: entry.protocol for entry in zoo().values() if entry.protocol}
+    for name, each in protocols.items():
+        images = f", {each.images} images" if each.images else ""
+        keys = " ".join(f"`{item}`" for item in each.overrides) or "-"
+        parts.append(f"| {name} | {each.dataset}{images} | {each.about} | {keys} |\n")
+    parts.append(
+        f"\n`ppdist verify zoo` says PASS within {TOLERANCE} of the published figure, and NOT "
+        "COMPARED on other data\nthan the protocol's, by the number of images.\n"
+    )
+    return "".join(parts)
