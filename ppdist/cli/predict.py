@@ -83,16 +83,13 @@ def main() -> int:
         require_no_foreign_pictures,
         require_own_folder,
     )
-    from ppdist.predict.sources import expand, frames_of
+    from ppdist.predict.sources import expand, frames_of, root_of
     from ppdist.predict.tracking import require_tracker
 
-    for word in arguments.source:
-        if Path(word).exists():
-            require_own_folder(arguments.out, Path(word))
+    for root in map(root_of, arguments.source):
+        if root is not None:
+            require_own_folder(arguments.out, root)
     sources = expand(arguments.source, leave_out=arguments.out)
-    for source in sources:
-        if isinstance(source.place, Path):
-            require_own_folder(arguments.out, source.place)
     names = [source.name for source in sources]
     films = [source.name for source in sources if source.is_video]
     pictures = [] if arguments.no_pictures else picture_names(names, films)

@@ -27,7 +27,7 @@ class Detection(NamedTuple):
     """One object.
 
     box_xyxy: in pixels of the image.  score: 0..1.  name: of its class.  track_id: of the object
-    through the frames of a video; None where none was asked for.
+    through the frames of a video; None: it is not followed.
     """
 
     box_xyxy: tuple[float, float, float, float]
@@ -50,7 +50,7 @@ class Detections:
         source: the file, address or position that it came from; "" where unknown.
         category_ids: what a COCO result calls class 0, 1, ...
         frame: number in a video from 0; None: an image.
-        track_ids: int64 [N]; None: not tracked.
+        track_ids: int64 [N], -1: not followed yet; None: nobody follows.
     """
 
     boxes_xyxy: np.ndarray
@@ -67,7 +67,8 @@ class Detections:
         return len(self.scores)
 
     def __iter__(self) -> Iterator[Detection]:
-        tracks = [None] * len(self) if self.track_ids is None else self.track_ids.tolist()
+        ids = [-1] * len(self) if self.track_ids is None else self.track_ids.tolist()
+        tracks = (None if track < 0 else track for track in ids)
         rows = zip(self.boxes_xyxy.tolist(), self.scores.tolist(), self.class_ids.tolist(), tracks)
         for (x1, y1, x2, y2), score, label, track in rows:
             yield Detection((x1, y1, x2, y2), score, label, self.names[label], track)
@@ -205,10 +206,12 @@ def _draw_tracks(found: Detections) -> np.ndarray:
     """Boxes named `person #3`, in the colour of the object."""
     objects = list(found)[::-1]  # the surest on top
     boxes_N4 = found.boxes_xyxy[::-1]
-    texts = [
-        f"{readable(one.name, one.class_id)} #{one.track_id} {one.score:.2f}" for one in objects
-    ]
-    colours = [PALETTE[(one.track_id or 0) % len(PALETTE)] for one in objects]
+    texts, colours = [], []
+    for one in objects:
+        track = "" if one.track_id is None else f" #{one.track_id}"
+        texts.append(f"{readable(one.name, one.class_id)}{track} {one.score:.2f}")
+        place = one.class_id if one.track_id is None else one.track_id
+        colours.append(PALETTE[place % len(PALETTE)])
     return draw_labelled(found.image, boxes_N4, texts, colours)
 
 

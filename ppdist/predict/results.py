@@ -199,9 +199,9 @@ class Objects(Results):
         objects = [one for frame in frames for one in frame]
         if len(frames) == 1:
             return counted(one.name for one in objects)
-        if not objects or objects[0].track_id is None:
+        tracks = {one.track_id: one.name for one in objects if one.track_id is not None}
+        if not tracks:
             return f"{counted(one.name for one in objects)} in {len(frames)} frames"
-        tracks = {one.track_id: one.name for one in objects}
         return f"{counted(tracks.values())} followed through {len(frames)} frames"
 
     def write(self) -> Path:

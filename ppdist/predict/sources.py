@@ -103,6 +103,19 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
     return result
 
 
+def root_of(word: Path | str | int) -> Path | None:
+    """The file, or the folder that a folder or pattern is searched from; None: none is."""
+    if _is_pattern(word):
+        parts = Path(str(word)).parts
+        return Path(*parts[: _magic_part(parts)])
+    path = Path(str(word))
+    return path if path.exists() else None
+
+
+def _magic_part(parts: Sequence[str]) -> int:
+    return next(at for at, part in enumerate(parts) if glob.has_magic(part))
+
+
 def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
     text = str(word)
     if isinstance(word, int) or (text.isdecimal() and not Path(text).exists()):
@@ -112,13 +125,11 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
     if text.startswith((*_LIVE, *_WEB)):
         return [Source(text, _name_of_address(text))]
     if _is_pattern(word):
-        root = Path(glob.escape(text) if Path(text).exists() else text)
-        matches = sorted(Path(each) for each in glob.glob(str(root), recursive=True))
+        matches = sorted(Path(each) for each in glob.glob(text, recursive=True))
         chosen = [each for each in matches if _is_picture(each, leave_out)]
         if not chosen:
             raise DataError("no image or video matches", code="no_images", where=text)
-        first = [part for part in Path(text).parts]
-        plain = next(at for at, part in enumerate(first) if glob.has_magic(part))
+        plain = _magic_part(Path(text).parts)
         return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
     path = Path(word)
     root = path if path.is_dir() else path.parent

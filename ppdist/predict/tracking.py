@@ -49,22 +49,14 @@ class Tracker:
         )
 
     def update(self, found: Detections) -> Detections:
-        """The objects of the next frame that have a track, with `track_ids` from 0."""
+        """The objects of the next frame, the same boxes, with `track_ids` from 0.
+
+        An object has one from its second frame on; -1: none yet.
+        """
         marked = found.to_supervision()
         marked.data["row"] = np.arange(len(found))
         tracked = self._tracker.update(marked)
-        ids = tracked.tracker_id
-        if ids is None or not len(tracked):
-            rows, ids = np.zeros(0, int), np.zeros(0, int)
-        else:
-            there = ids >= 0  # -1: not yet sure of it
-            rows, ids = tracked.data["row"][there].astype(int), ids[there]
-        order = np.argsort(rows, kind="stable")
-        rows, ids = rows[order], np.asarray(ids, np.int64)[order]
-        return replace(
-            found,
-            boxes_xyxy=found.boxes_xyxy[rows],
-            scores=found.scores[rows],
-            class_ids=found.class_ids[rows],
-            track_ids=ids,
-        )
+        ids_N = np.full(len(found), -1, np.int64)
+        if len(tracked) and tracked.tracker_id is not None:
+            ids_N[tracked.data["row"].astype(int)] = tracked.tracker_id
+        return replace(found, track_ids=ids_N)
