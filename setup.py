@@ -102,7 +102,7 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "ppdist = ppdist.cli:main",
+            "ppdist = ppdist.__main__:main",
             "fleetrun = ppdist.launch.cli:main",  # Paddle installs one, too: see README.md
         ]
     },

@@ -7,7 +7,17 @@ _FOLDER = Path(__file__).resolve().parent
 if Path(sys.path[0]).resolve() == _FOLDER:  # started as a script: our folders are no modules
     sys.path[0] = str(_FOLDER.parent)
 
-from ppdist import cli  # noqa: E402
+from ppdist.common.signals import hold_signals  # noqa: E402
+
+
+def main() -> None:
+    """Entry of the console script, too."""
+    if sys.argv[1:2] in (["train"], ["launch"]):  # before all that is to be imported for them
+        hold_signals()
+    from ppdist import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
-    cli.main()
+    main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.process import STOP_SIGNALS
+from ppdist.common.signals import STOP_SIGNALS
 from tests.distributed import RETRIED
 
 

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +45,13 @@ _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ h
 
 def run(command: str) -> NoReturn:
     """Runs one of COMMANDS on sys.argv and ends with its exit code."""
-    process.run(importlib.import_module(f"ppdist.cli.{command}").main)
+    process.run(main_of(command))
+
+
+def main_of(command: str) -> Callable[[], int | None]:
+    """What one of COMMANDS does with sys.argv."""
+    found: Callable[[], int | None] = importlib.import_module(f"ppdist.cli.{command}").main
+    return found
 
 
 def main() -> NoReturn:

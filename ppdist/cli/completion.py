@@ -12,4 +12,4 @@ from ppdist.common.arguments import described
 def main() -> None:
     parser = described(__doc__)
     parser.add_argument("shell", choices=["bash", "zsh"])
-    print(argcomplete.shellcode(["ppdist"], shell=parser.parse_args().shell))
+    print(argcomplete.shellcode(["ppdist"], True, parser.parse_args().shell))

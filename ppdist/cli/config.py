@@ -7,7 +7,6 @@ ppdist config docs|schema|errors|commands|python|zoo [--out FILE]   regenerates 
 """
 
 import ast
-import importlib
 import inspect
 import io
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ppdist
-from ppdist.cli import CLONE, COMMANDS, add_config, require_clone
+from ppdist.cli import CLONE, COMMANDS, add_config, main_of, require_clone
 from ppdist.common.arguments import described
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, writing
@@ -272,7 +271,7 @@ def _help_of(command: str, *words: str) -> str:
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
         with redirect_stdout(shown), suppress(SystemExit):
-            importlib.import_module(f"ppdist.cli.{command}").main()
+            main_of(command)()
     finally:
         sys.argv = argv
         del os.environ["COLUMNS"]
@@ -327,7 +326,7 @@ def python_text() -> str:
     for name in sorted(set(ppdist.__all__) - {"__version__"}, key=str.lower):
         found = getattr(ppdist, name)
         if inspect.ismodule(found):  # `export` is the folder of that name, too
-            found = getattr(importlib.import_module("ppdist.api"), name)
+            found = getattr(sys.modules[ppdist.train.__module__], name)
         parts.append(_entry(f"## {name}", name, found))
         if inspect.isclass(found):
             parts += [

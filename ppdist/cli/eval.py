@@ -7,8 +7,8 @@ Sharded over the ranks of fleetrun; the numbers are the same on any number of ra
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def main() -> int:
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
-        print(json.dumps(metrics, indent=1))
+        show(metrics, len(dataset.records))
         if arguments.json:
             on = {"images": len(dataset.records), "limit": config.data.val.limit}
             write_json(arguments.json, {**metrics, **on})
@@ -100,6 +100,31 @@ def main() -> int:
     if bound:
         judge(*bound, metrics)
     return 0
+
+
+def show(metrics: Mapping[str, float], images: int) -> None:
+    """Prints the metrics as a table, and those of the classes below it.
+
+    Args: metrics: -1 where there is no such object, which is shown as a dash.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    def shown(value: float) -> str:
+        return "-" if value < 0 else f"{value:.4f}"
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table("metric", "value", title=f"{images} images", title_justify="left")
+    classes = Table("class", "AP")
+    for name, value in metrics.items():
+        kind, slash, of = name.partition("/")
+        if not slash:
+            table.add_row(name, shown(value))
+        elif kind == "AP":
+            classes.add_row(of, shown(value))
+    console.print(table)
+    if classes.rows:
+        console.print(classes)
 
 
 def write_out(

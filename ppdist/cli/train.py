@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import add_config, command_line
-from ppdist.common import process
 from ppdist.common.arguments import at_least, described
 from ppdist.common.errors import ConfigError
+from ppdist.common.limits import require_limits
+from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
     from ppdist.common.logging import RunLog
@@ -127,7 +128,8 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         arguments: of `parse`.
         callbacks: called in this order at the moments of the training.
     """
-    process.hold_signals()
+    hold_signals()  # as the doors have done already
+    require_limits()
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import run_training

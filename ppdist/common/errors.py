@@ -99,6 +99,7 @@ _KINDS: dict[str, type[CodedError]] = {
 CRASH, OUT_OF_MEMORY = "crash", "out_of_memory"
 LOST_RANK, RANK_FAILED, RANK_TIMEOUT = "lost_rank", "rank_failed", "rank_timeout"
 STORE_UNREACHABLE = "store_unreachable"
+FILES_LIMIT, MEMORY_LIMIT = "open_files_limit", "memory_limit"  # of a shell, see limits.py
 # The only place where texts decide: what gloo, NCCL, cuDNN, cuBLAS and CUDA say has no codes.
 _FOREIGN_SIGNS = {
     LOST_RANK: (
@@ -108,6 +109,11 @@ _FOREIGN_SIGNS = {
     ),
     # Paddle raises OSError for all errors of CUDA.  Not seen on a GPU.
     OUT_OF_MEMORY: ("ALLOC_FAILED", "cudaErrorMemoryAllocation", "out of memory"),
+    FILES_LIMIT: ("Too many open files",),
+    MEMORY_LIMIT: (
+        *("failed to map segment", "annot allocate memory", "can't start new thread"),
+        *("bad_alloc", "but received error:12 "),
+    ),
 }
 
 
@@ -116,6 +122,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):  # Paddle's own ResourceExhausted, too
         return True
     return isinstance(error, OSError) and _has_sign(error, OUT_OF_MEMORY)
+
+
+def limit_met(error: BaseException) -> str:
+    """FILES_LIMIT or MEMORY_LIMIT, where such a limit would explain the error; else ""."""
+    if isinstance(error, CodedError):
+        return ""
+    if _has_sign(error, FILES_LIMIT):
+        return FILES_LIMIT
+    return MEMORY_LIMIT if isinstance(error, MemoryError) or _has_sign(error, MEMORY_LIMIT) else ""
 
 
 def _has_sign(error: BaseException, code: str) -> bool:

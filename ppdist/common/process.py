@@ -26,6 +26,8 @@ from typing import NoReturn, TextIO
 
 from ppdist.common.errors import Failure, UserError, failure_of
 from ppdist.common.files import replace_file
+from ppdist.common.limits import as_limit
+from ppdist.common.signals import STOP_SIGNALS
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
 
@@ -36,7 +38,6 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # of a training
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
@@ -50,11 +51,6 @@ _PADDLE_NOISE = (
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-
-
-def hold_signals() -> None:
-    """Signals that ask to stop wait from here on, until engine/trainer.py is ready for them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def quiet_paddle() -> None:
@@ -82,7 +78,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        found = error
+        found = as_limit(error)
         if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
             found = UserError(
                 "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "

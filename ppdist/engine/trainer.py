@@ -19,7 +19,8 @@ import paddle
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.logging import EVALUATION, SAVING, RunLog
-from ppdist.common.process import STOP_SIGNALS, STOPPED
+from ppdist.common.process import STOPPED
+from ppdist.common.signals import STOP_SIGNALS, release_signals
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
 from ppdist.config.train import EarlyStoppingConfig
@@ -490,7 +491,7 @@ class Trainer:
 def until_first_step() -> None:
     """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
 
-    Called once Paddle was imported, with the signals held back by `process.hold_signals` before:
+    Called once Paddle was imported, with the signals held back by `signals.hold_signals` before:
     Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
     `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
     """
@@ -507,7 +508,7 @@ def until_first_step() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    release_signals()
 
 
 def listen(ask: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 
     options      what was typed
+    job          its attempts, from the first to the last
     topology     cards, hosts, ports, and the variables of each rank
     rendezvous   hosts find each other, compare, and stay connected
     supervisor   the processes of this host's ranks
@@ -13,77 +14,47 @@
 
 Paddle's own parser takes `0-7` for the script or for one card, two hosts for rank 0, and restarts
 nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may replace ours.
+
+All else is imported once signals are held: one that comes earlier ends Python in its own way.
 """
 
 import os
-import secrets
-import shutil
-import signal
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ppdist.common.errors import LaunchError, UserError
-from ppdist.common.process import (
-    JOB_DIR_VARIABLE,
-    JOB_VARIABLE,
-    RESTART_VARIABLE,
-    SKIP_STEP_VARIABLE,
-    USER_ERROR,
-)
-from ppdist.launch.metrics import exporting
-from ppdist.launch.options import TOKEN_VARIABLE, Options, help_text, parse_options
-from ppdist.launch.rendezvous import (
-    ControlChannel,
-    Lookout,
-    Moved,
-    name_of_job,
-    own_handshake,
-    rendezvous,
-)
-from ppdist.launch.supervisor import private_files, private_folder, run_job
-from ppdist.launch.topology import (
-    LAUNCHER_VARIABLE,
-    LaunchPlan,
-    Machine,
-    make_plan,
-    metrics_endpoint,
-    once_known,
-    this_machine,
-    typed_hosts,
-)
-from ppdist.launch.watchdog import (
-    Outcome,
-    Stopped,
-    say,
-    say_end,
-    signals_noted,
-    stopped_before,
-)
+from ppdist.common.signals import hold_signals, release_signals
 
-_LONGEST_PAUSE_SECONDS = 60.0
-_POISON_FAILURES = 2
-
-T = TypeVar("T")
-# Options, plan, channel, folder, restarts, signals: see supervisor.run_job.
-Run = Callable[[Options, LaunchPlan, ControlChannel | None, Path, int, list[int]], Outcome]
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def main() -> int:
     """Entry of the console script and of tools/launch.py; returns the exit code."""
+    hold_signals()
     _open_streams()
+    from ppdist.common import limits
+    from ppdist.common.errors import UserError
+
+    try:
+        limits.require_limits(limits.LEAST_FILES)
+    except UserError as error:  # what follows may not even be imported
+        print(f"ppdist: error: {error}", file=sys.stderr)
+        return 2
+    from ppdist.common.process import USER_ERROR
+    from ppdist.launch import options, supervisor, topology
+    from ppdist.launch.job import fleetrun
+    from ppdist.launch.watchdog import say, signals_noted
+
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
-        print(help_text())
+        print(options.help_text())
         return 0
     with signals_noted() as received:
+        release_signals()
         try:
-            return fleetrun(arguments, os.environ, this_machine, run_job, received)
+            look, run = topology.this_machine, supervisor.run_job
+            return fleetrun(arguments, os.environ, look, run, received)
         except UserError as error:
             say(f"error: {error}", name="ppdist")
             return USER_ERROR
@@ -98,225 +69,14 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-def fleetrun(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    machine: Callable[[], Machine],
-    run: Run,
-    received: list[int],
-) -> int:
-    """Plans and runs, again after a failure where that was asked for; returns the exit code.
-
-    A restart runs the same command with PPDIST_RESTART in the environment, which makes
-    tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
-    only be repeated (wrong input) or was wanted (a signal).
-
-    Args:
-        machine: looks at the machine; called when the command line is known to be right.
-        run: runs one plan to its end.
-        received: signals so far; more may come.
-    Raises: LaunchError: the command is wrong or does not fit the machine.
-    """
-    options = parse_options(arguments, environment)
-    here = machine()
-    with private_folder() as folder, ExitStack() as beside:
-        job = _Job(options, environment, here, run, folder, received)
-        try:
-            endpoint = job.known(lambda: metrics_endpoint(options, here))
-        except Stopped:
-            return stopped_before_begin(received).code
-        beside.enter_context(exporting(folder, endpoint))
-        outcome = job.attempt()
-        while not outcome.is_final and job.restarts.attempt < options.max_restart:
-            job.restarts.learn(outcome)
-            say(job.restarts.announcement(options.max_restart))
-            try:
-                outcome = job.attempt()
-            except LaunchError as error:  # the command was right; a host or a port is missing now
-                say(f"error: {error}")
-                outcome = Outcome(outcome.code, "")
-    return outcome.code
-
-
-class _Job:
-    """A command, from its first attempt to its last; for the arguments see `fleetrun`."""
-
-    def __init__(
-        self,
-        options: Options,
-        environment: Mapping[str, str],
-        machine: Machine,
-        run: Run,
-        folder: Path,
-        received: list[int],
-    ) -> None:
-        self.options, self.environment, self.machine = options, environment, machine
-        self.run, self.folder, self.received = run, folder, received
-        self.token = environment.get(TOKEN_VARIABLE, "")
-        self.restarts = Restarts()
-
-    def attempt(self) -> Outcome:
-        """Runs it once, from meeting the other hosts to the end of all; says how it ended.
-
-        Before a restart it pauses; several hosts meet first, so that a signal for one of them then
-        reaches all.
-        """
-        pause = self.restarts.pause
-        try:
-            plan, channel = self.meet()
-        except Stopped:
-            return stopped_before_begin(self.received)
-        if channel is not None:
-            self.restarts.agree(channel.attempt, channel.skip)
-        if not wait(pause, channel, self.received):
-            outcome = stopped_before_begin(self.received)
-            if channel is not None:
-                outcome = channel.finish(outcome, self.received)
-                say_end(outcome)
-            return outcome
-        if channel is None:
-            if pause:  # in which a port may have been taken
-                plan = self.plan()
-            self.say_plan(plan)
-        # With --master hosts do not meet here, so that nothing can be drawn for all of them.
-        drawn = channel.drawn if channel is not None else "" if self.options.master else None
-        variables = {JOB_VARIABLE: name_of_job(self.token, drawn)}
-        variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
-        plan = replace(plan, environment=plan.environment | variables)
-        restarts = self.restarts.attempt
-        folder = self.folder / str(restarts)
-        try:
-            with private_files(folder):
-                folder.mkdir()
-            outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
-        except UserError as error:
-            if channel is None:
-                raise
-            # The others wait for this host already.
-            code = 1 if restarts else USER_ERROR  # it has worked before
-            outcome = channel.finish(Outcome(code, f"error: {error}"), [])
-        say_end(outcome)
-        return outcome
-
-    def meet(self) -> tuple[LaunchPlan, ControlChannel | None]:
-        """The plan, and the channel to the other hosts once they are here; None: there are none.
-
-        Raises: LaunchError.  Stopped.
-        """
-        identity = secrets.token_hex(16)
-        lookout = Lookout(typed_hosts(self.options.ips or ""), self.machine.network)
-        seconds = float(self.options.start_timeout)
-        while True:
-            plan = self.known(self.plan)
-            port = plan.rendezvous_port
-            if port is None:
-                return plan, None
-            self.say_plan(plan)
-            agreed = self.restarts.attempt, self.restarts.skip
-            mine = own_handshake(self.options, plan, *agreed, identity).signed(self.token)
-            look = lookout.look
-            try:
-                return plan, rendezvous(mine, port, seconds, say, self.received, self.token, look)
-            except Moved:
-                say("names of --ips have other addresses than before; meeting the hosts there")
-
-    def plan(self) -> LaunchPlan:
-        return make_plan(self.options, self.environment, self.machine)
-
-    def say_plan(self, plan: LaunchPlan) -> None:
-        say(f"{plan.description}; logs in {self.options.log_dir}/")
-
-    def known(self, look: Callable[[], T]) -> T:
-        """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
-        ips, seconds = self.options.ips or "", self.options.start_timeout
-        return once_known(look, ips, self.machine.network, seconds, say, self.received)
-
-
-def stopped_before_begin(received: Sequence[int]) -> Outcome:
-    """A signal came, here or on another host, while nothing ran."""
-    outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
-    say_end(outcome)
-    return replace(outcome, message="")
-
-
-def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
-    """Returns early when something happens; False if that is a signal, for any host."""
-    end = time.monotonic() + seconds
-    while not received and not (channel is not None and channel.watch(received)):
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.05)
-    return not received and (channel is None or channel.stopped_by is None)
-
-
-class Restarts:
-    """How often a job was restarted, how long to wait, and which steps to leave out.
-
-    Attributes:
-        attempt: 0 at first.
-        skip: steps that failed twice: something in their images ends the ranks.
-    """
-
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.skip: tuple[int, ...] = ()
-        self._failures: Counter[int] = Counter()  # by step
-        self._furthest = 0  # step that was reached
-        self._in_vain = 0  # failures since an attempt got further than all before it
-
-    def learn(self, outcome: Outcome) -> None:
-        """An attempt has failed; the next begins."""
-        self.attempt += 1
-        step = outcome.step or 0
-        reached = max(step, outcome.reached)
-        self._in_vain = 1 if reached > self._furthest else self._in_vain + 1
-        self._furthest = max(self._furthest, reached)
-        for passed in [each for each in self._failures if each < step]:
-            del self._failures[passed]
-        if step:
-            self._failures[step] += 1
-            if self._failures[step] >= _POISON_FAILURES:
-                self.skip = tuple(sorted({*self.skip, step}))
-
-    def agree(self, attempt: int, skip: tuple[int, ...]) -> None:
-        """What all hosts agreed on when they met."""
-        self.attempt, self.skip = attempt, skip
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next attempt: 1, 2, 4, ..., anew when one got further; 0 at first."""
-        if self._in_vain == 0:
-            return 0.0
-        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._in_vain - 1, 10))
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What the ranks of this attempt find in their environment."""
-        found = {}
-        if self.attempt:
-            found[RESTART_VARIABLE] = str(self.attempt)
-        if self.skip:
-            found[SKIP_STEP_VARIABLE] = ",".join(str(step) for step in self.skip)
-        return found
-
-    def announcement(self, most: int) -> str:
-        """What happens next, and why."""
-        text = (
-            f"restart {self.attempt} of {most} in {self.pause:g} s, from the newest checkpoint "
-            f"of this job, or anew where there is none"
-        )
-        if self.skip:
-            steps = ", ".join(str(step) for step in self.skip)
-            text += f"; step {steps} failed twice: its images are left out"
-        return text
-
-
 def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
     """What to tell the user when Paddle's own launcher started this rank; None when ours did.
 
     Args:
         environment: of the rank; None for this process's own.
     """
+    from ppdist.launch.topology import LAUNCHER_VARIABLE
+
     variables = os.environ if environment is None else environment
     # Both are set by every launcher of Paddle; ranks started by hand set the first alone.
     launched = "PADDLE_TRAINERS_NUM" in variables and "PADDLE_RANK_IN_NODE" in variables
@@ -324,8 +84,9 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
         return None
     text = (
         "started by Paddle's own launcher, not by ppdist's fleetrun: card ranges, exit codes and "
-        "--max_restart work differently; use python tools/launch.py in place of fleetrun, or "
-        "reinstall ppdist to get its fleetrun back"
+        "--max_restart work differently; type `ppdist launch` in place of fleetrun (in a clone: "
+        "python tools/launch.py), or bring ours back: "
+        "pip install --force-reinstall --no-deps ppdist"
     )
     endpoints = variables.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
     if len({endpoint.rpartition(":")[0] for endpoint in endpoints}) > 1:
@@ -336,8 +97,11 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
     return text
 
 
-def whose_fleetrun(search_path: str | None = None) -> tuple[str, Path | None]:
+def whose_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
     """(`ppdist`, `paddle`, `unknown` or `none`, file) of the fleetrun that a shell would start."""
+    import shutil
+    from pathlib import Path
+
     found = shutil.which("fleetrun", path=search_path)
     if found is None:
         return "none", None

@@ -261,16 +261,23 @@ def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str
 def check_fleetrun(search_path: str | None = None) -> Finding:
     """Whether typing `fleetrun` starts ours, from this Python."""
     owner, path = whose_fleetrun(search_path)
-    remedy = "use python tools/launch.py in its place, or reinstall ppdist last"
+    instead = "type `ppdist launch` in its place (in a clone: python tools/launch.py)"
+    again = "pip install --force-reinstall --no-deps"
+    ours = f"{instead}, or bring ours back: `{again} ppdist`, in a clone `{again} -e .`"
     if path is None:
-        remedy = "activate the environment ppdist is in, or use python tools/launch.py"
+        remedy = (
+            f"activate the environment ppdist is in.  If Paddle or ppdist was removed, the one "
+            f"script of that name went with it: {ours}; Paddle's: `{again} paddlepaddle` "
+            "(or paddlepaddle-gpu)"
+        )
         return Finding(WARN, "fleetrun", "not on PATH", remedy)
     if owner != "ppdist":
         whose = "Paddle's own script" if owner == "paddle" else "not ppdist's"
-        return Finding(WARN, "fleetrun", f"{path} is {whose}", remedy)
+        return Finding(WARN, "fleetrun", f"{path} is {whose}", ours)
     if path.parent.resolve() != Path(sys.executable).parent.resolve():
         here = Path(sys.executable).parent
-        return Finding(WARN, "fleetrun", f"{path} belongs to another Python than {here}", remedy)
+        found = f"{path} belongs to another Python than {here}"
+        return Finding(WARN, "fleetrun", found, f"{instead}, or activate the environment you want")
     return Finding(OK, "fleetrun", f"{path} is ppdist's")
 
 

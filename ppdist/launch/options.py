@@ -45,6 +45,7 @@ STALE_VARIABLES = (
 )
 KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug-in brings
 TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"  # what its user gives to all hosts of a job, see rendezvous.py
+_LEAST_TOKEN = 16  # characters
 START_SECONDS = 600
 MOST_RESTARTS = 1_000_000
 
@@ -183,6 +184,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     """
     values, rest = _split(arguments)
     refuse_stale_environment(environment)
+    _refuse_short_token(environment)
     if not rest:
         raise LaunchError(
             f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
@@ -240,6 +242,19 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
             "launch, and Paddle's launcher would follow that instead of the command line",
             code="environment_of_other_launch",
             fix=f"start with: env {remove} fleetrun ...",
+        )
+
+
+def _refuse_short_token(environment: Mapping[str, str]) -> None:
+    """Raises: LaunchError: a stranger could find the token by trying."""
+    letters = len(environment.get(TOKEN_VARIABLE, ""))
+    if 0 < letters < _LEAST_TOKEN:
+        raise LaunchError(
+            f"a token of {letters} characters is found by trying: it must have {_LEAST_TOKEN} or "
+            "more",
+            code="job_token_short",
+            where=TOKEN_VARIABLE,
+            fix=f"give all hosts one that `openssl rand -hex {_LEAST_TOKEN}` has drawn, or none",
         )
 
 

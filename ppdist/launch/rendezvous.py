@@ -1,6 +1,7 @@
 """Rendezvous of a run's hosts, and the control channel between them.
 
     connection   one JSON object a line over TCP
+    keys         both ends prove that they know the token, and the command
     handshake    what each host was started with, and what must agree
     rendezvous   the first host listens on the start port, the others call it until it answers
     channel      while the run lasts, one connection from each host to the first
@@ -18,12 +19,14 @@ to be read have a limit, and what is not a JSON object with a `type` ends the co
 belongs to a job says a token that a user may give, and a name that every start draws anew:
 
     PPDIST_JOB_TOKEN   given by the user, the same on every host: a fleetrun without it is refused.
-                       It is never sent, and the ranks never get it.
+                       It is never sent, nor anything by which guesses could be tried, and the ranks
+                       never get it.
     PPDIST_JOB         made here for the ranks: those of an earlier job, or of an earlier attempt of
                        this one, have another and end when they find out (distributed/store.py).
 
-The token keeps out who does not know it.  It does not hide what is sent, nor keep out who can
-change what others send (docs/security.md).
+The token keeps out who does not know it.  Without one, a host shows the words of its command to who
+knows them.  It does not hide what is sent, nor keep out who can change what others send after the
+handshake (docs/security.md).
 """
 
 import contextlib
@@ -35,12 +38,14 @@ import os
 import platform
 import secrets
 import select
+import shlex
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -73,8 +78,11 @@ class Connection:
     Attributes:
         closed: why nothing comes any more, in words; None while it is open.
         is_foreign: it was closed because no fleetrun speaks there.
+        hung_up: the other end has closed it.
+        peer: the address on the other end, where that had called.
         heard: when something came last (or it was opened), by time.monotonic().
         connecting: a call that was not answered yet.
+        keys: what both ends prove to each other over it; None while nothing was said.
     """
 
     def __init__(self, sock: socket.socket, connecting: bool = False) -> None:
@@ -83,13 +91,23 @@ class Connection:
         self._incoming, self._outgoing = bytearray(), bytearray()
         self.connecting = connecting
         self.closed: str | None = None
-        self.is_foreign = False
+        self.is_foreign = self.hung_up = False
+        self.keys: KeyExchange | None = None
+        try:
+            self.peer = str(sock.getpeername()[0])
+        except (OSError, IndexError):  # not connected yet, or no address at all
+            self.peer = "an unknown address"
         self.opened = self.heard = time.monotonic()
 
     @classmethod
-    def call(cls, address: str, port: int) -> "Connection":
-        """Starts to connect; `receive` finds out how that went."""
+    def call(cls, address: str, port: int, own: str = "") -> "Connection":
+        """Starts to connect; `receive` finds out how that went.
+
+        Args: own: the address to call from, where this machine has it: by it others know a host.
+        """
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        with contextlib.suppress(OSError):
+            sock.bind((own, 0))
         connection = cls(sock, connecting=True)
         code = sock.connect_ex((address, port))
         if code not in (0, errno.EINPROGRESS):
@@ -98,14 +116,6 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
-
-    @property
-    def peer(self) -> str:
-        """The address on the other end."""
-        try:
-            return str(self._socket.getpeername()[0])
-        except OSError:
-            return "an unknown address"
 
     def send(self, message: Message) -> None:
         """Sends now what fits and the rest with later calls of `receive`."""
@@ -125,6 +135,7 @@ class Connection:
                 self._close(_reason(error.errno))
                 break
             if not piece:
+                self.hung_up = True
                 self._close("it closed the connection")
                 break
             self.heard = time.monotonic()
@@ -225,6 +236,139 @@ def _reason(code: int | None) -> str:
     return errno.errorcode.get(code or 0, f"error {code}")
 
 
+_PROTOCOL = 2  # of the lines below; 1 sent the handshake and its proof in the first
+_PRIME = int(
+    "FFFFFFFFFFFFFFFFC90FDAA22168C234C4C6628B80DC1CD129024E088A67CC74020BBEA63B139B22514A08798E3404DD"
+    "EF9519B3CD3A431B302B0A6DF25F14374FE1356D6D51C245E485B576625E7EC6F44C42E9A637ED6B0BFF5CB6F406B7ED"
+    "EE386BFB5A899FA5AE9F24117C4B1FE649286651ECE45B3DC2007CB8A163BF0598DA48361C55D39A69163FA8FD24CF5F"
+    "83655D23DCA3AD961C62F356208552BB9ED529077096966D670C354E4ABC9804F1746C08CA18217C32905E462E36CE3B"
+    "E39E772C180E86039B2783A2EC07A28FB5C55DF06F4C52C9DE2BCBF6955817183995497CEA956AE515D2261898FA0510"
+    "15728E5A8AACAA68FFFFFFFFFFFFFFFF",
+    16,
+)
+_SECRET_BITS = 256
+_NUMBER_LETTERS = 512  # of a number below _PRIME, in hexadecimal
+
+
+class KeyExchange:
+    """What both ends of a connection prove: that they know one token, and one command.
+
+    Each is a Diffie-Hellman exchange whose generator comes out of what is to be known.  Sent are
+    random numbers, and what only a key made of them can say.  So whoever connects, or is called,
+    can try one guess with each connection, learns nothing with which more could be tried later,
+    and has no use for what was said to others.  A token that nobody gave is known to all.
+
+        caller -> host   hello: two numbers, and one that is used once
+        host -> caller   hello: the same, and its proofs
+        caller -> host   its proofs, then its handshake; from here on with a signature
+
+    The powers are drawn once in a process: a first host calls many that are not there yet.
+
+    Sources: SPEKE (Jablon 1996, ACM CCR 26(5)), in group 14 of RFC 3526.  What Hao and Shahandashti
+    (2014, "The SPEKE Protocol Revisited") ask for: roles and all numbers are part of each key.
+
+    Attributes:
+        met: the other end has sent its numbers.
+        checked: and its proofs.
+        same_token, same_command: it knows them as well.
+    """
+
+    def __init__(self, token: str, command: str, calls: bool) -> None:
+        """
+        Args:
+            command: what must agree of it, see `Handshake.command`.
+            calls: this end has called the other.
+        """
+        self._calls = calls
+        self._powers, self._numbers = _drawn(token, command)
+        self._once = secrets.token_hex(16)
+        self._keys: list[bytes] = []
+        self.met = self.checked = self.same_token = self.same_command = False
+
+    def hello(self) -> Message:
+        """The first line of this end; what has been called adds its proofs."""
+        hello = {"type": "hello", "protocol": _PROTOCOL, "numbers": self._numbers}
+        proofs = self.proofs() if self.met else {}
+        return {**proofs, **hello, "once": self._once}
+
+    def meet(self, hello: Message) -> bool:
+        """Reads the other's first line; False: it is not one of this protocol."""
+        words, once = hello.get("numbers"), text_of(hello, "once", _NUMBER_LETTERS)
+        if hello["type"] != "hello" or hello.get("protocol") != _PROTOCOL:
+            return False
+        if not isinstance(words, list) or len(words) != len(self._numbers):
+            return False
+        numbers = []
+        for word in words:
+            is_number = isinstance(word, str) and len(word) <= _NUMBER_LETTERS and word.isalnum()
+            try:
+                numbers.append(int(word, 16) if is_number else 0)
+            except ValueError:
+                return False
+        if not all(1 < number < _PRIME - 1 for number in numbers):
+            return False
+        own, other = [*self._numbers, self._once], [*(f"{each:x}" for each in numbers), once]
+        said = json.dumps([own, other] if self._calls else [other, own])
+        for kind, number, power in zip(("token", "command"), numbers, self._powers):
+            shared = pow(number, power, _PRIME)
+            self._keys.append(hashlib.sha256(f"{kind} {said} {shared:x}".encode()).digest())
+        self.met = True
+        return True
+
+    def proofs(self) -> Message:
+        """What only who knows token and command can say."""
+        proofs = [self._proof(each, self._calls, "known") for each in range(2)]
+        return {"type": "proofs", "proofs": proofs}
+
+    def check(self, message: Message) -> None:
+        """Reads the other's proofs."""
+        given = message.get("proofs")
+        given = given if isinstance(given, list) and len(given) == 2 else ["", ""]
+        self.same_token, self.same_command = (
+            hmac.compare_digest(self._proof(each, not self._calls, "known"), _ascii(word))
+            for each, word in enumerate(given)
+        )
+        self.checked = True
+
+    def sign(self, message: Message) -> Message:
+        """The same with a signature, for this connection alone."""
+        return message | {"signature": self._proof(0, self._calls, _canonical(message))}
+
+    def is_signed(self, message: Message) -> bool:
+        """Whether the other end has said it, and knows the token."""
+        content = {key: value for key, value in message.items() if key != "signature"}
+        expected = self._proof(0, not self._calls, _canonical(content))
+        return hmac.compare_digest(expected, _ascii(message.get("signature")))
+
+    def _proof(self, key: int, by_caller: bool, text: str) -> str:
+        who = "caller" if by_caller else "called"
+        return hmac.new(self._keys[key], f"{who} {text}".encode(), hashlib.sha256).hexdigest()
+
+
+@lru_cache(maxsize=16)
+def _drawn(token: str, command: str) -> tuple[list[int], list[str]]:
+    """Secret powers of this process, and what it sends: one draw does for many hosts."""
+    powers = [secrets.randbits(_SECRET_BITS) for _ in range(2)]
+    generators = _generator("token", token), _generator("command", token, command)
+    return powers, [f"{pow(base, power, _PRIME):x}" for base, power in zip(generators, powers)]
+
+
+def _generator(*secret_words: str) -> int:
+    """A number that only who knows the words can make, of the subgroup of squares."""
+    text = json.dumps(["ppdist", *secret_words]).encode()
+    number = int.from_bytes(hashlib.shake_256(text).digest(_NUMBER_LETTERS // 2 + 16), "big")
+    return pow(number % _PRIME, 2, _PRIME)
+
+
+def _canonical(content: Mapping[str, object]) -> str:
+    return json.dumps(dict(content), sort_keys=True)
+
+
+def _ascii(word: object) -> str:
+    """ "" for what cannot be a proof: comparing would raise."""
+    return word if isinstance(word, str) and word.isascii() else ""
+
+
 _LIST_LIMIT, _WORD_LIMIT = 4096, 4096
 
 
@@ -246,19 +390,23 @@ class Handshake:
     attempt: int = 0  # how often this host has restarted the run
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
     identity: str = ""  # of this fleetrun, drawn at random
-    proof: str = ""  # that it knows the token of the job
 
-    def message(self) -> Message:
-        """As it is sent."""
-        return {"type": "hello", **asdict(self)}
+    def message(self, with_command: bool = True) -> Message:
+        """As it is sent.
 
-    def signed(self, token: str) -> "Handshake":
-        """The same with its proof."""
-        return replace(self, proof=proof(token, asdict(replace(self, proof=""))))
+        Args: with_command: else without the script and its arguments.
+        """
+        told = self if with_command else replace(self, script="", arguments=())
+        return {"type": "handshake", **asdict(told)}
 
-    def is_signed(self, token: str) -> bool:
-        """Whether who sent it has the same token, or as here none."""
-        return proves(token, asdict(replace(self, proof="")), self.proof)
+    @property
+    def command(self) -> str:
+        """What must agree of the script and its arguments: equal on two hosts that may train."""
+        words = [PurePath(self.script).name]
+        words += [
+            word if "=" in word else PurePath(word).name for word in _of_the_run(self.arguments)
+        ]
+        return json.dumps(words)
 
     @property
     def is_first(self) -> bool:
@@ -277,7 +425,7 @@ class Handshake:
 def own_handshake(
     options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...], identity: str
 ) -> Handshake:
-    """What this host says, but for its proof."""
+    """What this host says."""
     return Handshake(
         host=plan.host,
         hosts=plan.hosts,
@@ -298,7 +446,7 @@ def own_handshake(
 
 def read_handshake(message: Message) -> Handshake | None:
     """None: the message holds no handshake."""
-    if message["type"] != "hello":
+    if message["type"] != "handshake":
         return None
     values: dict[str, Any] = {
         "processes": integer_of(message, "processes", 1, 4096),
@@ -350,8 +498,16 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
     remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"
     differ("device", mine.device, theirs.device, remedy)
     remedy = "start the same script on every host"
-    differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
-    for own, other in _different_words(mine.arguments, theirs.arguments):
+    if theirs.script:
+        differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
+    else:
+        own = shlex.join([mine.script, *mine.arguments])
+        remedy = (
+            "start every host with the same command (hosts show what differs to one another where "
+            f"all have a {TOKEN_VARIABLE})"
+        )
+        differ("command", own, "another, which it shows itself", remedy)
+    for own, other in _different_words(mine.arguments, theirs.arguments) if theirs.script else ():
         if not _may_differ(own, other):
             remedy = "start every host with the same command"
             differ("arguments of the script", own or "none", other or "none", remedy)
@@ -415,17 +571,12 @@ def _may_differ(own: str, other: str) -> bool:
 def proof(token: str, content: Mapping[str, object]) -> str:
     """What only who knows the token can say of this content; "" without a token.
 
-    Args: content: what JSON can hold; order does not matter.
+    Args: content: what JSON can hold; order does not matter.  Whoever sees content and proof can
+        try guesses, so strangers must know neither.
     """
     if not token:
         return ""
-    text = json.dumps(dict(content), sort_keys=True)
-    return hmac.new(os.fsencode(token), text.encode(), hashlib.sha256).hexdigest()
-
-
-def proves(token: str, content: Mapping[str, object], given: str) -> bool:
-    """Whether who sent the content has the same token, or as here none."""
-    return hmac.compare_digest(proof(token, content).encode(), given.encode())
+    return hmac.new(os.fsencode(token), _canonical(content).encode(), hashlib.sha256).hexdigest()
 
 
 def name_of_job(token: str, drawn: str | None = None) -> str:
@@ -448,6 +599,9 @@ _OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every ho
 _OTHER_PROGRAM = (
     "what answers there is not a fleetrun: another program has the port; take another with "
     "--start_port P on every host"
+)
+_OTHER_VERSION = (
+    "has another version of ppdist, whose hosts greet otherwise: install the same on every host"
 )
 _ANSWER_SECONDS = 0.5  # a resolver in order takes less
 _DISPUTE_SECONDS = 60.0  # in which hosts learn better: DNS servers keep an answer for 5 to 30
@@ -496,7 +650,7 @@ def rendezvous(
 class _Rendezvous:
     def __init__(self, mine: Handshake, port: int, say: Callable[[str], None], token: str) -> None:
         self.mine, self.port, self.say, self.token = mine, port, say, token
-        self.first = mine.hosts[0]
+        self.first, self.command = mine.hosts[0], mine.command
         self.joined: dict[str, Connection] = {}  # the first host has all the others', they have its
         self.identities: dict[str, str] = {}
         self.callers: list[Connection] = []  # that have not yet said who they are
@@ -565,6 +719,8 @@ class _Rendezvous:
             skip=tuple(sorted(self.skip)),
             drawn=self.identities.get(self.first, self.mine.identity),
             restarts=self.mine.max_restart > 0,
+            token=self.token,
+            command=self.command,
         )
 
     def leave(self) -> None:
@@ -603,8 +759,9 @@ class _Rendezvous:
             pause = _CALL_SECONDS * (3 if self.mine.is_first else 1)  # they call as well
             if host not in self.calls and now - self.called.get(host, -pause) >= pause:
                 self.called[host] = now
-                self.calls[host] = Connection.call(host, self.port)
-                self.calls[host].send(self.mine.message())
+                call = self.calls[host] = Connection.call(host, self.port, self.mine.host)
+                call.keys = KeyExchange(self.token, self.command, calls=True)
+                call.send(call.keys.hello())
 
     def _pause(self) -> None:
         open_ones = [*self.callers, *self.joined.values(), *self.calls.values()]
@@ -630,42 +787,68 @@ class _Rendezvous:
         self.callers = self.callers[-_CALLERS:]
 
     def _hear_caller(self, caller: Connection) -> None:
-        messages = caller.receive()
+        over = False
+        for message in caller.receive():
+            over = over or self._answer(caller, message)
         late = time.monotonic() - caller.opened > _HANDSHAKE_SECONDS
-        if not messages and caller.closed is None and not late:
-            return
-        self.callers.remove(caller)
-        theirs = read_handshake(messages[0]) if messages else None
-        if theirs is None or not self._receive(caller, theirs):
-            caller.close()
+        if over or late or caller.closed is not None:
+            self.callers.remove(caller)
+            if caller not in self.joined.values():
+                caller.close()
 
-    def _receive(self, caller: Connection, theirs: Handshake) -> bool:
-        """Answers who has called; True when it has joined, False when the call is over."""
-        if theirs.is_signed(self.token) and self.mine.means_others(theirs):
+    def _answer(self, caller: Connection, message: Message) -> bool:
+        """Answers a line of who has called; True when it has joined, or its call is over."""
+        if caller.keys is None:
+            caller.keys = KeyExchange(self.token, self.command, calls=False)
+            if not caller.keys.meet(message):
+                if message["type"] == "hello":
+                    caller.send(_other_version())
+                    self._say_refused(f"refused who calls from {caller.peer}: it {_OTHER_VERSION}")
+                return True
+            caller.send(caller.keys.hello())
+            return False
+        keys = caller.keys
+        if not keys.checked:
+            keys.check(message)
+            if not keys.same_token:
+                self._say_refused(f"refused who calls from {caller.peer}: it {_OTHER_TOKEN}")
+            return not keys.same_token
+        theirs = read_handshake(message) if keys.is_signed(message) else None
+        # Its own comes back where somebody passes on what it says.
+        if theirs is not None and theirs.identity != self.mine.identity:
+            self._receive(caller, keys, theirs)
+        return True
+
+    def _receive(self, caller: Connection, keys: KeyExchange, theirs: Handshake) -> None:
+        """Answers who has said what it was started with, and lets it join if it may."""
+        if self.mine.means_others(theirs):
             kind, refusal = "later", differences(self.mine, theirs)[0]
             self.dispute.hear(refusal)
         else:
             kind, refusal = "refused", self._refusal(theirs)
+        found = differences(self.mine, theirs)
+        if found and not refusal and not self.token and caller.peer != theirs.host:
+            # Anybody may say so, and must not end the run by it.
+            self._say_refused(f"refused who calls from {caller.peer}: {found[0]}")
+            refusal = f"it was started otherwise than host {self.mine.host}"
         if refusal:
-            signed = proof(self.token, {"text": refusal, "to": theirs.identity})
-            caller.send({"type": kind, "text": refusal, "proof": signed})
-            return False
-        caller.send(self.mine.message())
+            caller.send(keys.sign({"type": kind, "text": refusal}))
+            return
+        caller.send(keys.sign(self._told(keys)))
         try:
             self._compare(theirs)
         except LaunchError:
             caller.close()
             raise
-        if not self.mine.is_first:  # the first host asks where we are; our own call is on its way
-            return False
-        self._join(theirs, caller)
-        return True
+        if self.mine.is_first:  # else it asks where we are; our own call is on its way
+            self._join(theirs, caller)
+
+    def _told(self, keys: KeyExchange) -> Message:
+        """The handshake of this host, as who has proven so much may read it."""
+        return self.mine.message(with_command=keys.same_command or bool(self.token))
 
     def _refusal(self, theirs: Handshake) -> str:
         """Why a caller has no place in this run, "" when it has one."""
-        if not theirs.is_signed(self.token):
-            self._say_refused(f"refused who says it is host {theirs.host[:60]}: it {_OTHER_TOKEN}")
-            return f"this one {_OTHER_TOKEN}"
         if theirs.host not in self.mine.hosts:
             self._say_refused(
                 f"refused {theirs.host[:60]}, which has called and is not among --ips of this host"
@@ -690,45 +873,60 @@ class _Rendezvous:
 
     def _hear_call(self, host: str, call: Connection) -> None:
         messages = call.receive()
-        if messages:
-            came = self._hear_answer(host, call, messages)
-        else:
+        came: str | None = None
+        while messages and came is None:
+            came = self._hear_answer(host, call, messages.pop(0))
+        if came is None:
             silent = time.monotonic() - call.heard > _HANDSHAKE_SECONDS and not call.connecting
             came = _OTHER_PROGRAM if call.is_foreign or silent else call.closed
             if came is None:  # no answer yet
                 return
+            if call.hung_up and not (call.keys and call.keys.met):
+                came += ": another program, or another version of ppdist, has the port"
         del self.calls[host]
-        if came is not None:
+        if came:
             self.tried[host] = came
             call.close()
+        else:
+            self._follow(messages)
 
-    def _hear_answer(self, host: str, call: Connection, messages: Sequence[Message]) -> str | None:
-        """What came of a call that was answered; None: its host has joined."""
-        answer = messages[0]
-        if answer["type"] in ("refused", "later"):
-            return self._hear_refusal(host, answer)
-        if answer["type"] == "busy":
-            return f"{text_of(answer, 'text')}; this one joins its restart"
-        theirs = read_handshake(answer)
+    def _hear_answer(self, host: str, call: Connection, message: Message) -> str | None:
+        """What came of a call that was answered; "": its host has joined; None: not known yet."""
+        keys = call.keys
+        assert keys is not None
+        if not keys.met:
+            if not keys.meet(message):
+                return _OTHER_PROGRAM if message["type"] not in _OLD_ANSWERS else _OTHER_VERSION
+            keys.check(message)
+            answer = message.get("answer")
+            if not keys.same_token or not isinstance(answer, dict):
+                call.send(keys.proofs())
+                if not keys.same_token:
+                    return f"who answers there {_OTHER_TOKEN}"
+                call.send(keys.sign(self._told(keys)))
+                return None
+            message = answer
+        if not keys.is_signed(message):
+            return _OTHER_PROGRAM
+        if message["type"] in ("refused", "later"):
+            return self._hear_refusal(host, message)
+        if message["type"] == "busy":
+            return f"{text_of(message, 'text')}; this one joins its restart"
+        theirs = read_handshake(message)
         if theirs is None:
             return _OTHER_PROGRAM
-        if not theirs.is_signed(self.token):
-            return f"who answers there {_OTHER_TOKEN}"
         self._compare(theirs)
         if self.mine.is_first:
             return f"it is there, but has not reached {self.mine.host}:{self.port}"
         self._join(theirs, call)
-        self._follow(messages[1:])
-        return None
+        return ""
 
     def _hear_refusal(self, host: str, message: Message) -> str:
-        """What is to be thought of it, where a stranger may have said it.
+        """What is to be thought of it.
 
         Raises: LaunchError: a host of this job has no place for this one, and never will.
         """
-        text, given = text_of(message, "text"), text_of(message, "proof")
-        if self.token and not proves(self.token, {"text": text, "to": self.mine.identity}, given):
-            return f"who answers there refuses this one: {text}"
+        text = text_of(message, "text")
         if message["type"] == "later":
             self.dispute.hear(text)
             return f"{text}; both look again"
@@ -810,6 +1008,14 @@ class _Rendezvous:
             connection.send(message)
 
 
+_OLD_ANSWERS = ("hello", "refused", "later", "busy")  # of a host with protocol 1, or a later one
+
+
+def _other_version() -> Message:
+    """What hosts with another protocol understand."""
+    return {"type": "refused", "text": f"this one {_OTHER_VERSION}", "proof": ""}
+
+
 def _listen(mine: Handshake, port: int) -> socket.socket | None:
     """Where the others call; None where they need not and cannot."""
     for address in (mine.host, ""):  # an address of --host may be one that only others see
@@ -883,6 +1089,7 @@ _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
 _NOTE_SECONDS = 10.0
 _ANSWERED = 32  # callers, at one look
+_MOST_ANSWERS = 4  # at one look, of a few hundredths of a second each
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
     "No host knows a cause, each lost another one: a rank made no progress, or the network between "
@@ -981,6 +1188,8 @@ class ControlChannel:
         skip: tuple[int, ...] = (),
         drawn: str = "",
         restarts: bool = False,
+        token: str = "",
+        command: str = "",
     ) -> None:
         """
         Args:
@@ -992,9 +1201,12 @@ class ControlChannel:
                 its hosts agreed on when they met.
             drawn: by the first host at random, for the name of the job.
             restarts: the run restarts after a failure, so that who calls may wait for that.
+            token, command: that late callers know; see KeyExchange.
         """
         self.attempt, self.skip, self.drawn = attempt, skip, drawn
         self._restarts = restarts
+        self._token, self._command = token, command
+        self._callers: list[Connection] = []  # late ones, that have not said who they are
         self._own, self._hosts, self._peers = own, tuple(hosts), dict(peers)
         self._is_first = own == hosts[0]
         self._listener, self._say, self._silence = listener, say, silence
@@ -1148,10 +1360,31 @@ class ControlChannel:
             return
         with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
             for _ in range(_ANSWERED):
-                caller = Connection(self._listener.accept()[0])
-                text = f"a run is in progress there (process {os.getpid()} on host {self._own})"
-                caller.send({"type": "busy" if self._restarts else "refused", "text": text})
+                self._callers.append(Connection(self._listener.accept()[0]))
+        answered = 0
+        for caller in list(self._callers):
+            messages = caller.receive()
+            late = time.monotonic() - caller.opened > _HANDSHAKE_SECONDS
+            if messages and answered < _MOST_ANSWERS:
+                answered += self._refuse(caller, messages[0])
+            if messages or late or caller.closed is not None:
+                self._callers.remove(caller)
                 caller.close()
+        for caller in self._callers[:-_CALLERS]:
+            caller.close()
+        self._callers = self._callers[-_CALLERS:]
+
+    def _refuse(self, caller: Connection, message: Message) -> bool:
+        """True where that took some time."""
+        keys = KeyExchange(self._token, self._command, calls=False)
+        if keys.meet(message):
+            text = f"a run is in progress there (process {os.getpid()} on host {self._own})"
+            kind = "busy" if self._restarts else "refused"
+            answer = keys.sign({"type": kind, "text": text})
+            caller.send(keys.hello() | {"answer": answer})  # one line: it has said nothing yet
+        elif message["type"] == "hello":
+            caller.send(_other_version())
+        return True
 
     def close(self) -> None:
         """The first host leaves last, so that its words arrive before the end."""
@@ -1165,6 +1398,8 @@ class ControlChannel:
             select.select(open_ones, [], [], _POLL_SECONDS)
         for peer in self._peers.values():
             peer.close()
+        for caller in self._callers:
+            caller.close()
         if self._listener is not None:
             self._listener.close()
 

@@ -12,8 +12,10 @@ found though its parent and its process group are gone, and none outlives the at
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import EXIT_DIR_VARIABLE, STOPPED, ends_with_this, is_alive
+from ppdist.common.process import (
+    EXIT_DIR_VARIABLE,
+    JOB_DIR_VARIABLE,
+    STOPPED,
+    ends_with_this,
+    is_alive,
+    process_stat,
+)
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.options import Options
 from ppdist.launch.rendezvous import ControlChannel
@@ -51,6 +60,9 @@ _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselve
 _WORD_SECONDS = 1.0  # after which they are asked to end
 _GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _GONE_POLL_SECONDS = 0.02
+_ROOM_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
+_PREFIX, _OWNER = "ppdist-", "owner"  # names of a private folder, and of a file in it
+_OWNER_BYTES = 500  # enough; too few to nest JSON deeply
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -93,6 +105,10 @@ def run_job(
     }
     with private_files(folder):
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
+        # Ranks that could not say how they ended would count as ranks that never began.
+        room = folder / "room"
+        room.write_bytes(bytes(_ROOM_BYTES * (1 + plan.processes)))
+        room.unlink()
     attempt = Attempt(folder, log_dir)
     if not afresh:
         sizes = {local: _size(attempt.log(local)) for local in range(plan.processes)}
@@ -376,6 +392,56 @@ def private_folder() -> Iterator[Path]:
         base = tempfile.gettempdir()
         if len(base) > _PATH_LIMIT - 30:
             base = "/tmp"
-        made = tempfile.TemporaryDirectory(prefix="ppdist-", dir=base, ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base, ignore_cleanup_errors=True)
+    wanted = os.environ.get("TMPDIR", "")
+    if wanted and tempfile.gettempdir() != os.path.abspath(wanted):  # Python's own look at it
+        say(f"note: TMPDIR={wanted} is full or cannot be written; using {base}")
     with made as folder:
+        with private_files(Path(folder)):
+            owner = {"place": _place(), "pid": os.getpid(), "began": _began(os.getpid())}
+            (Path(folder) / _OWNER).write_text(json.dumps(owner), encoding="utf-8")
+        _remove_left_behind(Path(base))
         yield Path(folder)
+
+
+def _remove_left_behind(base: Path) -> None:
+    """Removes the private folders of fleetruns that were killed.
+
+    Only this user's own, and only where process ids mean the same as here: a folder may be shared
+    by hosts and containers, whose processes nobody sees from here.
+    """
+    with suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                if entry.name.startswith(_PREFIX) and _is_left_behind(entry):
+                    shutil.rmtree(entry.path)  # follows no links
+
+
+def _is_left_behind(entry: os.DirEntry) -> bool:
+    found = entry.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return False
+    mark = os.open(f"{entry.path}/{_OWNER}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(mark, "rb") as file:
+        owner = json.loads(file.read(_OWNER_BYTES))
+    if not owner["place"] or owner["place"] != _place():
+        return False
+    if _began(owner["pid"]) == owner["began"]:
+        return False  # it lives; another process may have its number by now
+    return not worker.started_by(Path(entry.path), variable=JOB_DIR_VARIABLE)
+
+
+def _place() -> str:
+    """In which the number of a process means one: a start of a machine, and what sees the same
+    processes in it; "" where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _began(pid: int) -> int | None:
+    """When a process did; None: there is none."""
+    found = process_stat(pid)
+    return found.began if found is not None and found.is_alive else None

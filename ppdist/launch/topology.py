@@ -21,8 +21,10 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -260,7 +262,10 @@ class Network:
         return True
 
     def is_free(self, port: int, address: str = "") -> bool:
-        """True when nothing listens on the port (of that address; of any without one)."""
+        """True when nothing listens on the port (of that address; of any without one), and no job
+        of this machine is about to."""
+        if _claims(port):
+            return False
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -566,13 +571,48 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
     others = " (the same on every host)" if hosts > 1 else ""
     who = port_holder(port)
     by = f"by {who}" if who else "by another run or one that did not end"
+    if _claims(port):
+        by = f"by another running job{f', {who}' if who else ''}"
     hint = "" if who else "; `ss -ltnp` shows who has it"
     end = ", or end that process" if who else ""
     return LaunchError(
         f"port {port} is in use on this machine, {by}",
         code="port_in_use",
-        fix=f"choose another with --start_port P{others}{end}{hint}",
+        fix=f"choose another with --start_port P or FLAGS_START_PORT=P{others}{end}{hint}",
     )
+
+
+_CLAIM = "ppdist-port-{}"
+
+
+@contextmanager
+def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
+    """Inside, no other job of this machine gets these ports, though nobody listens there yet.
+
+    Rank 0 opens its port seconds after the plan is made; of two jobs that start together the second
+    would die in Paddle.  A name of the kernel's marks a port, in the same network namespace as the
+    port, for all users; it ends with this process, however that ends.
+
+    Args: hosts: of the run, for the message.
+    Raises: LaunchError: another job was faster.
+    """
+    with contextlib.ExitStack() as held:
+        for port in ports if sys.platform == "linux" else ():
+            mark = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                mark.bind("\0" + _CLAIM.format(port))
+            except OSError as error:
+                raise port_in_use(port, hosts) from error
+        yield
+
+
+def _claims(port: int) -> set[str]:
+    """Inodes of the marks of a job that has the port, or is about to open it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+        words = [line.split() for line in lines if line.endswith("@" + _CLAIM.format(port))]
+        return {each[6] for each in words}
+    return set()
 
 
 def port_holder(port: int) -> str:
@@ -586,8 +626,8 @@ def port_holder(port: int) -> str:
 
 
 def _inodes(port: int) -> set[str]:
-    """Of the sockets that listen on it."""
-    found = set()
+    """Of the sockets that listen on it, or say that a job is about to."""
+    found = _claims(port)
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
@@ -632,6 +672,7 @@ class LaunchPlan:
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
     gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
+    ports: tuple[int, ...] = ()  # that rank 0's host opens, of those fleetrun knows
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:
@@ -658,7 +699,8 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         threads = variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // processes)))
         what = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
     hosts: list[str] = []
-    port, ranks_port, where = None, options.start_port, ""
+    port: int | None = None
+    ranks_port, where = options.start_port, ""
     if options.master is not None:
         own = _with_master(options, options.master, variables, machine.network)
         place = {"--master": options.master}
@@ -685,6 +727,9 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     else:
         ranks, place = rank_variables(hosts, own, ranks_port or 0, cards), {}
     plural = "process" if processes == 1 else "processes"
+    ports: tuple[int, ...] = ()
+    if port is not None and own == hosts[0]:
+        ports = tuple(sorted({port, _ranks_port(port, len(hosts))}))
     return LaunchPlan(
         device=device,
         processes=processes,
@@ -696,6 +741,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         rendezvous_port=port if len(hosts) > 1 else None,
         description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
         gpus=tuple(labels) if device == "gpu" else (),
+        ports=ports,
     )
 
 

@@ -51,6 +51,7 @@ _NO_WORD = errors.Failure("", "", "")
 # Codes of a rank that waited for one that may make no progress (see `Watch`).
 _WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
 
+_LOADING_SECONDS = 2.0  # Python, Paddle and a model take longer to be loaded
 _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
 
 
@@ -399,6 +400,7 @@ class RankEnd:
     reading: heartbeat.Reading | None = None  # its last sign of life
     process_code: int | None = None  # the exit code of the process; None: it is still at it
     began: bool = True  # the script, and not only its watcher
+    seconds: float | None = None  # that the script ran; None: nobody knows
 
     @property
     def message(self) -> str:
@@ -449,7 +451,7 @@ class RankEnd:
     def made_no_step(self) -> bool:
         """True when this attempt of it is known not to have got beyond its start."""
         if self.reading is None:
-            return not self.began
+            return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
         if self.reading.phase == "start":
             return True
         none = self.reading.steps_since == self.reading.steps_measured == 0
@@ -486,6 +488,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
             reading=heartbeat.read(heartbeat.file_of(folder, report.rank)),
             process_code=report.code,
             began=report.code is not None or report.child != 0,
+            seconds=report.seconds,
         )
         word = folder / f"rank-{report.rank}.json"
         if word.is_file():

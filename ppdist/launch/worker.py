@@ -28,6 +28,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
 
 from ppdist.common.files import replace_file
 from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_this
+from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
 # For a clean checkpoint.  Paddle's launcher, where it started this process, kills it after 30, and
@@ -46,6 +47,7 @@ class Report:
     code: int | None  # with which the script ended; None: it runs
     time: float  # of this report, seconds since the epoch
     child: int = 0  # the process of the script; 0: there is none yet, or no more
+    seconds: float | None = None  # that the script ran; None: it runs, or nobody saw its end
 
 
 def main() -> int:
@@ -77,16 +79,29 @@ def main() -> int:
     begin_report(folder, rank, local)
     forget_environment(folder)
     output, errors = streams(folder, local, Path(job["log_dir"]), job)
+    end_with_worker = ends_with_this(signal.SIGKILL)
+
+    def prepare() -> None:
+        end_with_worker()
+        for number in (signal.SIGTERM, signal.SIGINT):  # not `stop`, in a copy of this process
+            signal.signal(number, signal.SIG_DFL)
+        release_signals()
+
+    hold_signals()  # one that came amid the start of the script would reach neither
+    began = time.monotonic()
     child = subprocess.Popen(
         job["command"],
         stdout=output,
         stderr=errors,
         env=environment(job["log_dir"]),
-        preexec_fn=ends_with_this(signal.SIGKILL),
+        preexec_fn=prepare,
     )
+    if signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
+        child.terminate()  # it may have come before there was a child
+    release_signals()
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
-    end_report(folder, rank, local, code)
+    end_report(folder, rank, local, code, time.monotonic() - began)
     for left in started_by(folder, rank):  # whatever group or session it made for itself
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(left, signal.SIGKILL)
@@ -103,12 +118,16 @@ def forget_environment(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def started_by(folder: Path, rank: int | None = None) -> list[int]:
+def started_by(
+    folder: Path, rank: int | None = None, variable: str = EXIT_DIR_VARIABLE
+) -> list[int]:
     """Ids of the processes of an attempt (of one rank of it) but this one, by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
+
+    Args: variable: that holds the folder; JOB_DIR_VARIABLE for that of all attempts.
     """
-    marks = {f"{EXIT_DIR_VARIABLE}={folder}".encode()}
+    marks = {f"{variable}={folder}".encode()}
     if rank is not None:
         marks.add(f"PADDLE_TRAINER_ID={rank}".encode())
     found = []
@@ -133,16 +152,20 @@ def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
         replace_file(folder / f"exit-{rank}.json", content)
 
 
-def end_report(folder: Path, rank: int, local: int, code: int) -> None:
+def end_report(
+    folder: Path, rank: int, local: int, code: int, seconds: float | None = None
+) -> None:
     """Writes how the script ended into the room that begin_report has made."""
     with contextlib.suppress(OSError):
         report = os.open(folder / f"exit-{rank}.json", os.O_WRONLY)
-        os.pwrite(report, _record(rank, local, 0, code), _RECORD_BYTES)
+        os.pwrite(report, _record(rank, local, 0, code, seconds), _RECORD_BYTES)
         os.close(report)
 
 
-def _record(rank: int, local: int, child: int, code: int | None) -> bytes:
-    report = Report(rank, local, os.getpid(), code, time.time(), child)
+def _record(
+    rank: int, local: int, child: int, code: int | None, seconds: float | None = None
+) -> bytes:
+    report = Report(rank, local, os.getpid(), code, time.time(), child, seconds)
     return json.dumps(asdict(report)).ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
 

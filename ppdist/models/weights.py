@@ -691,13 +691,14 @@ def _by_name(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _ByName | None:
     """None where names do not help: not known, not those of the class layers, the same in the same
-    order; or none agrees and the file has another number, which leaves these layers fresh."""
+    order; or none agrees and the file has another number, which leaves layers of classes fresh."""
     theirs, ours = _plain_names(names.of_file), _plain_names(names.of_model)
     if not theirs or len(ours) != model.num_classes or theirs == ours:
         return None
     pairs = tuple((theirs.index(name), c) for c, name in enumerate(ours) if name in theirs)
     keys = tuple(key for key in matched if key.startswith(model.class_layers))
-    if not keys or (not pairs and len(theirs) != len(ours)):
+    of_classes_alone = model.rows_before_classes == 0
+    if not keys or (not pairs and len(theirs) != len(ours) and of_classes_alone):
         return None
     found = _ByName(keys, model.rows_before_classes, names, pairs)
     for key in keys:

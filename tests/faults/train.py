@@ -5,6 +5,7 @@ import os
 from ppdist import cli
 from ppdist.cli import train
 from ppdist.common import process
+from ppdist.common.signals import hold_signals
 
 
 def main() -> int:
@@ -13,7 +14,7 @@ def main() -> int:
     from tests.faults.fault import VARIABLE, parse_faults
 
     planned = parse_faults(os.environ.get(VARIABLE, ""))
-    process.hold_signals()  # Paddle, which the injector imports, has handlers of its own
+    hold_signals()  # Paddle, which the injector imports, has handlers of its own
     from tests.faults.injector import FaultInjector
 
     return train.train(arguments, [FaultInjector(planned)])

@@ -93,8 +93,9 @@ def test_eager_and_export_write_same_classes(project: Path, exported: Path, tmp_
         assert "of 3 frames" in done.stdout and "the class of 4 images" in done.stdout
         text = (tmp_path / name / "classes.json").read_text(encoding="utf-8")
         found[name] = json.loads(text)
-        picture = cv2.imread(str(tmp_path / name / "a.png"))
-        assert (picture != cv2.imread(str(photos / "a.png"))).any()
+        picture, photo = (cv2.imread(str(each / "a.png")) for each in (tmp_path / name, photos))
+        enlarged = cv2.resize(photo, picture.shape[1::-1], interpolation=cv2.INTER_CUBIC)
+        assert max(picture.shape) >= 480 and (picture[:20] != enlarged[:20]).any()
     assert found["eager"]["categories"][1] == {"id": 1, "name": "dots"}
     assert [image["file_name"] for image in found["eager"]["images"]] == ["a.png"] + 3 * [
         "film.avi"

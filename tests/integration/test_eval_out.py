@@ -40,9 +40,10 @@ def test_detector_writes_tables_detections_and_plots(tmp_path: Path) -> None:
     (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
     out = tmp_path / "out"
     weights = fresh_weights(tmp_path)
-    more = ["--out", out, "--vdl", tmp_path / "vdl"]
-    done = run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", weights, *more)
-    metrics = json.loads(succeeded(done))
+    more = ["--out", out, "--vdl", tmp_path / "vdl", "--json", tmp_path / "metrics.json"]
+    said = succeeded(run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", weights, *more))
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert "4 images" in said and "mAP50" in said and "-1" not in said
     content = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
     assert content["images"] == 4 and len(content["per_class"]) == 3
     for name in METRICS:

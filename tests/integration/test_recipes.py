@@ -22,7 +22,11 @@ SHIPPED = sorted(
 STUDIES = sorted((CONFIGS / "studies").glob("*.yml"))
 COMMAND = re.compile(r"^#.*?((?:fleetrun|python) .*?tools/(?:train|tune)\.py .*)$", re.MULTILINE)
 IMAGES = {"coco": 117_266, "objects365": 1_742_289, "voc": 16_551, "imagenet": 1_281_167}
-TEMPLATES = {"my_data.yml"}  # files to copy: their commands name the copy
+TEMPLATES = {
+    "my_data.yml",
+    "fine_tune_yolov5s.yml",
+    "fine_tune_ppyoloe_plus_s.yml",
+}  # files to copy: their commands name the copy
 
 
 def named(path: Path) -> str:

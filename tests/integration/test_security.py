@@ -30,6 +30,10 @@ FORBIDDEN_METHODS = {"extractall", "extract", "allow_pickle", "all_gather_object
 # (module, name): why it is safe there.
 ALLOWED = {
     ("ppdist.cli", "importlib.import_module"): "a name of its own table",
+    ("ppdist", "importlib.import_module"): "a name of its own table",
+    ("ppdist.export.standalone", "importlib.import_module"): "one of two runtimes",
+    ("ppdist.export.standalone", "runpy.run_path"): "as a program: the file beside it",
+    ("ppdist.predict.sources", "urllib.request.urlopen"): "http(s) as typed, an image, bounded",
     ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
     ("ppdist.data.loader", "pickle.loads"): "from its own children, over a socket pair",
     ("ppdist.data.validate", "multiprocessing.get_context"): "a pipe to its own children",

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import time
 
 import pytest
 
@@ -180,6 +181,22 @@ def test_two_processes_at_once_download_one_file(server, tmp_path):
         process.join(20)
     assert [process.exitcode for process in both] == [0, 0]
     assert server.asked == [("/a.pt", None)]
+
+
+def test_a_killed_download_goes_on_and_holds_no_lock(server, tmp_path):
+    server.faults = ["stall 300000"]
+    file = tmp_path / "a.pt"
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=fetch, args=(f"{server.url}/a.pt", file))
+    process.start()
+    part = tmp_path / "a.pt.part"
+    while process.is_alive() and not (part.exists() and part.stat().st_size == 300000):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    fetch(f"{server.url}/a.pt", file)
+    assert file.read_bytes() == CONTENT
+    assert [asked for _, asked in server.asked] == [None, "bytes=300000-"]
 
 
 def test_without_locks_each_writes_for_itself(server, tmp_path, monkeypatch):

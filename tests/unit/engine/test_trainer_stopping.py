@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.process import STOP_SIGNALS
+from ppdist.common.signals import STOP_SIGNALS
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import trainer
@@ -113,7 +113,7 @@ def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
 )
 def test_signal_before_first_step_exits_75(number, no_nohup) -> None:
     code = (
-        "import os\nfrom ppdist.common import process\nprocess.hold_signals()\n"
+        "import os\nfrom ppdist.common.signals import hold_signals\nhold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
         "from ppdist.engine import trainer\n"  # with Paddle, and its handler
         "trainer.until_first_step()\nprint('went on')\n"

@@ -239,3 +239,15 @@ def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
 def test_fleetrun_starts_without_importing_paddle() -> None:
     code = "import sys, ppdist.launch.cli; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_of_two_jobs_on_one_port_the_second_is_refused() -> None:
+    script = write("Path('up').touch()\nwhile not Path('go').exists(): time.sleep(0.05)\n")
+    words = ("--start_port", str(free_port()), script)
+    with started("--log_dir", "first", *words) as first:
+        wait_for(lambda: Path("up").exists())  # nothing listens on the port as yet
+        second = fleetrun("--log_dir", "second", *words)
+        Path("go").touch()
+        assert (first.wait(TIMEOUT), second.returncode) == (0, 2)
+    assert "is in use on this machine, by another running job, process" in second.stderr
+    assert second.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.launch.options import TOKEN_VARIABLE
 from tests.ports import free_port
 from tests.unit.launch.hosts import (
     SAVES_AT_SIGTERM,
@@ -93,8 +94,10 @@ def test_a_host_whose_fleetrun_is_killed_ends_the_other(start, port: str) -> Non
 def test_different_commands_are_refused_before_start(start, port: str) -> None:
     script = write("Path(f'ran{rank}').touch()\n")
     common = ("--ips", f"{A},{B}", "--start_port", port)
-    first = start(A, "--host", A, *common, script, "-c", "a.yml")
-    second = start(B, "--host", B, *common, "--nproc_per_node", "2", script, "-c", "b.yml")
+    known = {"variables": {TOKEN_VARIABLE: "sixteen letters or more"}}
+    first = start(A, "--host", A, *common, script, "-c", "a.yml", **known)
+    words = (*common, "--nproc_per_node", "2", script, "-c", "b.yml")
+    second = start(B, "--host", B, *words, **known)
     for host in (first, second):
         ended = host.ended()
         assert ended.code == 2 and "Traceback" not in ended.errors

@@ -17,7 +17,8 @@ STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER
 
 
 def test_only_ranks_of_paddles_launcher_are_told() -> None:
-    assert "python tools/launch.py" in (started_by_stock_launcher(STOCK) or "")
+    for other in ("ppdist launch", "python tools/launch.py"):
+        assert other in (started_by_stock_launcher(STOCK) or "")
     assert started_by_stock_launcher(STOCK | {"PPDIST_LAUNCHER": "fleetrun"}) is None
     assert started_by_stock_launcher({"PADDLE_TRAINERS_NUM": "2"}) is None  # started by hand
     assert started_by_stock_launcher({}) is None

@@ -10,29 +10,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ppdist.common.errors import LaunchError
 from ppdist.launch import rendezvous
-from ppdist.launch.options import TOKEN_VARIABLE
-from ppdist.launch.rendezvous import ControlChannel, Handshake, name_of_job
+from ppdist.launch.options import TOKEN_VARIABLE, parse_options
+from ppdist.launch.rendezvous import ControlChannel, Handshake, KeyExchange, name_of_job
 from ppdist.launch.topology import make_plan
 from tests.distributed import run_on_ranks
 from tests.ports import free_port
 from tests.unit.launch import hosts as launched
-from tests.unit.launch.waiting import TRAIN, A, B, Host, host
+from tests.unit.launch.waiting import A, B, Host, host
 
 TOKEN = "correct horse battery staple"
-assert "proof" in asdict(TRAIN)
+COMMAND = ("cfg.yml", "seed=1", "train.py")  # words of it
 
 
 class Member(Host):
     """A fleetrun with a token of its own."""
 
     def __init__(self, handshake: Handshake, port: int, token: str, seconds: float = 15) -> None:
-        super().__init__(handshake.signed(token), port, seconds)
+        super().__init__(handshake, port, seconds)
         self.token = token
 
     def _meet(self) -> None:
@@ -79,7 +80,7 @@ def test_a_host_without_the_token_is_refused(others: str) -> None:
     second.start()
     finished(first, second)
     assert (first.error, second.error) == ("", "")
-    refused = f"refused who says it is host {B}: it has another {TOKEN_VARIABLE}, or none"
+    refused = f"refused who calls from {B}: it has another {TOKEN_VARIABLE}, or none"
     assert sum(line.startswith(refused) for line in first.said) == 1
 
 
@@ -95,30 +96,156 @@ def test_first_host_without_token_is_told() -> None:
     assert all(each.error and each.channel is None for each in members)
 
 
-def test_a_handshake_changed_on_the_way_is_not_signed() -> None:
-    signed = host(B).signed(TOKEN)
-    assert signed.is_signed(TOKEN) and TOKEN not in json.dumps(signed.message())
-    for change in ({"processes": 3}, {"arguments": ("-c", "other.yml")}, {"identity": "x"}):
-        assert not replace(signed, **change).is_signed(TOKEN)
-    assert not replace(signed, proof="").is_signed(TOKEN)
-    assert not replace(signed, proof="ä").is_signed(TOKEN)
-    assert not signed.is_signed("") and host(B).is_signed("")
+def exchanged(called: KeyExchange, calls: KeyExchange) -> tuple[KeyExchange, KeyExchange]:
+    """Two ends of a connection after their first lines."""
+    assert called.meet(calls.hello()) and calls.meet(called.hello())
+    called.check(calls.proofs())
+    calls.check(called.proofs())
+    return called, calls
 
 
-def test_a_stranger_cannot_end_a_job_with_a_token() -> None:
+@pytest.mark.parametrize(
+    ("token", "command", "knows"),
+    [
+        (TOKEN, "c", (True, True)),
+        (TOKEN, "d", (True, False)),
+        ("", "c", (False, False)),
+        ("correct horse battery stapler", "c", (False, False)),
+    ],
+)
+def test_both_ends_prove_what_they_know(token: str, command: str, knows: tuple) -> None:
+    ends = exchanged(KeyExchange(TOKEN, "c", False), KeyExchange(token, command, True))
+    assert [(end.same_token, end.same_command) for end in ends] == [knows] * 2
+    for own, other in (ends, ends[::-1]):
+        assert other.is_signed(own.sign({"type": "x"})) == knows[0]
+        assert not other.is_signed(own.sign({"type": "x"}) | {"type": "y"}), "changed"
+        assert not own.is_signed(own.sign({"type": "x"})), "sent back"
+        for forged in ({}, {"signature": "ä"}, {"signature": 1}):
+            assert not other.is_signed({"type": "x"} | forged)
+
+
+def test_what_was_said_on_one_connection_is_void_on_another() -> None:
+    _, heard = exchanged(KeyExchange(TOKEN, "c", False), KeyExchange(TOKEN, "c", True))
+    anew = KeyExchange(TOKEN, "c", False)
+    assert anew.meet(heard.hello())
+    anew.check(heard.proofs())
+    assert not anew.same_token and not anew.is_signed(heard.sign({"type": "x"}))
+    assert len({str(KeyExchange(TOKEN, "c", True).hello()) for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    "numbers", [None, [], ["5"], ["5", "0"], ["5", "1"], ["5", "x"], ["5", "f" * 512], ["5", 5]]
+)
+def test_numbers_that_prove_nothing_are_refused(numbers: object) -> None:
+    hello = KeyExchange("", "c", True).hello() | {"numbers": numbers}
+    assert not KeyExchange("", "c", False).meet(hello)
+
+
+def said_to(stranger: socket.socket, *messages: dict) -> bytes:
+    """What comes back until the other end hangs up."""
+    stranger.settimeout(5)
+    for message in messages:
+        stranger.sendall(json.dumps(message).encode() + b"\n")
+    heard = b""
+    with suppress(ConnectionError):
+        while piece := stranger.recv(65536):
+            heard += piece
+    return heard
+
+
+def old_hello(own: str, **changes: object) -> dict:
+    """The first line of a host with protocol 1."""
+    return asdict(host(own)) | {"type": "hello", "proof": "0" * 64} | changes
+
+
+@pytest.mark.parametrize("token", [TOKEN, ""])
+def test_a_stranger_ends_no_job_and_learns_nothing(token: str) -> None:
     port = free_port()
-    first = Member(host(A), port, TOKEN)
+    first, heard = Member(host(A), port, token), []
     first.start()
     launched.wait_for(lambda: answers(port), 10)
     for change in ({"processes": 7}, {"hosts": (B, A)}, {"ppdist": "9"}, {"host": A}, {}):
         with socket.create_connection((A, port), 5) as stranger:
-            message = host(B, **{"proof": "0" * 64}).message() | change
-            stranger.sendall(json.dumps(message).encode() + b"\n")
-            assert b"refused" in stranger.recv(4096)
-    second = Member(host(B), port, TOKEN)
+            heard.append(said_to(stranger, old_hello(B, **change)))
+            assert b"another version of ppdist" in heard[-1]
+    for knows in ("", "a guess of somebody who tries"):
+        stranger_keys = KeyExchange(knows, host(B).command + "x", True)
+        # Not from the address of a host, as binding to one would give.
+        with socket.create_connection((A, port), 5, ("127.0.0.9", 0)) as stranger:
+            stranger.sendall(json.dumps(stranger_keys.hello()).encode() + b"\n")
+            heard.append(stranger.makefile().readline().encode())
+            answer = json.loads(heard[-1])
+            assert set(answer) == {"type", "protocol", "numbers", "once", "proofs"}
+            assert stranger_keys.meet(answer)
+            stranger_keys.check(answer)
+            assert stranger_keys.same_token == (token == knows) and not stranger_keys.same_command
+            told = host(B, processes=7).message(with_command=False)
+            heard.append(said_to(stranger, stranger_keys.proofs(), stranger_keys.sign(told)))
+    assert not any(word.encode() in each for word in COMMAND for each in heard)
+    second = Member(host(B), port, token)
     second.start()
     finished(first, second)
     assert (first.error, second.error) == ("", "")
+
+
+def pass_on(one: socket.socket, other: socket.socket) -> None:
+    with suppress(OSError):
+        while piece := one.recv(65536):
+            other.sendall(piece)
+        other.shutdown(socket.SHUT_WR)
+
+
+def test_what_a_host_says_ends_nothing_if_passed_back() -> None:
+    """A stranger at the address of another host connects the first one with itself."""
+    port = free_port()
+    with socket.create_server((B, port)) as server:
+        first = Member(host(A), port, TOKEN, seconds=1.5)
+        first.start()
+        caller, _ = server.accept()
+        with caller, socket.create_connection((A, port)) as back:
+            threads = [
+                threading.Thread(target=pass_on, args=ends, daemon=True)
+                for ends in ((caller, back), (back, caller))
+            ]
+            for each in threads:
+                each.start()
+            first.end()
+    assert "gave up after 1.5 s" in first.error and "it closed the connection" in first.error
+
+
+def test_without_a_token_hosts_show_their_own_command_alone() -> None:
+    port = free_port()
+    others = {B: "seed=2"}
+    members = [
+        Member(host(own, arguments=("-c", "cfg.yml", "-o", others.get(own, "seed=1"))), port, "")
+        for own in (A, B)
+    ]
+    for each in members:
+        each.start()
+    finished(*members)
+    for each, own, other in zip(members, ("seed=1", "seed=2"), ("seed=2", "seed=1")):
+        assert f"has tools/train.py -c cfg.yml -o {own}, " in each.error and other not in each.error
+        assert "start every host with the same command" in each.error
+
+
+def test_a_host_of_an_older_version_is_named() -> None:
+    with socket.create_server((A, 0)) as server:
+        port = server.getsockname()[1]
+        waiting = Member(host(B), port, TOKEN, seconds=1.5)
+        waiting.start()
+        caller, _ = server.accept()
+        assert b"hello" in caller.recv(4096)
+        caller.close()  # as protocol 1 does with what is no handshake to it
+        waiting.end()
+    assert "another program, or another version of ppdist, has the port" in waiting.error
+
+
+def test_a_job_token_must_be_long_enough() -> None:
+    for short in ("secret", "fifteen letters"):
+        with pytest.raises(LaunchError) as caught:
+            parse_options(["t.py"], {TOKEN_VARIABLE: short})
+        assert caught.value.code == "job_token_short" and short not in str(caught.value)
+    assert parse_options(["t.py"], {TOKEN_VARIABLE: "sixteen letters."}).script == "t.py"
 
 
 def answers(port: int) -> bool:
@@ -212,7 +339,6 @@ def test_callers_during_a_run_cost_it_no_time() -> None:
 
 def joins_late(argument: object) -> list[list[int]]:
     """Rank 1's place is first asked for by a process of an earlier job."""
-    from ppdist.common.errors import LaunchError
     from ppdist.distributed import comm, store
 
     os.environ["PPDIST_JOB"] = "this job"
@@ -298,7 +424,6 @@ def alive(mark: Path) -> list[str]:
 
 
 def test_the_token_stays_with_fleetrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ppdist.launch.options import parse_options
     from tests.unit.launch.machines import machine
 
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,10 @@ from ppdist.launch.topology import (
     Card,
     LaunchPlan,
     Machine,
+    Network,
     cards_of_runs,
+    choose_port,
+    claimed,
     deal_out,
     expand_ids,
     make_plan,
@@ -22,6 +25,7 @@ from ppdist.launch.topology import (
     port_holder,
     visible_labels,
 )
+from tests.ports import free_port
 from tests.unit.launch.machines import A, B, machine
 
 
@@ -478,3 +482,23 @@ def test_the_process_that_has_a_port_is_found() -> None:
         port = server.getsockname()[1]
         assert port_holder(port).startswith(f"process {os.getpid()} (")
     assert port_holder(port) == ""
+
+
+def test_a_port_of_another_job_is_refused_before_it_listens() -> None:
+    port, network = free_port(), Network()
+    with claimed((port,), 1):
+        with pytest.raises(LaunchError, match="by another running job, process") as caught:
+            choose_port(port, 2, 1, True, network)
+        assert caught.value.code == "port_in_use" and "FLAGS_START_PORT" in str(caught.value)
+        both_looked = pytest.raises(LaunchError, match="by another running job, process")
+        with both_looked, claimed((port,), 1):
+            pass
+    assert choose_port(port, 2, 1, True, network) == port
+
+
+def test_the_first_host_claims_what_its_ranks_open() -> None:
+    hosts = f"--ips {A},{B} --start_port 7000 --nproc_per_node 2"
+    assert plan(hosts, machine()).ports == (7000, 7001)
+    assert plan(hosts, machine(own=B)).ports == ()
+    assert plan("--nproc_per_node 2 --start_port 7000", machine()).ports == (7000,)
+    assert plan(f"--master {A}:7000 --nnodes 2 --rank 0", machine()).ports == ()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch import cli as front
+from ppdist.launch import job as front
 from ppdist.launch import rendezvous, topology
-from ppdist.launch.cli import fleetrun
+from ppdist.launch.job import fleetrun
 from ppdist.launch.rendezvous import ControlChannel, Handshake
 from ppdist.launch.topology import Machine, Network, once_known, own_address, resolve_hosts
 from ppdist.launch.watchdog import Outcome, Stopped

@@ -6,6 +6,8 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from ppdist.common.errors import Failure, LaunchError, UserError, failure_of
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Outcome, RankEnd, judge
@@ -24,10 +26,19 @@ def crash(message: str) -> Failure:
     return Failure("crash", "crash", message)
 
 
-def ended(folder: Path, *ranks: tuple, stopped: int | None = None, launcher: int = 0) -> Outcome:
-    """Each rank: (exit code, time) or (exit code, time, reported exit code, Failure)."""
+def ended(
+    folder: Path,
+    *ranks: tuple,
+    stopped: int | None = None,
+    launcher: int = 0,
+    ran: float | None = None,
+) -> Outcome:
+    """Each rank: (exit code, time) or (exit code, time, reported exit code, Failure).
+
+    Args: ran: seconds for which each script did; None: nobody knows.
+    """
     for rank, (code, time, *report) in enumerate(ranks):
-        state = {"rank": rank, "local": rank, "pid": 1, "code": code, "time": time}
+        state = {"rank": rank, "local": rank, "pid": 1, "code": code, "time": time, "seconds": ran}
         (folder / f"exit-{rank}.json").write_text(json.dumps(state))
         if report:
             path = folder / f"rank-{rank}.json"
@@ -83,6 +94,11 @@ def test_a_lost_peer_alone_is_said_to_be_no_cause(tmp_path: Path) -> None:
 def test_stopped_before_saving_is_1(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (75, 1.0), (TERM, 1.0), stopped=signal.SIGTERM)
     assert outcome == Outcome(1, "stopped by SIGTERM; rank 1 left no checkpoint", signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("ran", "code"), [(0.3, 75), (30.0, 1), (None, 1)])
+def test_stopped_while_python_is_loaded_is_75(tmp_path: Path, ran: float, code: int) -> None:
+    assert ended(tmp_path, (TERM, 1.0), (TERM, 1.0), stopped=signal.SIGTERM, ran=ran).code == code
 
 
 def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:

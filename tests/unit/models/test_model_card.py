@@ -9,8 +9,9 @@ import pytest
 
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml, parse_plain
+from ppdist.config.base import dump_yaml, parse_plain, parse_tree
 from ppdist.config.model import YOLOv5Config
+from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
 from ppdist.models.model_card import (
@@ -67,6 +68,23 @@ def test_the_config_of_a_card_is_the_one_of_training(tmp_path) -> None:
     assert config.model == experiment().model and config.data.resize == "letterbox"
     assert config.data.class_names == NAMES and config.data.root == "mine"
     assert config.loss.name == "yolov5"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"name": "yolov5_cls", "size": "n", "width_multiple": 0.0625, "num_classes": 2},
+     {"name": "ppyoloe", "width_multiple": 0.125, "num_classes": 2, "one_to_one": True}],
+)  # fmt: skip
+def test_every_model_comes_back_from_its_card(tmp_path, section) -> None:
+    of_images = section["name"] == "yolov5_cls"
+    data = {"root": "r", "train": {}, "val": {}, "format": "folder" if of_images else "coco"}
+    tree = tree_of({"data": data, "model": section}, Place("test"))
+    config = parse_tree(tree, ExperimentConfig, ())
+    written = card_of(config, build_model(config.model), ("a", "b"), (0, 1))
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: written.text()})
+    found = config_of_weights(tmp_path / "w.npz")
+    assert found.model == config.model and found.suppression == config.suppression
+    assert written.task == config.model.task and (written.nms is None) == of_images
 
 
 @pytest.mark.parametrize("name", ["w.pdparams", "w.pt", "w.npz", "w.safetensors"])

@@ -8,21 +8,25 @@ from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import ClassNames, LoadReport, arrays_of, load_weights, write_arrays
+from tests.unit.models.kept import built_once
 
 FILE = ("cat", "dog", "bus", "car")
 
 
+@built_once
 def yolov5(count: int, seed: int) -> ImageModel:
     paddle.seed(seed)
     return build_model(YOLOv5Config(size="n", width_multiple=0.0625, num_classes=count))
 
 
+@built_once
 def ppyoloe(count: int, seed: int) -> ImageModel:
     paddle.seed(seed)
     config = PPYOLOEConfig(size="t", width_multiple=0.125, num_classes=count, one_to_one=True)
     return build_model(config)
 
 
+@built_once
 def classifier(count: int, seed: int) -> ImageModel:
     paddle.seed(seed)
     return build_model(YOLOv5ClsConfig(size="n", width_multiple=0.0625, num_classes=count))
@@ -99,28 +103,32 @@ def test_other_names_of_the_same_count_start_fresh(tmp_path, build) -> None:
     assert report.by_name == "0 of 4 classes kept by name, fresh: a, b, c, ..."
 
 
-@FAMILIES
 @pytest.mark.parametrize(
     "names",
     [(FILE, FILE), ((), FILE), (FILE, ()), (FILE, ("class 0", "class 1", "class 2", "class 3")),
      (FILE[:3], FILE[::-1]), (("cat", "CAT ", "bus", "car"), FILE), (("Cat", *FILE[1:]), FILE)],
 )  # fmt: skip
-def test_without_use_of_names_rows_stay(tmp_path, build, names) -> None:
-    source = shaken(build(4, 1))
+def test_without_use_of_names_rows_stay(tmp_path, names) -> None:
+    source = shaken(yolov5(4, 1))
     write_arrays(tmp_path / "w.npz", source)
-    target = build(4, 2)
+    target = yolov5(4, 2)
     report = load_weights(target, tmp_path / "w.npz", ClassNames(*names))
     for key, value in arrays_of(target).items():
         np.testing.assert_array_equal(value, source[key])
     assert not report.by_name and not report.fresh
 
 
-@FAMILIES
+@pytest.mark.parametrize("build", [ppyoloe, classifier])
 def test_no_common_name_leaves_the_layers_fresh(tmp_path, build) -> None:
     _, before, after, report = tune(build, tmp_path, ("a", "b"))
     assert report.fresh and not report.by_name
     for key in report.fresh:
         np.testing.assert_array_equal(after[key], before[key])
+
+
+def test_box_and_objectness_stay_without_a_common_name(tmp_path) -> None:
+    report = assert_rows(yolov5, tune(yolov5, tmp_path, ("a", "b")), ("a", "b"))
+    assert report.by_name == "0 of 2 classes kept by name, fresh: a, b"
 
 
 def test_half_precision_rows_are_converted(tmp_path) -> None:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ppdist.launch.cli import Restarts
+from ppdist.launch.job import Restarts
 from ppdist.launch.watchdog import Outcome
 
 

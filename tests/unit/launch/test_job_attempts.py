@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch import cli as front
+from ppdist.launch import cli, topology
+from ppdist.launch import job as front
 from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
 from ppdist.launch.topology import Machine
 from ppdist.launch.watchdog import Outcome, signals_noted
@@ -59,9 +60,9 @@ def test_signal_during_machine_check_ends_with_75(monkeypatch: pytest.MonkeyPatc
         os.kill(os.getpid(), signal.SIGUSR1)
         return machine()
 
-    monkeypatch.setattr(front, "this_machine", look)
+    monkeypatch.setattr(topology, "this_machine", look)
     monkeypatch.setattr(sys, "argv", ["fleetrun", "t.py"])
-    assert front.main() == 75
+    assert cli.main() == 75
     assert "stopped by SIGUSR1 before any rank of this attempt began" in capfd.readouterr().err
 
 
